@@ -1,0 +1,8 @@
+"""Token-level updates for OpenRLHF: Advantage Reweighting (AR) and Low-Probability Token Isolation (Lopti) of
+*Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs* (arXiv 2505.12929).
+
+The mathematics is in `arlopti_openrlhf.token_update` (torch alone); `python -m arlopti_openrlhf.cli.train_ppo_ray` is
+OpenRLHF's own training command with the two methods' flags added.
+"""
+
+__version__ = "0.1.0"
