@@ -1,0 +1,75 @@
+"""What the tests share: the CPU backend, a tiny model and data of our own making, a Ray cluster with logical GPUs."""
+
+import json
+
+import pytest
+
+from arlopti_openrlhf import cpu
+
+cpu.enable()  # before any test imports openrlhf
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory):
+    """make_model(tied) → directory of a Qwen2 model of 0.1M random parameters, with a byte tokenizer."""
+
+    def make(tied: bool = True) -> str:
+        import torch
+
+        folder = str(tmp_path_factory.mktemp("model"))
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+        fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+        fast.chat_template = CHAT_TEMPLATE
+        fast.save_pretrained(folder)
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=320,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            tie_word_embeddings=tied,
+            initializer_range=0.2,
+            bos_token_id=None,
+            eos_token_id=fast.eos_token_id,
+            pad_token_id=fast.pad_token_id,
+        )
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_model) -> str:
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory) -> str:
+    """JSONL of 256 prompts with a K&K solution as label: the tiny model will never solve one."""
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = (
+        {
+            "prompt": [{"role": "user", "content": f"puzzle {i}"}],
+            "label": "(1) Zoey is a knight\n(2) Oliver is a knave",
+            "datasource": "kk_2ppl",
+        }
+        for i in range(256)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
