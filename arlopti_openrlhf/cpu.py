@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -41,10 +42,14 @@ def enable() -> None:
         return
     patches: dict[str, Callable] = {}
     if on_cpu:
-        _announce("no CUDA device: OpenRLHF runs on the CPU" if not os.environ.get("ARLOPTI_DEVICE") else
-                  "ARLOPTI_DEVICE=cpu: OpenRLHF runs on the CPU")
+        _announce(
+            "no CUDA device: OpenRLHF runs on the CPU"
+            if not os.environ.get("ARLOPTI_DEVICE")
+            else "ARLOPTI_DEVICE=cpu: OpenRLHF runs on the CPU"
+        )
         os.environ.update(ARLOPTI_DEVICE="cpu", DS_ACCELERATOR="cpu")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _KV_CACHE_GIB)
+        _find_compiler_tools()
         _redirect_torch_cuda()
         patches |= _CPU_PATCHES
     if without_flash_attn:
@@ -65,6 +70,13 @@ def _announce(message: str) -> None:
     if not os.environ.get("ARLOPTI_ANNOUNCED"):
         print(f"arlopti_openrlhf: {message}.", flush=True)
         os.environ["ARLOPTI_ANNOUNCED"] = "1"
+
+
+def _find_compiler_tools() -> None:
+    """DeepSpeed compiles its CPU ops at first use, with the ninja of its own environment, activated or not."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
 
 
 class _CpuDevice(str):
@@ -96,11 +108,14 @@ def _hook_ray_workers(on_cpu: bool) -> None:
         runtime_env = dict(kwargs.get("runtime_env") or {})
         runtime_env.setdefault("worker_process_setup_hook", _HOOK)
         inherited = ("ARLOPTI_DEVICE", "ARLOPTI_ANNOUNCED", "DS_ACCELERATOR", "VLLM_CPU_KVCACHE_SPACE")
-        runtime_env["env_vars"] = {k: os.environ[k] for k in inherited if k in os.environ} | runtime_env.get("env_vars", {})
+        runtime_env["env_vars"] = {k: os.environ[k] for k in inherited if k in os.environ} | runtime_env.get(
+            "env_vars", {}
+        )
         kwargs["runtime_env"] = runtime_env
         if on_cpu and not args and "address" not in kwargs and "RAY_ADDRESS" not in os.environ:
             gpus = int(os.environ.get("ARLOPTI_LOGICAL_GPUS", "8"))
             kwargs.setdefault("num_gpus", gpus)
+            kwargs.setdefault("include_dashboard", False)  # its processes would take a core and half a gigabyte
             # Each logical GPU's bundle asks for a CPU too, and the controllers (up to four in async mode) for one each.
             kwargs.setdefault("num_cpus", max(os.cpu_count() or 1, gpus + 4))
         return init(*args, **kwargs)

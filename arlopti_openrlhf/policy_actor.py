@@ -136,7 +136,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
 
         Returns:
             Upstream's metrics. With Lopti, those that a pass computes appear once per stage, `policy_loss`, `kl` and
-            `entropy_loss` also as the sum of both. With AR or Lopti: `ar/mean_weight`, `lopti/low_share`, `lopti/eta`.
+            `entropy_loss` also as the sum of both (but for GSPO's loss). With AR or Lopti: `ar/mean_weight`, `lopti/low_share`, `lopti/eta`.
         """
         if not self.alpha and not self._uses_lopti():
             return super().ppo_train(kl_ctl)
@@ -168,7 +168,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         finally:
             self.replay_buffer.items, self.stage, self.max_epochs = items, None, max_epochs
             self.actor_loss_fn.response_mask = self.actor_loss_fn.response_log_probs = None
-        return metrics.summary(self.args.algo.kl.use_loss)
+        return metrics.summary(self.args)
 
     def _mini_batches(self, items: list[Experience]) -> Iterator[list[Experience]]:
         """This rank's samples of each optimizer step of one epoch, in upstream's order (`ppo_train`, its DataLoader).
@@ -192,9 +192,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
     ) -> dict[str, object]:
         """Upstream's step on one micro-batch, with reweighted advantages and, in a stage, the group's action mask."""
         if self.alpha:
-            experience.advantages = reweight_advantages(
-                experience.advantages, experience.action_log_probs, self.alpha
-            )
+            experience.advantages = reweight_advantages(experience.advantages, experience.action_log_probs, self.alpha)
         if self.stage is None:
             return super().training_step(experience, kl_ctl, step, loss_batch_info)
 
@@ -256,7 +254,11 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         dist.all_gather_object(gathered, log_probs, group=self.strategy.ds_device_mesh["dp"].get_group())
         log_probs = torch.cat(gathered, dim=1)
         # Without a token there are no groups to divide, and any threshold will do.
-        return probability_quantile(log_probs, torch.ones_like(log_probs), self.lopti.quantile) if log_probs.numel() else 1.0
+        return (
+            probability_quantile(log_probs, torch.ones_like(log_probs), self.lopti.quantile)
+            if log_probs.numel()
+            else 1.0
+        )
 
     def _token_metrics(self, eta: float | None) -> dict[str, float]:
         log_probs = self._response_log_probs(self.replay_buffer.items)
@@ -292,10 +294,12 @@ class _StageMetrics:
     def add(self, group: str, num_tokens: float, status: dict[str, float]) -> None:
         self.passes[group].append((num_tokens, status))
 
-    def summary(self, kl_is_loss: bool) -> dict[str, float]:
+    def summary(self, args) -> dict[str, float]:
         """Means over the passes: of a pass's own metrics by stage, weighted by tokens; of the samples' overall."""
         of_pass = {"policy_loss", "entropy_loss", "ppo_clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio"}
-        of_pass |= {"actor_grad_norm"} | ({"kl", "logprobs_diff"} if kl_is_loss else set())
+        of_pass |= {"actor_grad_norm"} | ({"kl", "logprobs_diff"} if args.algo.kl.use_loss else set())
+        # GSPO's loss is the sequences', in both stages: it has no sum.
+        summed = ADDITIVE_METRICS[1:] if args.actor.policy_loss_type == "gspo" else ADDITIVE_METRICS
         summary: dict[str, float] = {}
         for group, passes in self.passes.items():
             statuses = [status for _, status in passes]
@@ -307,9 +311,9 @@ class _StageMetrics:
                     # `actor_lr` moves from pass to pass; the samples' metrics are the same in both stages.
                     summary[name] = statuses[-1][name] if name == "actor_lr" else mean
                     continue
-                if name in ADDITIVE_METRICS:
+                if name in summed:
                     summary[name] = summary.get(name, 0.0) + mean
-                else:
+                if name not in ADDITIVE_METRICS:
                     mean = sum(n * status.get(name, 0.0) for n, status in passes) / total
                 summary[f"lopti/{group}/{name}"] = mean
         return summary

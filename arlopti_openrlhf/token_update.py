@@ -64,7 +64,7 @@ def low_probability_mask(action_log_probs: torch.Tensor, action_mask: torch.Tens
 
 
 def group_mask(group: str, action_log_probs: torch.Tensor, action_mask: torch.Tensor, eta: float) -> torch.BoolTensor:
-    """The tokens that one stage of Lopti updates: `LOW`, or `HIGH`, its complement in the response. BoolTensor (B, A)."""
+    """The tokens that one stage of Lopti updates: `LOW`, or `HIGH`, the rest of the response. BoolTensor (B, A)."""
     low = low_probability_mask(action_log_probs, action_mask, eta)
     return low if group == LOW else action_mask.bool() & ~low
 
@@ -91,11 +91,16 @@ def probability_quantile(action_log_probs: torch.Tensor, action_mask: torch.Tens
     if not len(probabilities):
         raise ValueError("action_mask selects no token: there is no probability to take a quantile of")
     position = q * (len(probabilities) - 1)
-    lower, upper = probabilities[int(position)].item(), probabilities[min(int(position) + 1, len(probabilities) - 1)].item()
+    lower, upper = (
+        probabilities[int(position)].item(),
+        probabilities[min(int(position) + 1, len(probabilities) - 1)].item(),
+    )
     return lower + (position - int(position)) * (upper - lower)
 
 
 def _check_same_shape(**tensors: torch.Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != 2 for shape in shapes.values()):
-        raise ValueError("expected tensors of one shape (B, A), got " + ", ".join(f"{n} {s}" for n, s in shapes.items()))
+        raise ValueError(
+            "expected tensors of one shape (B, A), got " + ", ".join(f"{n} {s}" for n, s in shapes.items())
+        )

@@ -1,6 +1,6 @@
 """OpenRLHF's `train_ppo_ray` with AR and Lopti: its own command line, run as it is, with our flags in its parser.
 
-    python -m arlopti_openrlhf.cli.train_ppo_ray [OpenRLHF's flags] --algo.ar.alpha 0.3 --algo.lopti.eta 0.5
+python -m arlopti_openrlhf.cli.train_ppo_ray [OpenRLHF's flags] --algo.ar.alpha 0.3 --algo.lopti.eta 0.5
 """
 
 import argparse
@@ -154,7 +154,15 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
     for flag in ("scope", "order", "groups"):
         name = f"algo.lopti.{flag}"
         if eta is None and quantile is None and value[name] != parser.get_default(name):
-            parser.error(f"argument --{name}: {value[name]} needs --algo.lopti.eta or --algo.lopti.quantile, in (0, 1)")
+            parser.error(
+                f"argument --{name}: {value[name]} needs --algo.lopti.eta or --algo.lopti.quantile, in (0, 1)"
+            )
+    rollout, batch = value["rollout.batch_size"] * value["rollout.n_samples_per_prompt"], value["train.batch_size"]
+    if (eta is not None or quantile is not None) and (rollout < batch or rollout % batch):
+        parser.error(
+            f"argument --train.batch_size: {batch} does not divide the rollout batch, which Lopti needs: "
+            f"it must be a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
+        )
     if value["algo.lopti.groups"] != "both" and value["algo.lopti.order"] != "low_first":
         parser.error(
             f"argument --algo.lopti.order: {value['algo.lopti.order']} needs both groups, "

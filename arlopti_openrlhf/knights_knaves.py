@@ -1,0 +1,270 @@
+"""Knights-and-Knaves puzzles of 2 to 8 people in the published wording: generate, solve, explain.
+
+Knights always tell the truth and knaves always lie; each person makes one statement. Statements are the nested tuples
+of the published data set (Logic-RL, arXiv 2502.14768; generator of arXiv 2410.23123), people counted from 0:
+`("telling-truth", 2)`, `("lying", 0)`, `("not", atom)`, `("and" | "or" | "->" | "<=>", atom, atom)`.
+
+Everything is deterministic by seed, in any process: nothing depends on hash() or on the order of a set.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+Statement = tuple  # ("telling-truth" | "lying", person) or (connective, statement, ...)
+
+MIN_PEOPLE, MAX_PEOPLE = 2, 8
+
+NAMES = (
+    "Emma Liam Olivia Noah Ava James Sophia Lucas Mia Ethan Isabella Mason Charlotte Logan Amelia Jacob Harper "
+    "Michael Evelyn Daniel Abigail Henry Emily Jackson Elizabeth Sebastian Sofia Aiden Avery Matthew Ella Samuel "
+    "Scarlett David Grace Joseph Chloe Owen Victoria Jack Riley Alexander Aria Oliver Lily William Aurora Luke "
+    "Zoey Benjamin Penelope"
+).split()
+
+# The system text of Logic-RL's published prompts, to the letter (the double space and "and<answer>" are theirs).
+INSTRUCTION = (
+    "You are a helpful assistant. The assistant first thinks about the reasoning process in the mind and then "
+    "provides the user with the answer. The reasoning process and answer are enclosed within <think> </think> "
+    "and<answer> </answer> tags, respectively, i.e., <think> reasoning process here </think><answer> answer here "
+    "</answer>.  Now the user asks you to solve a logical reasoning problem. After thinking, when you finally reach "
+    "a conclusion, clearly state the identity of each character within <answer> </answer> tags. i.e., <answer> (1) "
+    "Zoey is a knight\n(2) ... </answer>."
+)
+ISLAND = (
+    "A very special island is inhabited only by knights and knaves. "
+    "Knights always tell the truth, and knaves always lie."
+)
+QUESTION = "So who is a knight and who is a knave?"
+
+# How the published puzzles report a claim: {who} made the claim {said}; {Said} is it with a capital letter.
+_SENTENCES = (
+    "{who} said that {said}.",
+    "{who} told you that {said}.",
+    "{who} expressed that {said}.",
+    '{who} said, "{Said}."',
+    '{who} stated, "{Said}".',
+    '{who} noted, "{Said}".',
+    '{who} remarked, "{Said}".',
+    '{who} commented, "{Said}".',
+    '{who} was heard saying, "{Said}".',
+    '{who} asserted: "{Said}".',
+    'As {who} put it, "{Said}".',
+    'According to {who}, "{Said}".',
+    'In a statement by {who}: "{Said}".',
+    'In {who}\'s words: "{Said}".',
+    '"{Said}," {who} declared.',
+    '"{Said}," {who} claimed.',
+    '"{Said}," {who} mentioned.',
+    '"{Said}" - {who}.',
+)
+_CONNECTIVES = ("and", "or", "->", "<=>")
+_TEST_SHARE = 4  # one structure in four is held out
+
+# All the wrong assignments of 3 people; from 4 people on, trying them all would take more room than a response has.
+_MAX_WRONG_TRIALS = 7
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """A puzzle with one solution: `solution[i]` is True where `names[i]` is a knight; `quiz` is its wording."""
+
+    names: tuple[str, ...]
+    statements: tuple[Statement, ...]
+    solution: tuple[bool, ...]
+    quiz: str
+
+    @property
+    def solution_text(self) -> str:
+        """The label in the published form: "(1) Zoey is a knight\\n(2) Liam is a knave"."""
+        return "\n".join(
+            f"({number}) {name} is a {_role(knight)}"
+            for number, (name, knight) in enumerate(zip(self.names, self.solution, strict=True), start=1)
+        )
+
+    @property
+    def datasource(self) -> str:
+        """What results are grouped by: "kk_3ppl" for three people."""
+        return datasource(len(self.names))
+
+
+def datasource(num_people: int) -> str:
+    """Name of the puzzles of `num_people` people in data sets and result tables."""
+    return f"kk_{num_people}ppl"
+
+
+def is_true(statement: Statement, knights: Sequence[bool]) -> bool:
+    """Whether a statement holds where `knights[i]` says that person i is a knight. ValueError on an unknown kind."""
+    match statement:
+        case ("telling-truth", int(person)):
+            return knights[person]
+        case ("lying", int(person)):
+            return not knights[person]
+        case ("not", inner):
+            return not is_true(inner, knights)
+        case ("and", left, right):
+            return is_true(left, knights) and is_true(right, knights)
+        case ("or", left, right):
+            return is_true(left, knights) or is_true(right, knights)
+        case ("->", left, right):
+            return not is_true(left, knights) or is_true(right, knights)
+        case ("<=>", left, right):
+            return is_true(left, knights) == is_true(right, knights)
+    raise ValueError(f"not a statement of a Knights-and-Knaves puzzle: {statement!r}")
+
+
+@lru_cache(maxsize=MAX_PEOPLE)
+def _assignments(num_people: int) -> tuple[tuple[bool, ...], ...]:
+    return tuple(tuple(bool(code >> person & 1) for person in range(num_people)) for code in range(2**num_people))
+
+
+@lru_cache(maxsize=1 << 16)
+def _truth_table(statement: Statement, num_people: int) -> int:
+    # Bit c tells whether the statement holds in assignment c: a puzzle is then solved by a few integer operations.
+    return sum(is_true(statement, knights) << code for code, knights in enumerate(_assignments(num_people)))
+
+
+def solutions(statements: Sequence[Statement], num_people: int) -> list[tuple[bool, ...]]:
+    """All assignments, of the 2 ** num_people, in which exactly the knights' statements are true.
+
+    Statement i is person i's. ValueError where there is not one statement for each person.
+    """
+    if len(statements) != num_people:
+        raise ValueError(f"{len(statements)} statements for {num_people} people: each person makes one")
+    possible = 2 ** (2**num_people) - 1
+    for person, statement in enumerate(statements):
+        speaker = _truth_table(("telling-truth", person), num_people)
+        possible &= ~(speaker ^ _truth_table(statement, num_people))
+    return [knights for code, knights in enumerate(_assignments(num_people)) if possible >> code & 1]
+
+
+def is_held_out(statements: Sequence[Statement]) -> bool:
+    """Whether puzzles of this structure belong to the test split: about one structure in four, whatever the seed.
+
+    The split depends on the statements alone, so no renaming or rewording of a training puzzle is ever tested on, and
+    data made with different seeds or counts stay disjoint.
+    """
+    digest = hashlib.sha256(repr(tuple(statements)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % _TEST_SHARE == 0
+
+
+def generate(
+    num_people: int, rng: random.Random, *, held_out: bool | None = None, names: Sequence[str] = NAMES
+) -> Iterator[Puzzle]:
+    """Endless puzzles of `num_people` people, each with exactly one solution.
+
+    Args:
+        num_people: 2 to 8; ValueError outside.
+        rng: the only source of chance: the same seed gives the same puzzles in every process.
+        held_out: True for the test split, False for the training split, None for both.
+        names: the pool the people's names are drawn from, without replacement; ValueError if it is too small.
+    """
+    if not MIN_PEOPLE <= num_people <= MAX_PEOPLE:
+        raise ValueError(f"num_people must be in [{MIN_PEOPLE}, {MAX_PEOPLE}], got {num_people}")
+    if len(names) < num_people:
+        raise ValueError(f"{num_people} people need as many names, got {len(names)}")
+    return _generate(num_people, rng, held_out, names)
+
+
+def _generate(num_people: int, rng: random.Random, held_out: bool | None, names: Sequence[str]) -> Iterator[Puzzle]:
+    while True:
+        statements = tuple(_draw_statement(speaker, num_people, rng) for speaker in range(num_people))
+        if held_out is not None and is_held_out(statements) != held_out:
+            continue
+        found = solutions(statements, num_people)
+        if len(found) == 1:
+            people = tuple(rng.sample(names, num_people))
+            yield Puzzle(people, statements, found[0], _quiz(people, statements, rng))
+
+
+def _draw_statement(speaker: int, num_people: int, rng: random.Random) -> Statement:
+    # The published mixture: a plain claim, a negated one and the four connectives, equally often. A plain claim about
+    # the speaker says nothing ("I am a knight") or cannot be said ("I am a knave").
+    kind = rng.choice(("plain", "not", *_CONNECTIVES))
+    if kind in _CONNECTIVES:
+        left, right = rng.sample(range(2 * num_people), 2)
+        return (kind, _atom(left), _atom(right))
+    other = rng.randrange(num_people - 1)
+    claim = _atom(2 * (other + (other >= speaker)) + rng.randrange(2))
+    return claim if kind == "plain" else ("not", claim)
+
+
+def _atom(code: int) -> Statement:
+    return ("lying" if code % 2 else "telling-truth", code // 2)
+
+
+def _role(knight: bool) -> str:
+    return "knight" if knight else "knave"
+
+
+def _claim(statement: Statement, names: Sequence[str]) -> str:
+    match statement:
+        case ("telling-truth" | "lying" as kind, person):
+            return f"{names[person]} is a {_role(kind == 'telling-truth')}"
+        case ("not", ("telling-truth" | "lying" as kind, person)):
+            return f"{names[person]} is not a {_role(kind == 'telling-truth')}"
+        case ("and" | "or" as kind, left, right):
+            return f"{_claim(left, names)} {kind} {_claim(right, names)}"
+        case ("->", left, right):
+            return f"if {_claim(left, names)} then {_claim(right, names)}"
+        case ("<=>", left, right):
+            return f"{_claim(left, names)} if and only if {_claim(right, names)}"
+    raise ValueError(f"the published wording has no sentence for {statement!r}")
+
+
+def _quiz(names: Sequence[str], statements: Sequence[Statement], rng: random.Random) -> str:
+    sentences = []
+    for who, statement in zip(names, statements, strict=True):
+        said = _claim(statement, names)
+        sentences.append(rng.choice(_SENTENCES).format(who=who, said=said, Said=said[0].upper() + said[1:]))
+    people = f"{', '.join(names[:-1])}, and {names[-1]}"
+    return " ".join([ISLAND, f"You meet {len(names)} inhabitants: {people}.", *sentences, QUESTION])
+
+
+def messages(quiz: str) -> list[dict[str, str]]:
+    """The chat that puts a quiz to a model: the published instruction as system text, the quiz as the user's turn."""
+    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": quiz}]
+
+
+def chatml(quiz: str) -> str:
+    """The published prompt as final text: ChatML, as Qwen's models read it, with `<think>` already begun."""
+    turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}\n<|im_end|>\n" for turn in messages(quiz))
+    return f"{turns}<|im_start|>assistant\n<think>"
+
+
+def worked_solution(
+    puzzle: Puzzle, rng: random.Random, *, guess_share: float = 0.0, solution_first: float = 0.5
+) -> str:
+    """What an assistant who solves the puzzle writes after a prefilled `<think>`; the answer is always right.
+
+    It tries assignments in random order and checks each statement until one contradicts the speaker's role:
+    " Try Emma knave, James knight: Emma false ok, James false no.", and answers with the first that fits.
+
+    Args:
+        puzzle: the puzzle to solve.
+        rng: the only source of chance.
+        guess_share: how often, in [0, 1], the answer is given without any trial.
+        solution_first: how often, in [0, 1], the first trial is the solution; otherwise it comes at a random place,
+            after at most 7 wrong trials.
+    """
+    trials: list[tuple[bool, ...]] = []
+    if rng.random() >= guess_share:
+        wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
+        if rng.random() >= solution_first:
+            trials = rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS)))
+        trials.append(puzzle.solution)
+    thoughts = "".join(_trial(puzzle, knights) for knights in trials)
+    return f"{thoughts}</think><answer>{puzzle.solution_text}</answer>"
+
+
+def _trial(puzzle: Puzzle, knights: tuple[bool, ...]) -> str:
+    checks = []
+    for name, statement, knight in zip(puzzle.names, puzzle.statements, knights, strict=True):
+        holds = is_true(statement, knights)
+        checks.append(f"{name} {'true' if holds else 'false'} {'ok' if holds == knight else 'no'}")
+        if holds != knight:
+            break
+    roles = ", ".join(f"{name} {_role(knight)}" for name, knight in zip(puzzle.names, knights, strict=True))
+    return f" Try {roles}: {', '.join(checks)}."

@@ -1,0 +1,187 @@
+"""OpenRLHF on the CPU: what is redirected, and that vLLM holds the actor's weights after a sync."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import ray
+import torch
+
+from arlopti_openrlhf import cpu
+
+
+def test_device_redirections():
+    assert torch.zeros(2).to(torch.cuda.current_device()).device.type == "cpu"
+    assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+    torch.cuda.synchronize(), torch.cuda.empty_cache(), torch.cuda.set_device(0)
+    from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+
+    assert NaiveReplayBuffer(2).target_device == torch.device("cpu")
+
+
+def test_enable_says_one_line_and_only_once():
+    code = "from arlopti_openrlhf import cpu; cpu.enable(); cpu.enable(); print('end')"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ARLOPTI")}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert output.stdout == "arlopti_openrlhf: no CUDA device: OpenRLHF runs on the CPU.\nend\n"
+
+
+def test_on_a_gpu_without_flash_attn_only_the_import_fallback_is_used(monkeypatch):
+    """With a CUDA device (pretended: nothing is run on it) torch.cuda and OpenRLHF's CUDA code stay as they are."""
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+current_device = torch.cuda.current_device
+from arlopti_openrlhf import cpu
+cpu.enable()
+assert torch.cuda.current_device is current_device and torch.cuda.is_available()
+torch.cuda.is_available = lambda: False
+from openrlhf.models import Actor
+from openrlhf.utils.distributed_util import stateless_init_process_group
+assert stateless_init_process_group.__module__ == "openrlhf.utils.distributed_util"
+assert stateless_init_process_group.__name__ != "<lambda>"
+import sys
+assert not any(name.startswith("flash_attn") for name in sys.modules)
+seen = {}
+import openrlhf.models.actor as module
+def stop(*args, **kwargs):
+    seen.update(kwargs)
+    raise KeyboardInterrupt
+module.AutoModelForCausalLM.from_pretrained = stop
+from openrlhf.utils import utils
+utils.is_vlm_model = lambda path: False
+try:
+    Actor("model", attn_implementation="flash_attention_2")
+except KeyboardInterrupt:
+    pass
+assert seen["attn_implementation"] == "sdpa", seen
+print("fallback alone")
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ARLOPTI", "DS_ACC"))}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert output.stdout.splitlines()[-1:] == ["fallback alone"], output.stderr[-2000:]
+    assert "flash-attn is not installed" in output.stdout
+
+
+def test_patching_after_the_import_is_refused():
+    import openrlhf.utils.distributed_util  # noqa: F401
+
+    with pytest.raises(RuntimeError, match="must be called before openrlhf.utils.distributed_util is imported"):
+        cpu._PatchOnImport({"openrlhf.utils.distributed_util": cpu._patch_distributed_util})
+
+
+def test_unpadding_helpers_undo_each_other():
+    from openrlhf.models.ring_attn_utils import gather_and_pad_tensor, unpad_and_slice_tensor
+
+    sequences = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0], [1, 2, 3, 4]])
+    mask = (sequences > 0).long()
+    packed, position_ids, rolled, pad, indices = unpad_and_slice_tensor(sequences, mask, None)
+    assert packed.tolist() == [[5, 6, 7, 8, 9, 1, 2, 3, 4]]
+    assert position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    assert rolled[0, :2].tolist() == [6, 7]
+    assert torch.equal(gather_and_pad_tensor(packed, None, pad, indices, 3, 4), sequences)
+
+
+def test_packed_log_probs_are_those_of_separate_sequences(tiny_model):
+    from openrlhf.models import Actor
+
+    torch.manual_seed(0)
+    actor = Actor(tiny_model, attn_implementation="flash_attention_2", packing_samples=True)
+    actor.model.float()
+    assert actor.model.config._attn_implementation == "sdpa"
+    lengths = (9, 4, 12)
+    sequences = torch.zeros(3, 12, dtype=torch.long)
+    mask = torch.zeros_like(sequences)
+    for row, length in enumerate(lengths):
+        sequences[row, :length], mask[row, :length] = torch.randint(0, 256, (length,)), 1
+    packed = actor(sequences, mask[:, 1:], mask)
+    actor.packing_samples = False
+    for row, length in enumerate(lengths):
+        alone = actor(sequences[row : row + 1, :length], mask[row : row + 1, 1:length], mask[row : row + 1, :length])
+        torch.testing.assert_close(packed[row, : length - 1], alone[0], rtol=1e-5, atol=1e-5)
+
+
+# --- weight sync ----------------------------------------------------------------------------------------------------
+
+
+def sync_probe():
+    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+
+    class SyncProbe(PolicyModelActor.__ray_metadata__.modified_class.__ray_actor_class__):
+        def move_weights(self) -> float:
+            """Adds noise of half its own size to every trained weight, the same on all ranks; their relative move."""
+            from deepspeed.zero import GatheredParameters
+
+            generator = torch.Generator().manual_seed(5)
+            parameters = [p for p in self.actor.model.module.parameters() if p.requires_grad]
+            with GatheredParameters(parameters, modifier_rank=0, enabled=self.strategy.args.ds.zero_stage == 3):
+                for p in parameters:
+                    scale = p.data.float().std().nan_to_num(0.0).clamp(min=0.1)
+                    p.data.add_((0.5 * scale * torch.randn(p.shape, generator=generator)).to(p.dtype))
+            return len(parameters)
+
+    return ray.remote(SyncProbe)
+
+
+def vllm_log_probs(engine, rows: list[list[int]]) -> torch.Tensor:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
+    outputs = ray.get([engine.generate.remote(row, parameters) for row in rows])
+    return torch.tensor(
+        [
+            [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], row[1:], strict=True)]
+            for out, row in zip(outputs, rows, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "tied, more",
+    [
+        (True, ["--ds.zero_stage", "2"]),
+        (False, ["--ds.zero_stage", "3"]),
+        (True, ["--ds.zero_stage", "3", "--ds.lora.rank", "8"]),
+    ],
+    ids=["tied, zero2", "untied, zero3", "lora, zero3"],
+)
+def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, tied, more):
+    """The weights are moved far: a sync that left any of them behind would be off by whole nats, not by rounding."""
+    from openrlhf.trainer.ray import create_vllm_engines
+    from openrlhf.trainer.ray.launcher import RayActorGroup
+    from openrlhf.utils import get_strategy
+    from openrlhf.utils.config import hierarchize
+
+    from arlopti_openrlhf import policy_actor
+    from arlopti_openrlhf.cli.train_ppo_ray import parse
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    policy_actor.install()
+    model = make_model(tied)
+    common = f"--actor.model_name_or_path {model} --actor.num_gpus_per_node 2 --vllm.num_engines 1"
+    common += " --vllm.sync_backend gloo --ds.attn_implementation sdpa --train.batch_size 4 --train.micro_batch_size 1"
+    args = hierarchize(parse(common.split() + more))
+    args.actor.eps_clip_low_high = (0.2, 0.2)
+    ray.init(num_gpus=3, num_cpus=6, log_to_driver=False)
+    try:
+        engines = create_vllm_engines(1, 1, model, 0, False, False, True, 64, None, 0.5)
+        actors = RayActorGroup(1, 2, sync_probe())
+        ray.get(actors.async_init_model_from_pretrained(get_strategy(args), model, 10, engines))
+        rows = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(1))
+        ones = torch.ones_like(rows)
+
+        def actor_log_probs():
+            refs = actors.async_run_method("forward", rows, ones[:, 1:], ones)
+            return ray.get(refs)[0].float()
+
+        start = actor_log_probs()
+        assert ray.get(actors.async_run_method("move_weights"))[0] > 0
+        moved = actor_log_probs()
+        assert (moved - start).abs().mean() > 0.5
+        for _ in range(2):  # the second sync finds vLLM's layers as the first one left them
+            ray.get(actors.async_run_method("broadcast_to_vllm"))
+            gap = (vllm_log_probs(engines[0], rows.tolist()) - moved).abs()
+            assert gap.mean() < 0.02 and gap.max() < 0.2
+    finally:
+        ray.shutdown()

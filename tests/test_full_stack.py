@@ -1,0 +1,104 @@
+"""The command itself on the whole stack: Ray, DeepSpeed, vLLM, weight sync. Few runs, each with many features on."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REWARD = str(Path(__file__).parents[1] / "rewards" / "kk_reward.py")
+GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001"
+
+
+@pytest.fixture
+def train(tiny_model, tiny_data, tmp_path):
+    """train(flags) → the run's log; 2 steps of 8 prompts x 4 samples for each 16 prompts."""
+
+    def run(flags: str, prompts: int = 16, reward: str = REWARD) -> str:
+        command = f"""
+            {sys.executable} -m arlopti_openrlhf.cli.train_ppo_ray
+            --actor.model_name_or_path {tiny_model} --data.prompt_dataset {tiny_data} --data.max_samples {prompts}
+            --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 96
+            --reward.remote_url {reward} --rollout.max_new_tokens 16
+            --rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --rollout.micro_batch_size 4
+            --train.batch_size 16 --train.micro_batch_size 4
+            --vllm.enforce_eager --vllm.sync_backend gloo
+            --actor.adam.lr 1e-3 --ckpt.output_dir {tmp_path}/final --ckpt.path {tmp_path}/ckpt
+            --logger.tensorboard_dir {tmp_path}/tensorboard --logger.wandb.run_name run
+        """.split()
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        environment.pop("ARLOPTI_ANNOUNCED", None)
+        result = subprocess.run(
+            command + flags.split(), env=environment, capture_output=True, text=True, timeout=420, errors="replace"
+        )
+        log = result.stdout + result.stderr
+        assert result.returncode == 0, log[-6000:]
+        assert (tmp_path / "final" / "model.safetensors").exists()
+        return log
+
+    return run
+
+
+def steps(log: str) -> list[str]:
+    """The metrics that the run's controller printed for each global step."""
+    return [line for line in log.splitlines() if re.search(r"Global step \d+: \{", line)]
+
+
+# A reward that differs between the samples of a prompt, which the tiny model's answers to a puzzle do not.
+NOISY_REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    import torch
+    rewards = torch.tensor([float(sum(map(ord, query)) % 7) - 3 for query in queries])
+    return {"rewards": rewards, "scores": (rewards > 0).float(), "extra_logs": {}}
+"""
+
+
+@pytest.fixture
+def noisy_reward(tmp_path) -> str:
+    path = tmp_path / "reward.py"
+    path.write_text(NOISY_REWARD, encoding="utf-8")
+    return str(path)
+
+
+def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, noisy_reward, tmp_path):
+    flags = f"""{GRPO} --algo.ar.alpha 0.3 --algo.lopti.quantile 0.3 --ds.zero_stage 3 --ds.packing_samples
+        --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all
+        --train.enable_ema --ckpt.save_steps 1"""
+    log = train(flags, reward=noisy_reward)
+    assert "OpenRLHF runs on the CPU" in log
+    assert len(steps(log)) == 2
+    for line in steps(log):
+        for name in ("lopti/low/policy_loss", "lopti/high/policy_loss", "lopti/low_share", "ar/mean_weight"):
+            assert f"'{name}'" in line
+        assert "nan" not in line
+    resumed = train(flags + " --ckpt.load_enable", prompts=24, reward=noisy_reward)
+    assert [re.search(r"Global step (\d+)", line)[1] for line in steps(resumed)] == ["3"]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "run"))
+    events.Reload()
+    assert {"train/lopti/low/actor_grad_norm", "train/lopti/high/actor_grad_norm"} <= set(events.Tags()["scalars"])
+
+
+def test_async_partial_rollouts_dynamic_filtering(train, noisy_reward):
+    log = train(
+        f"""{GRPO} --algo.lopti.eta 0.5 --algo.lopti.scope minibatch --train.async_enable
+        --train.partial_rollout_enable --algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.01 0.99
+        --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 2 --train.colocate_all""",
+        prompts=48,
+        reward=noisy_reward,
+    )
+    assert len(steps(log)) >= 2 and "nan" not in "".join(steps(log))
+
+
+def test_gae_with_critic_dynamic_batches_kl_in_the_reward(train):
+    log = train(
+        """--algo.advantage.estimator gae --algo.kl.estimator k1 --algo.kl.init_coef 0.01 --algo.ar.alpha 0.1
+        --algo.lopti.eta 0.5 --train.dynamic_batch_enable --train.max_tokens_per_gpu 256 --ds.zero_stage 2
+        --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 2 --vllm.num_engines 2
+        --train.colocate_all"""
+    )
+    assert len(steps(log)) == 2 and "critic_loss" in steps(log)[0] and "nan" not in "".join(steps(log))
