@@ -1,10 +1,16 @@
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
 
 setup(
     name="arlopti_openrlhf",
-    version="0.1.0",
+    # Read, not imported: the package's dependencies may not be there yet.
+    version=re.search(r'__version__ = "(.+)"', (HERE / "arlopti_openrlhf/__init__.py").read_text("utf-8")).group(1),
     description="Advantage Reweighting and Low-Probability Token Isolation for OpenRLHF",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=(HERE / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",

@@ -116,7 +116,7 @@ def _hook_ray_workers(on_cpu: bool) -> None:
             gpus = int(os.environ.get("ARLOPTI_LOGICAL_GPUS", "8"))
             kwargs.setdefault("num_gpus", gpus)
             kwargs.setdefault("include_dashboard", False)  # its processes would take a core and half a gigabyte
-            # Each logical GPU's bundle asks for a CPU too, and the controllers (up to four in async mode) for one each.
+            # Each logical GPU's bundle asks for a CPU too, and each controller (up to four in async mode) for one.
             kwargs.setdefault("num_cpus", max(os.cpu_count() or 1, gpus + 4))
         return init(*args, **kwargs)
 
@@ -141,7 +141,7 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-# --- without CUDA ---------------------------------------------------------------------------------------------------
+# --- without CUDA --------------------------------------------------------------------------------------------
 
 
 def _patch_replay_buffer(load: Callable, module: types.ModuleType) -> None:
@@ -223,7 +223,7 @@ _CPU_PATCHES = {
 }
 
 
-# --- without flash-attn ---------------------------------------------------------------------------------------------
+# --- without flash-attn --------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -17,12 +17,14 @@ Statement = tuple  # ("telling-truth" | "lying", person) or (connective, stateme
 
 MIN_PEOPLE, MAX_PEOPLE = 2, 8
 
-NAMES = (
-    "Emma Liam Olivia Noah Ava James Sophia Lucas Mia Ethan Isabella Mason Charlotte Logan Amelia Jacob Harper "
-    "Michael Evelyn Daniel Abigail Henry Emily Jackson Elizabeth Sebastian Sofia Aiden Avery Matthew Ella Samuel "
-    "Scarlett David Grace Joseph Chloe Owen Victoria Jack Riley Alexander Aria Oliver Lily William Aurora Luke "
-    "Zoey Benjamin Penelope"
-).split()
+NAMES = tuple(
+    (
+        "Emma Liam Olivia Noah Ava James Sophia Lucas Mia Ethan Isabella Mason Charlotte Logan Amelia Jacob Harper "
+        "Michael Evelyn Daniel Abigail Henry Emily Jackson Elizabeth Sebastian Sofia Aiden Avery Matthew Ella Samuel "
+        "Scarlett David Grace Joseph Chloe Owen Victoria Jack Riley Alexander Aria Oliver Lily William Aurora Luke "
+        "Zoey Benjamin Penelope"
+    ).split()
+)
 
 # The system text of Logic-RL's published prompts, to the letter (the double space and "and<answer>" are theirs).
 INSTRUCTION = (

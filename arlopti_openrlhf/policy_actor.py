@@ -35,8 +35,8 @@ ADDITIVE_METRICS = ("policy_loss", "kl", "entropy_loss")
 def install() -> None:
     """Makes OpenRLHF's policy actors train with `TokenUpdateTrainer`. Called on the driver, before the CLI runs.
 
-    Ray pickles `PolicyModelActor` by value, with the globals of its module as they are on the driver: rebinding the one
-    name there reaches every worker, and needs no second actor class.
+    Ray pickles `PolicyModelActor` by value, with the globals of its module as they are on the driver: rebinding the
+    one name there reaches every worker, and needs no second actor class.
     """
     ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
 
@@ -129,14 +129,15 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             return (self.lopti.groups,)
         return (LOW, HIGH) if self.lopti.order == "low_first" else (HIGH, LOW)
 
-    # --- the update ---------------------------------------------------------------------------------------------------
+    # --- the update ------------------------------------------------------------------------------------------
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Trains on the replay buffer, as upstream; the metrics of the two stages as `lopti/low/...`, `lopti/high/...`.
+        """Trains on the replay buffer, as upstream.
 
         Returns:
-            Upstream's metrics. With Lopti, those that a pass computes appear once per stage, `policy_loss`, `kl` and
-            `entropy_loss` also as the sum of both (but for GSPO's loss). With AR or Lopti: `ar/mean_weight`, `lopti/low_share`, `lopti/eta`.
+            Upstream's metrics. With Lopti those that a pass computes appear per stage, as `lopti/low/...` and
+            `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of both (not GSPO's loss, which
+            is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`.
         """
         if not self.alpha and not self._uses_lopti():
             return super().ppo_train(kl_ctl)
@@ -216,7 +217,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         status["num_action_tokens"] = max(status["num_action_tokens"], 1e-9)
         return status
 
-    # --- GSPO: the ratio is the sequence's, so the whole response is forwarded --------------------------------------
+    # --- GSPO: the ratio is the sequence's, so the whole response is forwarded -------------------------------
 
     def _forward_whole_response(self, actor: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self.stage is None:
@@ -228,7 +229,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         if self.stage is not None:
             self.actor_loss_fn.response_log_probs = output[0]
 
-    # --- the tokens of a rollout batch, over all ranks --------------------------------------------------------------
+    # --- the tokens of a rollout batch, over all ranks -------------------------------------------------------
 
     def _response_log_probs(self, items: list[Experience]) -> torch.Tensor:
         """log π_old of this rank's response tokens, as one row (1, tokens)."""
@@ -271,7 +272,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             metrics |= {"lopti/low_share": low / tokens, "lopti/eta": eta}
         return metrics
 
-    # --- LoRA ---------------------------------------------------------------------------------------------------------
+    # --- LoRA ------------------------------------------------------------------------------------------------
 
     def broadcast_to_vllm(self) -> None:
         """Upstream's weight sync; a LoRA model is sent merged, under its base model's parameter names.

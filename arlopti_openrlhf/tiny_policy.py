@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tqdm import tqdm
 from transformers import (
     DataCollatorForSeq2Seq,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2Tokenizer,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -99,27 +99,32 @@ def _training_puzzles(people: Sequence[int], rng: random.Random, names: Sequence
             yield next(source)
 
 
-def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on `texts`, able to encode any text; names, tags and ChatML's marks are one token each.
+def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
+    """A byte-level tokenizer that encodes any text; names, tags and ChatML's marks are one token each.
 
-    It does not split at spaces, so that phrases such as " is a knight if and only if" become tokens too: texts take
-    little more than half the tokens that whole words would, and so does training.
+    The phrases that a BPE, trained on `texts` without splitting at spaces, merges most are tokens too, such as
+    " is a knight if and only if": texts take little more than half the tokens that words would, and so does training.
+    Transformers reads the tokenizer of every Qwen2 model as a `Qwen2Tokenizer`, which would split the phrases before it
+    merges; as added tokens, matched from the left, the longest first, they stay whole.
     """
-    whole = [*_TAGS, *_BOILERPLATE, *knights_knaves.NAMES, *(f" {name}" for name in knights_knaves.NAMES)]
-    known = re.compile("|".join(map(re.escape, sorted(whole, key=len, reverse=True))))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    known = [*_TAGS, *_BOILERPLATE, *knights_knaves.NAMES, *(f" {name}" for name in knights_knaves.NAMES)]
+    splits = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))))
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCAB_SIZE,
         special_tokens=["<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator((piece for text in texts for piece in known.split(text)), trainer)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    bpe.train_from_iterator((piece for text in texts for piece in splits.split(text)), trainer)
+    merged = [bpe.decode([i]) for i in range(bpe.get_vocab_size()) if len(bpe.id_to_token(i)) > 1]
+    tokenizer = Qwen2Tokenizer(
+        vocab={byte: i for i, byte in enumerate(alphabet)},
+        merges=[],
+        unk_token="<|im_end|>",
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
         additional_special_tokens=["<|im_start|>"],
@@ -128,9 +133,11 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*known, *filter(None, merged))])
+    return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """The untrained policy, in float32. Head size 32 is one that vLLM's CPU attention accepts."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -150,7 +157,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, puzzles: Sequence[Puzzle], answers: Sequence[str]) -> list[dict]:
+def _encode(tokenizer: Qwen2Tokenizer, puzzles: Sequence[Puzzle], answers: Sequence[str]) -> list[dict]:
     # Only the response is learned: -100 is the label that the loss leaves out.
     prompts = [
         tokenizer.apply_chat_template(knights_knaves.messages(p.quiz), tokenize=False, add_generation_prompt=True)
@@ -175,7 +182,7 @@ def _in_batches_of_like_length(rows: list[dict], rng: random.Random) -> list[dic
 
 def _fine_tune(
     model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Qwen2Tokenizer,
     rows: list[dict],
     out_dir: Path,
     seed: int,

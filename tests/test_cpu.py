@@ -111,11 +111,11 @@ def sync_probe():
     class SyncProbe(PolicyModelActor.__ray_metadata__.modified_class.__ray_actor_class__):
         def move_weights(self) -> float:
             """Adds noise of half its own size to every trained weight, the same on all ranks; their relative move."""
-            from deepspeed.zero import GatheredParameters
+            import deepspeed
 
             generator = torch.Generator().manual_seed(5)
             parameters = [p for p in self.actor.model.module.parameters() if p.requires_grad]
-            with GatheredParameters(parameters, modifier_rank=0, enabled=self.strategy.args.ds.zero_stage == 3):
+            with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=self.strategy.args.ds.zero_stage == 3):
                 for p in parameters:
                     scale = p.data.float().std().nan_to_num(0.0).clamp(min=0.1)
                     p.data.add_((0.5 * scale * torch.randn(p.shape, generator=generator)).to(p.dtype))

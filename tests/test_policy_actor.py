@@ -181,10 +181,10 @@ def probe_class():
             return seen, gradients, rates
 
         def parameters(self):
-            from deepspeed.zero import GatheredParameters
+            import deepspeed
 
             parameters = list(self.actor.model.module.parameters())
-            with GatheredParameters(parameters, enabled=self.strategy.args.ds.zero_stage == 3):
+            with deepspeed.zero.GatheredParameters(parameters, enabled=self.strategy.args.ds.zero_stage == 3):
                 return [p.detach().clone() for p in parameters]
 
     return ray.remote(Probe)

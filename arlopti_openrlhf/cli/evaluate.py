@@ -57,7 +57,7 @@ def evaluate(
         ]
         return graded, [fmean(len(o.token_ids) for o in output.outputs) for output in outputs]
 
-    sampled, lengths = scores(n=samples, temperature=temperature, seed=seed)
+    sampled, lengths = scores(n=samples, temperature=temperature)
     greedy, _ = scores(temperature=0.0)
     members = defaultdict(list)
     for i, row in enumerate(rows):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import psutil
 from tqdm import tqdm
 
+from arlopti_openrlhf import tiny_policy
 from arlopti_openrlhf.cli import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,8 @@ def main() -> None:
 
     files = write_puzzles(out / "data", size, seed)
     print(f"1/5 puzzles of {' and '.join(map(str, PEOPLE))} people: {files.train}, held out: {files.test}")
-    warm_start(out / "model", size, seed, log)
+    print("2/5 a policy of 0.9M parameters, warm-started by supervised fine-tuning on worked solutions")
+    tiny_policy.make_policy(out / "model", people=PEOPLE, seed=seed, steps=size.warm_start_steps)
     before = measure(out / "model", files.test, out / "evaluation" / "before.json", log, "3/5 accuracy before")
     train(out, files, size, seed, log)
     after = measure(out / "checkpoint", files.test, out / "evaluation" / "after.json", log, "5/5 accuracy after")
@@ -74,7 +76,7 @@ def main() -> None:
     print(report(summary, out))
 
 
-# --- the steps --------------------------------------------------------------------------------------------------------
+# --- the steps -----------------------------------------------------------------------------------------------
 
 
 class Files(NamedTuple):
@@ -85,24 +87,14 @@ class Files(NamedTuple):
 
 def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     files = Files(*(folder / f"{name}.jsonl" for name in Files._fields))
-    train_rows, test_rows = prepare_data.generate_rows(
-        PEOPLE, train=size.steps * PROMPTS_PER_STEP // len(PEOPLE), test=size.held_out, seed=seed
+    train_rows = prepare_data.generate_rows(
+        PEOPLE, size.steps * PROMPTS_PER_STEP // len(PEOPLE), held_out=False, seed=seed
     )
-    by_source: dict[str, list[dict]] = {}
-    for row in test_rows:
-        by_source.setdefault(row["datasource"], []).append(row)
-    during = [row for rows in by_source.values() for row in rows[: size.eval_puzzles]]
+    test_rows = prepare_data.generate_rows(PEOPLE, size.held_out, held_out=True, seed=seed)
+    during = test_rows[: size.eval_puzzles * len(PEOPLE)]  # the sources alternate
     for path, rows in zip(files, (train_rows, test_rows, during), strict=True):
         prepare_data.write_rows(rows, path)
     return files
-
-
-def warm_start(model: Path, size: Size, seed: int, log: "Log") -> None:
-    command = [sys.executable, "-m", "arlopti_openrlhf.tiny_policy", str(model), f"--seed={seed}"]
-    command += [f"--steps={size.warm_start_steps}", "--people", *map(str, PEOPLE)]
-    with tqdm(total=size.warm_start_steps, desc="2/5 warm start (supervised)", unit="step") as bar:
-        log.run(command, lambda line: _advance(bar, re.search(r"step (\d+): loss ([\d.]+)", line), "loss"))
-        bar.update(bar.total - bar.n)
 
 
 def measure(model: Path, data: Path, result: Path, log: "Log", title: str) -> dict[str, dict[str, float]]:
@@ -218,7 +210,7 @@ class PeakMemory:
         return self.peak / 2**30
 
 
-# --- what came out ----------------------------------------------------------------------------------------------------
+# --- what came out -------------------------------------------------------------------------------------------
 
 
 def read_curves(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
@@ -273,7 +265,8 @@ def report(summary: dict, out: Path) -> str:
     for source in sorted(before, key=lambda s: (s == "all", s)):
         b, a = before[source], after[source]
         lines.append(
-            f"{source:<9} {b['n']:>7}   {b['accuracy']:>8.3f} ± {b['ci95']:.3f} {a['accuracy']:>6.3f} ± {a['ci95']:.3f}"
+            f"{source:<9} {b['n']:>7}   {b['accuracy']:>8.3f} ± {b['ci95']:.3f}"
+            f" {a['accuracy']:>6.3f} ± {a['ci95']:.3f}"
             f"   {b['greedy']:.3f} → {a['greedy']:.3f}   {b[pass_k]:.3f} → {a[pass_k]:.3f}"
         )
     rise = after["all"]["accuracy"] - before["all"]["accuracy"]

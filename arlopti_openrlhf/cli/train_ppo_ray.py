@@ -105,7 +105,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--algo.lopti.quantile",
         type=_number(0, 1),
         metavar="FLOAT",
-        help="Lopti with η chosen per rollout batch, over all ranks, so that this share of its tokens, in (0, 1), is low.",
+        help="Lopti with η chosen per rollout batch, over all ranks, so that this share of its tokens, in (0, 1), is "
+        "low.",
     )
     group.add_argument(
         "--algo.lopti.scope",

@@ -1,0 +1,81 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help setup test quickstart lint clean
+
+SEED ?= 0
+LOCK := requirements/lock.txt
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# The stamps say what .venv holds: another lock, or a repository that was moved, builds it anew.
+STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(LOCK); } | sha256sum | cut -c1-12)
+PROJECT := .venv/.project
+
+# PyTorch looks for ninja on the PATH whenever DeepSpeed loads a C++ op, and the ops belong to this .venv's headers.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
+
+help:
+	@echo "make setup       .venv with the whole CPU stack (Python 3.11, a C++ compiler)"
+	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
+	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
+	@echo "make lint        set up, then ruff"
+	@echo "make clean       remove .venv and build products; outputs/ stays"
+
+setup: $(PROJECT)
+
+test: setup
+	@.venv/bin/python -m pytest $(ARGS)
+
+quickstart: setup
+	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --seed $(SEED) $(ARGS)
+
+lint: setup
+	@.venv/bin/ruff check .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+
+$(STACK): export VIRTUAL_ENV := $(CURDIR)/.venv
+$(STACK):
+	@rm -rf .venv
+	python=
+	for candidate in python3.11 python3 python; do
+		if $$candidate -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+			python=$$candidate
+			break
+		fi
+	done
+	if [ -z "$$python" ]; then
+		echo "make setup: needs Python 3.11 with its venv module, as python3.11 or python3 on the PATH" >&2
+		exit 1
+	fi
+	if ! command -v "$${CXX:-c++}" >/dev/null; then
+		echo "make setup: needs a C++ compiler (g++): DeepSpeed compiles its CPU optimizer" >&2
+		exit 1
+	fi
+	log=.venv/setup.log
+	install=".venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile --no-deps"
+	echo "set-up 1/5: .venv with Python 3.11; details in $$log"
+	$$python -m venv .venv
+	trap 'status=$$?; if [ $$status != 0 ]; then tail -n 25 $$log >&2; echo "make setup: failed, see $$log" >&2; fi' EXIT
+	torch=$$(grep '^torch==' $(LOCK))
+	echo "set-up 2/5: $$torch"
+	# The configured index first, so that a machine without access to PyTorch's own does not wait for it.
+	$$install "$$torch" >>$$log 2>&1 || $$install --index-url $(TORCH_INDEX) "$$torch" >>$$log 2>&1
+	echo "set-up 3/5: $$(grep -c == $(LOCK)) pinned packages"
+	# uv takes seconds, but does not read pip's configuration: where it finds no index, pip does the same in minutes.
+	{ $$install "$$(grep '^uv==' $(LOCK))" &&
+		uv pip install --system-certs --no-deps --build-constraints $(LOCK) --requirements $(LOCK); } >>$$log 2>&1 ||
+		PIP_CONSTRAINT=$(LOCK) $$install --requirement $(LOCK) >>$$log 2>&1
+	echo "set-up 4/5: DeepSpeed's C++ ops"
+	# Compiled here once: two ranks that start together would wait for each other's build, or for a killed one's lock.
+	DS_ACCELERATOR=cpu .venv/bin/python -c "from deepspeed.accelerator import get_accelerator as accelerator; \
+		[accelerator().create_op_builder(op).load() for op in ('FusedAdamBuilder', 'ShareMemCommBuilder')]" >>$$log 2>&1
+	touch $@
+
+$(PROJECT): $(STACK) setup.py pyproject.toml
+	@echo "set-up 5/5: arlopti_openrlhf"
+	.venv/bin/python -m pip install --no-input --disable-pip-version-check --no-deps --no-build-isolation --editable . \
+		>>.venv/setup.log 2>&1 || { tail -n 25 .venv/setup.log >&2; exit 1; }
+	touch $@

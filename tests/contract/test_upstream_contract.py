@@ -1,0 +1,379 @@
+"""What we lean on in OpenRLHF 0.11.2, vLLM and transformers, read from their source without importing it.
+
+A failure says what moved upstream and what of ours leans on it: read the new code there, adapt ours, then this table.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+TRAINER = "policy_actor.TokenUpdateTrainer"
+PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
+BUFFER = "openrlhf.trainer.ppo_utils.replay_buffer"
+STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
+WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
+
+# (module, name in it, the names of its parameters in order, who leans on it)
+SIGNATURES = [
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.__init__",
+        "self strategy actor ema_model actor_optim actor_scheduler ema_beta micro_train_batch_size buffer_limit "
+        "buffer_cpu_offload eps_clip tokenizer dataloader_pin_memory vllm_engines **kwargs",
+        TRAINER,
+    ),
+    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "self kl_ctl", f"{TRAINER}.ppo_train"),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        "self experience kl_ctl step loss_batch_info",
+        f"{TRAINER}.training_step",
+    ),
+    (PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "self", f"{TRAINER}.broadcast_to_vllm"),
+    (
+        "openrlhf.models.loss",
+        "PolicyLoss.forward",
+        "self log_probs old_log_probs advantages action_mask rollout_log_probs dp_size batch_num_tokens "
+        "global_batch_size",
+        "policy_actor.GroupPolicyLoss",
+    ),
+    (
+        "openrlhf.utils.loss_utils",
+        "get_loss_batch_info",
+        "strategy loss_mask *, replay_buffer step dynamic_batch batch_num_tokens global_batch_size",
+        f"{TRAINER}: dynamic batching's denominators",
+    ),
+    (
+        "openrlhf.utils.loss_utils",
+        "iter_grad_accum_global_norm",
+        "data_iter strategy accumulated_gradient mask_fn",
+        f"{TRAINER}: the stages' denominators",
+    ),
+    (BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy", f"{TRAINER}._train_in_stages"),
+    (BUFFER, "NaiveReplayBuffer.append", "self experience", "token_update: AR needs no other seam"),
+    (STRATEGY, "DeepspeedStrategy.moving_average", "self model model_ema beta device", "cpu._patch_strategy"),
+    (STRATEGY, "DeepspeedStrategy.all_reduce", "self data op", f"{TRAINER}._mini_batches"),
+    (
+        "openrlhf.utils.distributed_util",
+        "stateless_init_process_group",
+        "master_address master_port rank world_size device",
+        "cpu._patch_distributed_util",
+    ),
+    (
+        WORKER,
+        "WorkerWrap.init_process_group",
+        "self master_address master_port rank_offset world_size group_name backend use_ray",
+        "cpu._patch_worker_wrap",
+    ),
+    (WORKER, "WorkerWrap.update_weight", "self name dtype shape empty_cache", "cpu._update_weight"),
+    (
+        "openrlhf.models.actor",
+        "Actor.__init__",
+        "self pretrain_or_model attn_implementation param_dtype load_in_4bit lora_rank lora_alpha lora_dropout "
+        "target_modules ds_config device_map packing_samples temperature use_liger_kernel freeze_visual_encoder "
+        "experts_implementation **kwargs",
+        "cpu._patch_actor",
+    ),
+    (
+        "openrlhf.models.actor",
+        "Actor.forward",
+        "self sequences action_mask attention_mask return_output allgather_logits return_logprobs ring_attn_group "
+        "packed_seq_lens return_entropy **mm_inputs",
+        f"{TRAINER}._forward_whole_response",
+    ),
+    (
+        "openrlhf.models.model",
+        "get_llm_for_sequence_regression",
+        "model_name_or_path model_type *, param_dtype load_in_4bit lora_rank lora_alpha target_modules lora_dropout "
+        "normalize_reward attn_implementation ds_config init_value_head value_head_prefix device_map packing_samples "
+        "experts_implementation **kwargs",
+        "cpu._patch_model",
+    ),
+    (
+        "openrlhf.trainer.ppo_trainer",
+        "compute_eval_metrics",
+        "eval_dataloader samples_list n_samples_per_prompt",
+        "evaluation.compute_eval_metrics",
+    ),
+    ("openrlhf.utils.config", "hierarchize", "args", "cli.train_ppo_ray: our flags reach workers as strategy.args"),
+    (
+        "vllm.distributed.utils",
+        "stateless_init_torch_distributed_process_group",
+        "host port rank world_size backend group_name return_store listen_socket",
+        "cpu._GlooGroup",
+    ),
+    (
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.reload_weights",
+        "self weights_iterator weights_path is_checkpoint_format",
+        "cpu._update_weight",
+    ),
+    (
+        "transformers.modeling_flash_attention_utils",
+        "_unpad_input",
+        "hidden_states attention_mask unused_mask",
+        "cpu._flash_attn_stand_in",
+    ),
+    (
+        "transformers.modeling_flash_attention_utils",
+        "_pad_input",
+        "hidden_states indices batch seqlen",
+        "cpu._flash_attn_stand_in",
+    ),
+]
+
+# (module, name in it or "" for the whole file, text that its source holds, who leans on it); white space is ignored
+SOURCES = [
+    # The command line: its parser is out of reach under __main__, and patched when it is asked to parse.
+    ("openrlhf.cli.train_ppo_ray", "", 'if __name__ == "__main__":', "cli.train_ppo_ray.main"),
+    ("openrlhf.cli.train_ppo_ray", "", "parser = argparse.ArgumentParser()", "cli.train_ppo_ray._our_parser"),
+    ("openrlhf.cli.train_ppo_ray", "", "args = parser.parse_args()", "cli.train_ppo_ray._our_parser"),
+    ("openrlhf.cli.train_ppo_ray", "", "args = hierarchize(args)", "cli.train_ppo_ray"),
+    ("openrlhf.cli.train_ppo_ray", "train", "ray.init( runtime_env={", "cpu._hook_ray_workers"),
+    (
+        "openrlhf.cli.train_ppo_ray",
+        "",
+        "from openrlhf.trainer.ray.ppo_actor import PolicyModelActor",
+        "policy_actor.install",
+    ),
+    # The policy actor builds its trainer by global name, and is pickled with the globals it has on the driver.
+    (PPO_ACTOR, "", "@ray.remote(num_gpus=1) class PolicyModelActor(BaseModelActor):", "policy_actor.install"),
+    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "ActorPPOTrainer(", "policy_actor.install"),
+    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "scheduler_steps=max_steps", TRAINER),
+    (PPO_ACTOR, "PolicyModelActor.fit", "self.trainer.ppo_train(kl_ctl)", TRAINER),
+    # What the trainer keeps, under names that the subclass reads and sets.
+    *(
+        (PPO_ACTOR, "ActorPPOTrainer.__init__", f"self.{name} = ", TRAINER)
+        for name in (
+            "strategy args actor ema_model actor_scheduler actor_loss_fn replay_buffer max_epochs ema_beta "
+            "vllm_engines".split()
+        )
+    ),
+    # One epoch over the replay buffer: the order of its samples, and the loss denominators of an optimizer step.
+    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "if self.args.train.dynamic_batch_enable:", f"{TRAINER}._mini_batches"),
+    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "self.replay_buffer.setup_dynamic_batch(self.strategy)", TRAINER),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.ppo_train",
+        "should_shuffle = ( self.strategy.ring_attn_group is None and self.args.ds.tensor_parallel_size <= 1 "
+        "and not self.args.train.dynamic_batch_enable )",
+        f"{TRAINER}._mini_batches",
+    ),
+    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "shuffle=should_shuffle, drop_last=True,", f"{TRAINER}._mini_batches"),
+    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "for epoch in range(self.max_epochs):", f"{TRAINER}._train_in_stages"),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.ppo_train",
+        "iter_grad_accum_global_norm( pbar, self.strategy, self.strategy.accumulated_gradient, "
+        "lambda e: e.action_mask )",
+        f"{TRAINER}.training_step: the denominators are the whole response's",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.ppo_train",
+        'if k in ("actor_grad_norm", "actor_lr"):',
+        "policy_actor._StageMetrics",
+    ),
+    # One micro-batch: the mask that it uses, what it calls, what it returns.
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        "actor_loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio = self.actor_loss_fn( action_log_probs, "
+        "old_action_log_probs, advantages, action_mask=experience.action_mask, "
+        "rollout_log_probs=experience.rollout_log_probs, **loss_batch_info, )",
+        "policy_actor.GroupPolicyLoss",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        "self.actor( sequences, action_mask, attention_mask=attention_mask,",
+        f"{TRAINER}._forward_whole_response",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        "kl_loss = aggregate_loss(kl, experience.action_mask, **loss_batch_info)",
+        f"{TRAINER}.training_step",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        "output.entropy[:, -experience.action_mask.shape[1] :], experience.action_mask, **loss_batch_info,",
+        f"{TRAINER}.training_step",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        "aux_loss = output.aux_loss * self.args.actor.aux_loss_coef",
+        f"{TRAINER}.__init__",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        'self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")',
+        f"{TRAINER}.__init__, cpu._patch_strategy",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        'return { "metrics": metrics, "weights": weights, '
+        '"num_samples": float(experience.action_mask.shape[0]), '
+        '"num_action_tokens": float(experience.action_mask.sum().item()), }',
+        f"{TRAINER}._without_empty_means",
+    ),
+    (
+        "openrlhf.models.loss",
+        "PolicyLoss.forward",
+        "return loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio",
+        "policy_actor.GroupPolicyLoss",
+    ),
+    # The weight sync.
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.broadcast_to_vllm",
+        "for n, p in model.named_parameters() if",
+        "policy_actor._merged_parameters",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.broadcast_to_vllm",
+        "param.shape if self.strategy.args.ds.zero_stage != 3 else param.ds_shape",
+        "policy_actor._merged_parameters",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.broadcast_to_vllm",
+        "empty_cache=count == num_params",
+        "cpu._update_weight: the last parameter is so marked",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.broadcast_to_vllm",
+        "self._model_update_group.broadcast(param.data, src=0, stream=torch.cuda.current_stream())",
+        "cpu._GlooGroup",
+    ),
+    (
+        WORKER,
+        "WorkerWrap.init_process_group",
+        "from openrlhf.utils.distributed_util import stateless_init_process_group",
+        "cpu._patch_distributed_util: bound when it is called, not when the module is imported",
+    ),
+    (WORKER, "WorkerWrap.update_weight", "self.model_runner", "cpu._update_weight"),
+    (WORKER, "WorkerWrap.update_weight", "dtype == self.model_config.dtype", "cpu._update_weight"),
+    # Devices.
+    (
+        BUFFER,
+        "NaiveReplayBuffer.__init__",
+        'self.target_device = torch.device(f"cuda:{torch.cuda.current_device()}")',
+        "cpu._patch_replay_buffer",
+    ),
+    (BUFFER, "NaiveReplayBuffer.__init__", "self.items: List[Experience] = []", f"{TRAINER}._train_in_stages"),
+    (
+        STRATEGY,
+        "",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "cpu._patch_strategy: a name in the module's globals",
+    ),
+    (STRATEGY, "", 'self.ds_device_mesh = init_device_mesh( "cuda",', "cpu._patch_strategy"),
+    (STRATEGY, "", 'mesh_dim_names=("dp", "sp", "tp")', f"{TRAINER}: the data-parallel group"),
+    # Without flash-attn.
+    (
+        "openrlhf.models.ring_attn_utils",
+        "",
+        "from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input "
+        "from flash_attn.utils.distributed import all_gather",
+        "cpu._flash_attn_stand_in",
+    ),
+    # Evaluation, in the synchronous and the asynchronous trainer.
+    ("openrlhf.trainer.ppo_trainer", "", "logs = compute_eval_metrics(", "evaluation.install"),
+    ("openrlhf.trainer.ppo_trainer_async", "", "logs = compute_eval_metrics(", "evaluation.install"),
+    (
+        "openrlhf.trainer.ppo_trainer_async",
+        "",
+        "from openrlhf.trainer.ppo_trainer import BasePPOTrainer, compute_eval_metrics,",
+        "evaluation.install: has to come before this import",
+    ),
+]
+
+EXPERIENCE_FIELDS = (
+    "sequences attention_mask action_mask action_log_probs base_action_log_probs rollout_log_probs values returns "
+    "advantages kl rewards scores response_length truncated total_length index prompts labels images mm_train_inputs "
+    "info"
+)
+
+
+@lru_cache
+def source_of(module: str) -> str:
+    top, *inner = module.split(".")
+    spec = importlib.util.find_spec(top)
+    assert spec is not None, f"{top} is not installed"
+    path = Path(spec.submodule_search_locations[0]).joinpath(*inner)
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    assert path.is_file(), f"{module} is gone upstream"
+    return path.read_text(encoding="utf-8")
+
+
+def find(module: str, name: str) -> ast.AST:
+    """The class or function `name` ("Class.method") of a module's source."""
+    node = tree_of(module)
+    for part in name.split(".") if name else ():
+        inner = [child for child in node.body if getattr(child, "name", None) == part]
+        assert inner, f"{module}.{name} is gone upstream"
+        node = inner[-1]
+    return node
+
+
+@lru_cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(source_of(module))
+
+
+def parameters(function: ast.FunctionDef) -> str:
+    a = function.args
+    names = [arg.arg for arg in a.posonlyargs + a.args]
+    names += [f"*{a.vararg.arg}"] if a.vararg else ["*,"] if a.kwonlyargs else []
+    return " ".join([*names, *(arg.arg for arg in a.kwonlyargs), *([f"**{a.kwarg.arg}"] if a.kwarg else [])])
+
+
+def squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def case_id(case: tuple) -> str:
+    module, name, text, _ = case
+    return f"{module}.{name}:{squeeze(text)[:40]}"
+
+
+def test_versions():
+    assert importlib.metadata.version("openrlhf") == "0.11.2", "this table was read from openrlhf 0.11.2"
+
+
+@pytest.mark.parametrize(("module", "name", "expected", "leans"), SIGNATURES, ids=map(case_id, SIGNATURES))
+def test_signature(module, name, expected, leans):
+    found = parameters(find(module, name))
+    assert found == expected, f"{module}.{name} takes ({found}), not ({expected}); what leans on it: {leans}"
+
+
+@pytest.mark.parametrize(("module", "name", "text", "leans"), SOURCES, ids=map(case_id, SOURCES))
+def test_source(module, name, text, leans):
+    source = ast.get_source_segment(source_of(module), find(module, name)) if name else source_of(module)
+    assert squeeze(text) in squeeze(source), f"{module} {name} no longer holds `{text}`; what leans on it: {leans}"
+
+
+def test_experience_fields():
+    fields = [
+        node.target.id
+        for node in find("openrlhf.trainer.ppo_utils.experience", "Experience").body
+        if isinstance(node, ast.AnnAssign)
+    ]
+    assert fields == EXPERIENCE_FIELDS.split(), f"Experience's fields moved; what leans on them: {TRAINER}"
+
+
+def test_vllm_loads_our_plugin_in_its_engine_process():
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    assert "arlopti_openrlhf.cpu:enable" in {point.value for point in points}, "reinstall the project: make setup"
+    assert 'DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"' in source_of("vllm.plugins"), "vLLM's plugin group moved"

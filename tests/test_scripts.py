@@ -1,0 +1,78 @@
+"""Every flag of every launch script, and of the commands in its comments, goes through the real parsers."""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from arlopti_openrlhf.cli import prepare_data, train_ppo_ray
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "examples/scripts").glob("*.sh"))
+TRAIN = "arlopti_openrlhf.cli.train_ppo_ray"
+PREPARE = "arlopti_openrlhf.cli.prepare_data"
+
+
+def launch(script: Path, folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+    """Runs the script with a `python` that writes its arguments to folder/argv: bash expands what it would expand."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > {shlex.quote(str(folder / 'argv'))}\n")
+    python.chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
+    return subprocess.run(["bash", str(script), *flags], env=env, cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+
+def parse(script: Path, folder: Path, *flags: str, **variables: str) -> dict:
+    done = launch(script, folder, *flags, **variables)
+    assert done.returncode == 0, done.stderr
+    module_flag, module, *argv = (folder / "argv").read_text().split("\0")[:-1]
+    assert (module_flag, module) == ("-m", TRAIN)
+    return vars(train_ppo_ray.parse(argv))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_every_flag_is_known_and_trailing_flags_win(script, tmp_path):
+    args = parse(script, tmp_path, "--train.seed", "7")
+    assert args["train.seed"] == 7
+    assert (ROOT / args["reward.remote_url"]).is_file()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_commands_in_comments_parse(script):
+    commands = re.findall(rf"^# +python -m {PREPARE} (.*)$", script.read_text(), re.M)
+    for command in commands:
+        prepare_data.make_parser().parse_args(shlex.split(command))
+    assert commands, f"{script.name} does not say how its data is made"
+
+
+# Tables 2 and 3 of the paper; REINFORCE++ takes α 0.1.
+@pytest.mark.parametrize(
+    ("algo", "estimator", "kl_estimator", "kl_in_loss", "alpha"),
+    [("grpo", "group_norm", "k3", True, 0.3), ("reinforce++", "reinforce", "k1", False, 0.1)],
+)
+@pytest.mark.parametrize(
+    ("method", "reweights", "eta"),
+    [("both", True, 0.5), ("ar", True, None), ("lopti", False, 0.5), ("none", False, None)],
+)
+def test_kk_runs_the_published_settings(
+    algo, estimator, kl_estimator, kl_in_loss, alpha, method, reweights, eta, tmp_path
+):
+    args = parse(ROOT / "examples/scripts/train_kk.sh", tmp_path, ALGO=algo, METHOD=method)
+    assert args["algo.advantage.estimator"] == estimator
+    assert args["algo.kl.estimator"] == kl_estimator
+    assert args["algo.kl.use_loss"] is kl_in_loss
+    assert args["algo.ar.alpha"] == (alpha if reweights else 0)
+    assert args["algo.lopti.eta"] == eta
+    assert (args["rollout.batch_size"], args["rollout.n_samples_per_prompt"], args["train.batch_size"]) == (64, 8, 256)
+    assert args["actor.eps_clip_low_high"] == [0.2, 0.24]
+
+
+@pytest.mark.parametrize(("name", "value"), [("ALGO", "ppo"), ("METHOD", "AR")])
+def test_kk_refuses_unknown_values_in_one_line(name, value, tmp_path):
+    done = launch(ROOT / "examples/scripts/train_kk.sh", tmp_path, **{name: value})
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{name}={value}: ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "argv").exists()
