@@ -54,10 +54,10 @@ def make_policy(
     *,
     people: Sequence[int] = (2, 3),
     seed: int = 0,
-    steps: int = 1000,
+    steps: int = 1600,
     learning_rate: float = 3e-3,
-    guess_share: float = 0.3,
-    solution_first: float = 0.3,
+    guess_share: float = 0.0,
+    solution_first: float = 0.5,
     names: Sequence[str] = NAMES,
 ) -> None:
     """Make the small policy, warm-start it on worked solutions of training puzzles, and save it to `out_dir`.
@@ -68,8 +68,7 @@ def make_policy(
         seed: of the puzzles, the initial weights and the order of training.
         steps: optimizer steps, of 24 puzzles each.
         learning_rate: peak of AdamW's cosine schedule.
-        guess_share: how often the worked solution answers without a trial. A policy that sometimes guesses has
-            something to learn from its reward: that thinking pays.
+        guess_share: how often the worked solution answers without a trial.
         solution_first: how often the worked solution's first trial is the right one.
         names: the pool the people's names are drawn from.
     """
@@ -104,8 +103,8 @@ def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
 
     The phrases that a BPE, trained on `texts` without splitting at spaces, merges most are tokens too, such as
     " is a knight if and only if": texts take little more than half the tokens that words would, and so does training.
-    Transformers reads the tokenizer of every Qwen2 model as a `Qwen2Tokenizer`, which would split the phrases before it
-    merges; as added tokens, matched from the left, the longest first, they stay whole.
+    Transformers reads the tokenizer of every Qwen2 model as a `Qwen2Tokenizer`, which would split the phrases before
+    it merges; as added tokens, matched from the left, the longest first, they stay whole.
     """
     known = [*_TAGS, *_BOILERPLATE, *knights_knaves.NAMES, *(f" {name}" for name in knights_knaves.NAMES)]
     splits = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))))
