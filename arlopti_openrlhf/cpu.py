@@ -51,6 +51,7 @@ def enable() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _KV_CACHE_GIB)
         _find_compiler_tools()
         _redirect_torch_cuda()
+        _compute_bf16_in_float32()
         patches |= _CPU_PATCHES
     if without_flash_attn:
         if not on_cpu:
@@ -60,9 +61,17 @@ def enable() -> None:
     _hook_ray_workers(on_cpu)
 
 
-def declare_gpus(count: int) -> None:
-    """Makes the next `ray.init` of this process declare `count` logical GPUs, which OpenRLHF's placement asks for."""
-    os.environ["ARLOPTI_LOGICAL_GPUS"] = str(count)
+def declare_placement(gpus: int, ranks: int) -> None:
+    """What the run will ask of the machine, for the next `ray.init` of this process; used on the CPU only.
+
+    Args:
+        gpus: logical GPUs to declare, for OpenRLHF's placement groups.
+        ranks: training processes that compute at the same time; they share the cores.
+    """
+    os.environ["ARLOPTI_LOGICAL_GPUS"] = str(gpus)
+    if uses_cpu():
+        # Ray would give each worker one thread: its actors reserve a fraction of a logical CPU.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
 
 
 def _announce(message: str) -> None:
@@ -96,6 +105,32 @@ def _redirect_torch_cuda() -> None:
         setattr(torch.cuda, name, nothing())
     if torch.cuda.is_available():
         torch.cuda.is_available = lambda: False
+
+
+def _compute_bf16_in_float32() -> None:
+    """Linear layers and attention of bf16 tensors through float32, where the CPU has no bf16 instructions.
+
+    No less exact (products are summed in float32 and the result is rounded to bf16 either way), and several times as
+    fast as the emulation, in the backward pass above all.
+    """
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return
+
+    def upcast(value):
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+    def in_float32(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if len(args) < 2 or any(tensor.dtype != torch.bfloat16 for tensor in args[:2]):
+                return function(*args, **kwargs)
+            kwargs = {name: upcast(value) for name, value in kwargs.items()}
+            return function(*map(upcast, args), **kwargs).to(torch.bfloat16)
+
+        return call
+
+    for name in ("linear", "scaled_dot_product_attention"):
+        setattr(torch.nn.functional, name, in_float32(getattr(torch.nn.functional, name)))
 
 
 def _hook_ray_workers(on_cpu: bool) -> None:

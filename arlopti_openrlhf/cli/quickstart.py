@@ -34,7 +34,7 @@ class Size(NamedTuple):
     eval_puzzles: int  # held-out puzzles per number of people that are looked at during training
 
 
-FULL = Size(warm_start_steps=1200, steps=50, held_out=192, eval_every=10, eval_puzzles=32)
+FULL = Size(warm_start_steps=1300, steps=40, held_out=256, eval_every=10, eval_puzzles=32)
 REDUCED = Size(warm_start_steps=40, steps=4, held_out=8, eval_every=2, eval_puzzles=4)
 PEOPLE = (2, 3)
 
@@ -88,9 +88,11 @@ class Files(NamedTuple):
 def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     files = Files(*(folder / f"{name}.jsonl" for name in Files._fields))
     train_rows = prepare_data.generate_rows(
-        PEOPLE, size.steps * PROMPTS_PER_STEP // len(PEOPLE), held_out=False, seed=seed
+        PEOPLE, size.steps * PROMPTS_PER_STEP // len(PEOPLE), held_out=False, seed=seed, names=tiny_policy.NAMES
     )
-    test_rows = prepare_data.generate_rows(PEOPLE, size.held_out, held_out=True, seed=seed)
+    test_rows = prepare_data.generate_rows(
+        PEOPLE, size.held_out, held_out=True, seed=seed, names=tiny_policy.NAMES
+    )
     during = test_rows[: size.eval_puzzles * len(PEOPLE)]  # the sources alternate
     for path, rows in zip(files, (train_rows, test_rows, during), strict=True):
         prepare_data.write_rows(rows, path)
@@ -127,7 +129,7 @@ def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
         --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001
         --actor.eps_clip_low_high 0.2 0.24
         --actor.dual_clip 10
-        --actor.adam.lr 2e-4 --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
+        --actor.adam.lr 3e-4 --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
         --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --train.colocate_all
         --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
         --ds.zero_stage 2 --ds.attn_implementation sdpa

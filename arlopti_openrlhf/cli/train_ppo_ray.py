@@ -73,7 +73,8 @@ def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = Non
         _add_flags(parser)
         parsed = parser.parse_args(args, namespace)
         _check_combinations(parser, parsed)
-        cpu.declare_gpus(_gpus_placed(parsed))
+        ranks = vars(parsed)["actor.num_nodes"] * vars(parsed)["actor.num_gpus_per_node"]
+        cpu.declare_placement(_gpus_placed(parsed), ranks)
         if after_parsing:
             after_parsing(parsed)
         return parsed
