@@ -115,7 +115,9 @@ def sync_probe():
 
             generator = torch.Generator().manual_seed(5)
             parameters = [p for p in self.actor.model.module.parameters() if p.requires_grad]
-            with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=self.strategy.args.ds.zero_stage == 3):
+            with deepspeed.zero.GatheredParameters(
+                parameters, modifier_rank=0, enabled=self.strategy.args.ds.zero_stage == 3
+            ):
                 for p in parameters:
                     scale = p.data.float().std().nan_to_num(0.0).clamp(min=0.1)
                     p.data.add_((0.5 * scale * torch.randn(p.shape, generator=generator)).to(p.dtype))

@@ -229,6 +229,13 @@ def group(request, tiny_model):
     group.close()
 
 
+@pytest.fixture(scope="module")
+def group_of_two_mini_batches(tiny_model):
+    group = Group(flags(tiny_model, "--train.batch_size", str(SAMPLES // 2), "--actor.adam.lr", "1e-2"))
+    yield group
+    group.close()
+
+
 def relative_distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     a, b = torch.cat([x.double().flatten() for x in a]), torch.cat([x.double().flatten() for x in b])
     return ((a - b).norm() / b.norm()).item()
@@ -351,34 +358,30 @@ def test_one_group_alone_is_that_groups_stage(group):
         ("minibatch", "high_first", ["high", "high", "low", "low"] * 2),
     ],
 )
-def test_order_of_the_steps(tiny_model, scope, order, expected):
+def test_order_of_the_steps(group_of_two_mini_batches, scope, order, expected):
     """Two mini-batches of two micro-batches per rank, two epochs: the passes come as design and flags say."""
-    group = Group(flags(tiny_model, "--train.batch_size", str(SAMPLES // 2)))
-    try:
-        lopti = {"algo.lopti.eta": 0.5, "algo.lopti.scope": scope, "algo.lopti.order": order, "train.max_epochs": 2}
-        batch = experiences(seed=4)
-        result = group.run(batch, OFF | lopti)
-        assert [stage for stage, *_ in result.seen] == expected * 2
-        assert result.steps == 8
+    lopti = {"algo.lopti.eta": 0.5, "algo.lopti.scope": scope, "algo.lopti.order": order, "train.max_epochs": 2}
+    batch = experiences(seed=4)
+    result = group_of_two_mini_batches.run(batch, OFF | lopti)
+    assert [stage for stage, *_ in result.seen] == expected * 2
+    assert result.steps == 8
 
-        def mini_batches(stage, epoch):
-            passes = [uids for name, uids, *_ in result.seen[epoch * 8 : epoch * 8 + 8] if name == stage]
-            return [set(passes[0] + passes[1]), set(passes[2] + passes[3])]
+    def mini_batches(stage, epoch):
+        passes = [uids for name, uids, *_ in result.seen[epoch * 8 : epoch * 8 + 8] if name == stage]
+        return [set(passes[0] + passes[1]), set(passes[2] + passes[3])]
 
-        for epoch in (0, 1):
-            assert mini_batches("low", epoch) == mini_batches("high", epoch)
-            assert set.union(*mini_batches("low", epoch)) == set(range(SAMPLES // RANKS))
-        # Shuffled anew each epoch.
-        assert mini_batches("low", 0) != mini_batches("low", 1)
-        # The groups are those of the sampling policy, whatever the weights have become.
-        low = {i: (e.action_log_probs.exp() < 0.5).logical_and(e.action_mask.bool()) for i, e in enumerate(batch)}
-        for stage, uids, before, updated in result.seen:
-            tokens = sum(batch[i].action_mask.sum().item() for i in uids)
-            low_tokens = sum(low[i].sum().item() for i in uids)
-            assert before == tokens
-            assert updated == (low_tokens if stage == "low" else tokens - low_tokens)
-    finally:
-        group.close()
+    for epoch in (0, 1):
+        assert mini_batches(LOW, epoch) == mini_batches(HIGH, epoch)
+        assert set.union(*mini_batches(LOW, epoch)) == set(range(SAMPLES // RANKS))
+    # Shuffled anew each epoch.
+    assert mini_batches(LOW, 0) != mini_batches(LOW, 1)
+    # The groups are those of the sampling policy, whatever the weights have become.
+    low = [(e.action_log_probs.exp() < 0.5).logical_and(e.action_mask.bool()) for e in batch]
+    for stage, uids, before, updated in result.seen:
+        tokens = sum(batch[i].action_mask.sum().item() for i in uids)
+        low_tokens = sum(low[i].sum().item() for i in uids)
+        assert before == tokens
+        assert updated == (low_tokens if stage == LOW else tokens - low_tokens)
 
 
 def test_stage_two_starts_from_stage_ones_weights(tiny_model):
@@ -482,9 +485,8 @@ def test_metrics_of_both_stages(group):
     )
 
 
-@pytest.mark.parametrize("eta", [0.5, 1e-4], ids=["two steps", "one group empty"])
-def test_learning_rate_spans_the_doubled_steps(tiny_model, eta):
-    """At equal data, equal learning rate, to the last bit; also where a group is empty and takes no step."""
+def test_learning_rate_spans_the_doubled_steps(tiny_model):
+    """At equal data, equal learning rate, to the last bit; also where a group (η = 1e-4) is empty and takes no step."""
     cosine = [
         "--actor.lr_scheduler",
         "cosine_with_min_lr",
@@ -495,14 +497,14 @@ def test_learning_rate_spans_the_doubled_steps(tiny_model, eta):
     ]
     batch = experiences(seed=11)
     rates = {}
-    for lopti in (None, eta):
+    for eta in (None, 0.5, 1e-4):
         group = Group(flags(tiny_model, *cosine), max_steps=6)
         try:
-            configuration = OFF | {"algo.lopti.eta": lopti}
-            rates[lopti] = [group.run(batch, configuration, rebuild=i == 0).last_rate for i in range(6)]
+            configuration = OFF | {"algo.lopti.eta": eta}
+            rates[eta] = [group.run(batch, configuration, rebuild=i == 0).last_rate for i in range(6)]
         finally:
             group.close()
-    assert rates[None] == rates[eta]
+    assert rates[None] == rates[0.5] == rates[1e-4]
     assert len(set(rates[None])) > 3
 
 

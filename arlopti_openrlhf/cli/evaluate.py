@@ -42,7 +42,9 @@ def evaluate(
     """
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model, seed=seed, enforce_eager=True, dtype="float32" if cpu.uses_cpu() else "auto", max_num_seqs=1024)
+    # Few CPUs have bf16 instructions: float32 is the fast type there.
+    dtype = "float32" if cpu.uses_cpu() else "auto"
+    engine = LLM(model, seed=seed, enforce_eager=True, dtype=dtype, max_num_seqs=1024)
     tokenizer = engine.get_tokenizer()
     prompts = [_prompt_text(row["prompt"], tokenizer) for row in rows]
     # Tokenized here, as OpenRLHF does it: the text already holds every special token.
