@@ -486,7 +486,7 @@ def test_metrics_of_both_stages(group):
 
 
 def test_learning_rate_spans_the_doubled_steps(tiny_model):
-    """At equal data, equal learning rate, to the last bit; also where a group (η = 1e-4) is empty and takes no step."""
+    """At equal data, equal learning rate, to the last bit; also where a group (η = 1e-4) is empty on all ranks."""
     cosine = [
         "--actor.lr_scheduler",
         "cosine_with_min_lr",

@@ -23,7 +23,7 @@ from arlopti_openrlhf import tiny_policy
 from arlopti_openrlhf.cli import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 16, 8, 160, 8
+PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 16, 8, 112, 8
 
 
 class Size(NamedTuple):
@@ -34,7 +34,7 @@ class Size(NamedTuple):
     eval_puzzles: int  # held-out puzzles per number of people that are looked at during training
 
 
-FULL = Size(warm_start_steps=1300, steps=40, held_out=256, eval_every=10, eval_puzzles=32)
+FULL = Size(warm_start_steps=1200, steps=30, held_out=192, eval_every=10, eval_puzzles=32)
 REDUCED = Size(warm_start_steps=40, steps=4, held_out=8, eval_every=2, eval_puzzles=4)
 PEOPLE = (2, 3)
 
