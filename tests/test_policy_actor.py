@@ -406,7 +406,11 @@ def test_stage_two_starts_from_stage_ones_weights(tiny_model):
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_off_is_bitwise_stock(tiny_model, zero_stage):
-    """bf16 as in production, shuffled, two epochs of two mini-batches of two micro-batches: every bit the same."""
+    """Shuffled, two epochs of two mini-batches of two micro-batches: every bit the same.
+
+    ZeRO-2 in bf16 as in production. ZeRO-3 in float32: in bf16 DeepSpeed's gathering of parameters is not deterministic
+    on a busy CPU, under stock OpenRLHF no less.
+    """
     batch = experiences(seed=6)
     parameters = {}
     for stock in (True, False):
@@ -414,7 +418,7 @@ def test_off_is_bitwise_stock(tiny_model, zero_stage):
             tiny_model, "--ds.zero_stage", str(zero_stage), "--actor.adam.lr", "1e-2", "--train.batch_size", "8"
         )
         args.train.max_epochs = 2
-        group = Group(args, float32=False)
+        group = Group(args, float32=zero_stage == 3)
         try:
             start = group.parameters()
             result = group.run(batch, {}, stock=stock)
