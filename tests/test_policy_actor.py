@@ -408,8 +408,8 @@ def test_stage_two_starts_from_stage_ones_weights(tiny_model):
 def test_off_is_bitwise_stock(tiny_model, zero_stage):
     """Shuffled, two epochs of two mini-batches of two micro-batches: every bit the same.
 
-    ZeRO-2 in bf16 as in production. ZeRO-3 in float32: in bf16 DeepSpeed's gathering of parameters is not deterministic
-    on a busy CPU, under stock OpenRLHF no less.
+    ZeRO-2 in bf16 as in production. ZeRO-3 in float32: in bf16 DeepSpeed's ZeRO-3 is not deterministic on a busy CPU,
+    under stock OpenRLHF no less.
     """
     batch = experiences(seed=6)
     parameters = {}
