@@ -55,9 +55,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_version() -> None:
-    version = importlib.metadata.version("openrlhf")
-    if version != SUPPORTED:
-        sys.exit(f"arlopti_openrlhf needs openrlhf {SUPPORTED}, found {version}: pip install openrlhf=={SUPPORTED}")
+    try:
+        found = importlib.metadata.version("openrlhf")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != SUPPORTED:
+        sys.exit(f"arlopti_openrlhf needs openrlhf {SUPPORTED}, found {found}: pip install openrlhf=={SUPPORTED}")
 
 
 @contextmanager
@@ -73,10 +76,10 @@ def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = Non
         _add_flags(parser)
         parsed = parser.parse_args(args, namespace)
         _check_combinations(parser, parsed)
-        ranks = vars(parsed)["actor.num_nodes"] * vars(parsed)["actor.num_gpus_per_node"]
-        cpu.declare_placement(_gpus_placed(parsed), ranks)
         if after_parsing:
             after_parsing(parsed)
+        ranks = vars(parsed)["actor.num_nodes"] * vars(parsed)["actor.num_gpus_per_node"]
+        cpu.declare_placement(_gpus_placed(parsed), ranks)
         return parsed
 
     argparse.ArgumentParser.parse_args = parse_args

@@ -1,0 +1,94 @@
+"""The command line: what it refuses, in one line and before Ray starts, and what it adds to OpenRLHF's flags."""
+
+import importlib.metadata
+
+import pytest
+import ray
+
+from arlopti_openrlhf.cli import train_ppo_ray
+
+FITTING = ["--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8", "--train.batch_size", "64"]
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--algo.ar.alpha 1.01", ["--algo.ar.alpha", "1.01", "[0, 1]"]),
+        ("--algo.ar.alpha -0.1", ["--algo.ar.alpha", "-0.1", "[0, 1]"]),
+        ("--algo.ar.alpha nan", ["--algo.ar.alpha", "nan", "[0, 1]"]),
+        ("--algo.ar.alpha x", ["--algo.ar.alpha", "x", "[0, 1]"]),
+        ("--algo.lopti.eta 0", ["--algo.lopti.eta", "0", "(0, 1)"]),
+        ("--algo.lopti.eta 1", ["--algo.lopti.eta", "1", "(0, 1)"]),
+        ("--algo.lopti.eta inf", ["--algo.lopti.eta", "inf", "(0, 1)"]),
+        ("--algo.lopti.quantile 1", ["--algo.lopti.quantile", "1", "(0, 1)"]),
+        (
+            "--algo.lopti.eta 0.5 --algo.lopti.quantile 0.3",
+            ["--algo.lopti.eta", "0.5", "--algo.lopti.quantile", "0.3"],
+        ),
+        ("--algo.lopti.scope epoch --algo.lopti.eta 0.5", ["--algo.lopti.scope", "epoch", "batch", "minibatch"]),
+        ("--algo.lopti.scope minibatch", ["--algo.lopti.scope", "minibatch", "--algo.lopti.eta"]),
+        ("--algo.lopti.order high_first", ["--algo.lopti.order", "high_first", "--algo.lopti.eta"]),
+        ("--algo.lopti.groups low", ["--algo.lopti.groups", "low", "--algo.lopti.eta"]),
+        (
+            "--algo.lopti.eta 0.5 --algo.lopti.groups low --algo.lopti.order high_first",
+            ["--algo.lopti.order", "high_first", "--algo.lopti.groups"],
+        ),
+        ("--algo.lopti.eta 0.5 --train.batch_size 256", ["--train.batch_size", "256", "128"]),
+        ("--algo.lopti.eta 0.5 --train.batch_size 96", ["--train.batch_size", "96", "128"]),
+        ("--algo.lopti.etaa 0.5", ["--algo.lopti.etaa"]),
+    ],
+)
+def test_refused_in_one_line(flags, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_ppo_ray.parse(FITTING + flags.split())
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert error.count("\n") == 1 and all(part in error for part in named), error
+    assert not ray.is_initialized()
+
+
+def test_defaults_are_off_and_values_arrive():
+    off = vars(train_ppo_ray.parse([]))
+    assert off["algo.ar.alpha"] == 0 and off["algo.lopti.eta"] is None and off["algo.lopti.quantile"] is None
+    on = vars(train_ppo_ray.parse([*FITTING, "--algo.ar.alpha=0.3", "--algo.lopti.quantile", "0.2"]))
+    assert on["algo.ar.alpha"] == 0.3 and on["algo.lopti.quantile"] == 0.2
+    assert (on["algo.lopti.scope"], on["algo.lopti.order"], on["algo.lopti.groups"]) == ("batch", "low_first", "both")
+
+
+def test_help_lists_upstreams_flags_and_ours(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_ppo_ray.parse(["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for flag in ("--algo.advantage.estimator", "--vllm.num_engines", "--algo.ar.alpha", "--algo.lopti.eta"):
+        assert flag in text
+
+
+@pytest.mark.parametrize("installed", ["0.11.1", "0.12.0", None])
+def test_another_openrlhf_is_refused_in_one_line(monkeypatch, installed):
+    def version(name):
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(train_ppo_ray.importlib.metadata, "version", version)
+    with pytest.raises(SystemExit, match=r"needs openrlhf 0\.11\.2, found") as stopped:
+        train_ppo_ray.main()
+    assert "\n" not in stopped.value.code
+
+
+@pytest.mark.parametrize(
+    "flags, gpus",
+    [
+        ("--train.colocate_all --actor.num_gpus_per_node 2 --vllm.num_engines 2 --reward.remote_url r.py", 2),
+        ("--train.colocate_all --train.async_enable --actor.num_gpus_per_node 2 --vllm.num_engines 3", 5),
+        (
+            "--actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 --critic.num_gpus_per_node 1 "
+            "--vllm.num_engines 1 --reward.remote_url r.py",
+            5,
+        ),
+    ],
+)
+def test_logical_gpus_are_what_the_placement_asks_for(flags, gpus):
+    more = ["--algo.advantage.estimator", "gae" if "critic" in flags else "group_norm"]
+    assert train_ppo_ray._gpus_placed(train_ppo_ray.parse(flags.split() + more)) == gpus
