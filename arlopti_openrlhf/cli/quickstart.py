@@ -69,8 +69,9 @@ def main() -> None:
         "seed": seed,
         "minutes": round((time.time() - start) / 60, 2),
         "peak_rss_gib": round(memory.stop(), 2),
-        "before": before,
-        "after": after,
+        "before": {source: before[source] for source in before if source != "all"},
+        "after": {source: after[source] for source in after if source != "all"},
+        "overall": {"before": before["all"], "after": after["all"]},
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(report(summary, out))
@@ -90,9 +91,7 @@ def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     train_rows = prepare_data.generate_rows(
         PEOPLE, size.steps * PROMPTS_PER_STEP // len(PEOPLE), held_out=False, seed=seed, names=tiny_policy.NAMES
     )
-    test_rows = prepare_data.generate_rows(
-        PEOPLE, size.held_out, held_out=True, seed=seed, names=tiny_policy.NAMES
-    )
+    test_rows = prepare_data.generate_rows(PEOPLE, size.held_out, held_out=True, seed=seed, names=tiny_policy.NAMES)
     during = test_rows[: size.eval_puzzles * len(PEOPLE)]  # the sources alternate
     for path, rows in zip(files, (train_rows, test_rows, during), strict=True):
         prepare_data.write_rows(rows, path)
@@ -153,9 +152,9 @@ def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
 
 def _advance(bar: tqdm, match: re.Match | None, value_name: str = "") -> None:
     if match:
-        bar.update(int(match[1]) - bar.n)
         if value_name:
-            bar.set_postfix({value_name: match[2]})
+            bar.set_postfix({value_name: match[2]}, refresh=False)
+        bar.update(max(int(match[1]) - bar.n, 0))
 
 
 class Log:
@@ -258,7 +257,8 @@ def plot(curves: dict, before: dict, after: dict, path: Path) -> None:
 
 
 def report(summary: dict, out: Path) -> str:
-    before, after = summary["before"], summary["after"]
+    overall = summary["overall"]
+    before, after = (summary[when] | {"all": overall[when]} for when in ("before", "after"))
     pass_k = f"pass@{EVAL_SAMPLES}"
     lines = [
         "",
