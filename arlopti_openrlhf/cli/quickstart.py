@@ -242,14 +242,14 @@ def plot(curves: dict, before: dict, after: dict, path: Path) -> None:
             accuracy.errorbar(
                 step, measured[source]["accuracy"], measured[source]["ci95"], fmt="o", color=f"C{i}", capsize=3
             )
-    accuracy.set(title="held-out accuracy, sampled (bars: 95%)", ylim=(0, 1))
-    accuracy.legend(frameon=False)
+    accuracy.set(title="held-out accuracy, sampled (bars: 95%)", ylim=(0, None))
+    accuracy.legend(frameon=False, loc="upper left")
     share.plot(*curves["train/lopti/low_share"], color="C3")
     share.set(title="share of tokens with probability < η", xlabel="step", ylim=(0, None))
     for group, color in (("low", "C3"), ("high", "C2")):
         norm.plot(*curves[f"train/lopti/{group}/actor_grad_norm"], color=color, label=f"{group}-probability stage")
     norm.set(title="gradient norm of each stage", xlabel="step", ylim=(0, None))
-    norm.legend(frameon=False)
+    norm.legend(frameon=False, loc="lower left")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
