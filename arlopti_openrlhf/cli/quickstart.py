@@ -247,7 +247,12 @@ def plot(curves: dict, before: dict, after: dict, path: Path) -> None:
     share.plot(*curves["train/lopti/low_share"], color="C3")
     share.set(title="share of tokens with probability < η", xlabel="step", ylim=(0, None))
     for group, color in (("low", "C3"), ("high", "C2")):
-        norm.plot(*curves[f"train/lopti/{group}/actor_grad_norm"], color=color, label=f"{group}-probability stage")
+        # A run of a few steps may never see one of the groups.
+        norm.plot(
+            *curves.get(f"train/lopti/{group}/actor_grad_norm", ([], [])),
+            color=color,
+            label=f"{group}-probability stage",
+        )
     norm.set(title="gradient norm of each stage", xlabel="step", ylim=(0, None))
     norm.legend(frameon=False, loc="lower left")
     for axis in axes.flat:
