@@ -180,7 +180,7 @@ def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, tied, more):
         start = actor_log_probs()
         assert ray.get(actors.async_run_method("move_weights"))[0] > 0
         moved = actor_log_probs()
-        assert (moved - start).abs().mean() > 1
+        assert (moved - start).abs().mean() > 0.5
         for _ in range(2):  # the second sync finds vLLM's layers as the first one left them
             ray.get(actors.async_run_method("broadcast_to_vllm"))
             gap = (vllm_log_probs(engines[0], rows.tolist()) - moved).abs()
