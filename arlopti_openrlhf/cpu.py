@@ -188,10 +188,28 @@ def _patch_replay_buffer(load: Callable, module: types.ModuleType) -> None:
 def _patch_strategy(load: Callable, module: types.ModuleType) -> None:
     load(module)
     init_device_mesh, moving_average = module.init_device_mesh, module.DeepspeedStrategy.moving_average
+    module.get_train_ds_config = _without_prefetch(module.get_train_ds_config)
+    module.get_eval_ds_config = _without_prefetch(module.get_eval_ds_config)
     module.init_device_mesh = lambda device_type, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
     module.DeepspeedStrategy.moving_average = lambda self, model, model_ema, beta=0.992, device="cpu": moving_average(
         self, model, model_ema, beta, "cpu"
     )
+
+
+def _without_prefetch(get_config: Callable) -> Callable:
+    """DeepSpeed's configuration without ZeRO-3's prefetching, which on the CPU hands out weights not yet gathered.
+
+    Seen as a wrong loss, or NaN, now and then on a busy machine; always where PyTorch fills fresh memory with NaN
+    (`torch.use_deterministic_algorithms`).
+    """
+
+    @functools.wraps(get_config)
+    def call(*args, **kwargs) -> dict:
+        config = get_config(*args, **kwargs)
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
+        return config
+
+    return call
 
 
 class _GlooGroup:

@@ -279,6 +279,8 @@ SOURCES = [
         "cpu._patch_strategy: a name in the module's globals",
     ),
     (STRATEGY, "", 'self.ds_device_mesh = init_device_mesh( "cuda",', "cpu._patch_strategy"),
+    (STRATEGY, "DeepspeedStrategy.get_ds_train_config", "get_train_ds_config(", "cpu._without_prefetch"),
+    (STRATEGY, "DeepspeedStrategy.get_ds_eval_config", "get_eval_ds_config(", "cpu._without_prefetch"),
     (STRATEGY, "", 'mesh_dim_names=("dp", "sp", "tp")', f"{TRAINER}: the data-parallel group"),
     # Without flash-attn.
     (
