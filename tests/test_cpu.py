@@ -184,7 +184,7 @@ def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, tied, more):
         for _ in range(2):  # the second sync finds vLLM's layers as the first one left them
             ray.get(actors.async_run_method("broadcast_to_vllm"))
             gap = (vllm_log_probs(engines[0], rows.tolist()) - moved).abs()
-            # bf16 rounds logits of this size (about 10) by some 0.04, and LoRA's merged weights once more.
-            assert gap.mean() < 0.1 and gap.max() < 1
+            # bf16 rounds logits of this size (about 10) by some 0.04.
+            assert gap.mean() < 0.05 and gap.max() < 0.5
     finally:
         ray.shutdown()
