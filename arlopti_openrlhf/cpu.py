@@ -188,28 +188,32 @@ def _patch_replay_buffer(load: Callable, module: types.ModuleType) -> None:
 def _patch_strategy(load: Callable, module: types.ModuleType) -> None:
     load(module)
     init_device_mesh, moving_average = module.init_device_mesh, module.DeepspeedStrategy.moving_average
-    module.get_train_ds_config = _without_prefetch(module.get_train_ds_config)
-    module.get_eval_ds_config = _without_prefetch(module.get_eval_ds_config)
     module.init_device_mesh = lambda device_type, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
     module.DeepspeedStrategy.moving_average = lambda self, model, model_ema, beta=0.992, device="cpu": moving_average(
         self, model, model_ema, beta, "cpu"
     )
 
 
-def _without_prefetch(get_config: Callable) -> Callable:
-    """DeepSpeed's configuration without ZeRO-3's prefetching, which on the CPU hands out weights not yet gathered.
+def _patch_deepspeed_comm(load: Callable, module: types.ModuleType) -> None:
+    """Every all-gather is complete when it returns.
 
-    Seen as a wrong loss, or NaN, now and then on a busy machine; always where PyTorch fills fresh memory with NaN
-    (`torch.use_deterministic_algorithms`).
+    ZeRO-3 starts one per parameter and waits for the last alone (`_allgather_params_coalesced`): enough on a CUDA
+    stream, which keeps the order. Gloo's threads finish in any order, and weights not yet gathered were computed with.
     """
+    load(module)
 
-    @functools.wraps(get_config)
-    def call(*args, **kwargs) -> dict:
-        config = get_config(*args, **kwargs)
-        config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
-        return config
+    def completed(all_gather: Callable) -> Callable:
+        @functools.wraps(all_gather)
+        def call(*args, **kwargs):
+            work = all_gather(*args, **kwargs)
+            if work is not None:
+                work.wait()
+            return work
 
-    return call
+        return call
+
+    for name in ("all_gather", "all_gather_into_tensor"):
+        setattr(module.TorchBackend, name, completed(getattr(module.TorchBackend, name)))
 
 
 class _GlooGroup:
@@ -269,6 +273,7 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
 
 
 _CPU_PATCHES = {
+    "deepspeed.comm.torch": _patch_deepspeed_comm,
     "openrlhf.trainer.ppo_utils.replay_buffer": _patch_replay_buffer,
     "openrlhf.utils.deepspeed.deepspeed": _patch_strategy,
     "openrlhf.utils.distributed_util": _patch_distributed_util,

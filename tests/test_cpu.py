@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import ray
@@ -69,6 +70,29 @@ def test_patching_after_the_import_is_refused():
 
     with pytest.raises(RuntimeError, match="must be called before openrlhf.utils.distributed_util is imported"):
         cpu._PatchOnImport({"openrlhf.utils.distributed_util": cpu._patch_distributed_util})
+
+
+def test_an_all_gather_is_complete_when_it_returns():
+    """DeepSpeed starts several and waits for the last one only; gloo may finish that one first."""
+    events = []
+
+    class TorchBackend:
+        def all_gather(self, *args, async_op=False):
+            events.append("started")
+            return types.SimpleNamespace(wait=lambda: events.append("complete")) if async_op else None
+
+        all_gather_into_tensor = all_gather
+
+    cpu._patch_deepspeed_comm(lambda module: None, types.SimpleNamespace(TorchBackend=TorchBackend))
+    TorchBackend().all_gather_into_tensor(async_op=True)
+    TorchBackend().all_gather(async_op=True)
+    assert events == ["started", "complete"] * 2
+    TorchBackend().all_gather()
+    assert events == ["started", "complete"] * 2 + ["started"]
+
+    from deepspeed.comm.torch import TorchBackend
+
+    assert all(hasattr(f, "__wrapped__") for f in (TorchBackend.all_gather, TorchBackend.all_gather_into_tensor))
 
 
 def test_unpadding_helpers_undo_each_other():

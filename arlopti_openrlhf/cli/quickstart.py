@@ -280,8 +280,8 @@ def report(summary: dict, out: Path) -> str:
     standard_error = (before["all"]["ci95"] ** 2 + after["all"]["ci95"] ** 2) ** 0.5 / 1.96
     lines += [
         "",
-        f"Sampled accuracy changed by {rise:+.3f}, {rise / max(standard_error, 1e-9):.1f} standard errors (clustered by "
-        f"puzzle), in {summary['minutes']:.1f} minutes and {summary['peak_rss_gib']:.1f} GiB.",
+        f"Sampled accuracy changed by {rise:+.3f}, {rise / max(standard_error, 1e-9):.1f} standard errors (clustered "
+        f"by puzzle), in {summary['minutes']:.1f} minutes and {summary['peak_rss_gib']:.1f} GiB.",
         f"Curves:  {out / 'curves.png'}",
         f"Trained: {out / 'checkpoint'}",
         "Next:    SEED=1 make quickstart",

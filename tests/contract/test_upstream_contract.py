@@ -1,4 +1,4 @@
-"""What we lean on in OpenRLHF 0.11.2, vLLM and transformers, read from their source without importing it.
+"""What we lean on in OpenRLHF 0.11.2, DeepSpeed, vLLM and transformers, read from their source without importing it.
 
 A failure says what moved upstream and what of ours leans on it: read the new code there, adapt ours, then this table.
 """
@@ -279,8 +279,18 @@ SOURCES = [
         "cpu._patch_strategy: a name in the module's globals",
     ),
     (STRATEGY, "", 'self.ds_device_mesh = init_device_mesh( "cuda",', "cpu._patch_strategy"),
-    (STRATEGY, "DeepspeedStrategy.get_ds_train_config", "get_train_ds_config(", "cpu._without_prefetch"),
-    (STRATEGY, "DeepspeedStrategy.get_ds_eval_config", "get_eval_ds_config(", "cpu._without_prefetch"),
+    (
+        "deepspeed.comm.comm",
+        "allgather_fn",
+        "return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op, debug=debug)",
+        "cpu._patch_deepspeed_comm",
+    ),
+    (
+        "deepspeed.comm.comm",
+        "all_gather_into_tensor",
+        "return cdb.all_gather_into_tensor(output_tensor=output_tensor, input_tensor=tensor, group=group,",
+        "cpu._patch_deepspeed_comm",
+    ),
     (STRATEGY, "", 'mesh_dim_names=("dp", "sp", "tp")', f"{TRAINER}: the data-parallel group"),
     # Without flash-attn.
     (
