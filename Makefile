@@ -56,26 +56,29 @@ $(STACK):
 	fi
 	log=.venv/setup.log
 	install=".venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile --no-deps"
-	echo "set-up 1/5: .venv with Python 3.11; details in $$log"
+	echo "set-up 1/6: .venv with Python 3.11; details in $$log"
 	$$python -m venv .venv
 	trap 'status=$$?; if [ $$status != 0 ]; then tail -n 25 $$log >&2; echo "make setup: failed, see $$log" >&2; fi' EXIT
 	torch=$$(grep '^torch==' $(LOCK))
-	echo "set-up 2/5: $$torch"
+	echo "set-up 2/6: $$torch"
 	# The configured index first, so that a machine without access to PyTorch's own does not wait for it.
 	$$install "$$torch" >>$$log 2>&1 || $$install --index-url $(TORCH_INDEX) "$$torch" >>$$log 2>&1
-	echo "set-up 3/5: $$(grep -c == $(LOCK)) pinned packages"
+	echo "set-up 3/6: $$(grep -c == $(LOCK)) pinned packages"
 	# uv takes seconds, but does not read pip's configuration: where it finds no index, pip does the same in minutes.
 	{ $$install "$$(grep '^uv==' $(LOCK))" &&
 		uv pip install --system-certs --no-deps --build-constraints $(LOCK) --requirements $(LOCK); } >>$$log 2>&1 ||
 		PIP_CONSTRAINT=$(LOCK) $$install --requirement $(LOCK) >>$$log 2>&1
-	echo "set-up 4/5: DeepSpeed's C++ ops"
+	echo "set-up 4/6: bytecode"
+	# A run starts some ten processes that import PyTorch, vLLM and DeepSpeed: each would compile what none had kept.
+	.venv/bin/python -m compileall -q -j 0 .venv/lib >>$$log 2>&1 || true  # some packages hold templates, not Python
+	echo "set-up 5/6: DeepSpeed's C++ ops"
 	# Compiled here once: two ranks that start together would wait for each other's build, or for a killed one's lock.
 	DS_ACCELERATOR=cpu .venv/bin/python -c "from deepspeed.accelerator import get_accelerator as accelerator; \
 		[accelerator().create_op_builder(op).load() for op in ('FusedAdamBuilder', 'ShareMemCommBuilder')]" >>$$log 2>&1
 	touch $@
 
 $(PROJECT): $(STACK) setup.py pyproject.toml
-	@echo "set-up 5/5: arlopti_openrlhf"
+	@echo "set-up 6/6: arlopti_openrlhf"
 	.venv/bin/python -m pip install --no-input --disable-pip-version-check --no-deps --no-build-isolation --editable . \
 		>>.venv/setup.log 2>&1 || { tail -n 25 .venv/setup.log >&2; exit 1; }
 	touch $@

@@ -61,6 +61,11 @@ def enable() -> None:
     _hook_ray_workers(on_cpu)
 
 
+def multiplies_bf16() -> bool:
+    """Whether this CPU has bf16 instructions. PyTorch emulates them, several times slower than float32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def declare_placement(gpus: int, ranks: int) -> None:
     """What the run will ask of the machine, for the next `ray.init` of this process; used on the CPU only.
 
@@ -113,7 +118,7 @@ def _compute_bf16_in_float32() -> None:
     No less exact (products are summed in float32 and the result is rounded to bf16 either way), and several times as
     fast as the emulation, in the backward pass above all.
     """
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    if multiplies_bf16():
         return
 
     def upcast(value):

@@ -1,7 +1,7 @@
 """Where the paper's maths meets OpenRLHF: the actor trainer with AR and the two-stage update of Lopti.
 
 A pass updates exactly the tokens that its action mask selects. Lopti hands upstream's `training_step` a mask narrowed
-to one group; everything else is upstream's.
+to one group, and the selective actor computes what the mask selects; everything else is upstream's.
 """
 
 from collections import defaultdict
@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import deepspeed
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ray import ppo_actor
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from openrlhf.trainer.ray import launcher, ppo_actor
 from openrlhf.utils.logging_utils import init_logger
 from torch import distributed as dist
 from torch import nn
 
+from arlopti_openrlhf.actor import SelectiveActor
 from arlopti_openrlhf.token_update import (
     HIGH,
     LOW,
@@ -32,13 +33,18 @@ logger = init_logger(__name__)
 ADDITIVE_METRICS = ("policy_loss", "kl", "entropy_loss")
 
 
-def install() -> None:
-    """Makes OpenRLHF's policy actors train with `TokenUpdateTrainer`. Called on the driver, before the CLI runs.
+def install(selective: bool = True) -> None:
+    """Makes OpenRLHF's policy actors train with `TokenUpdateTrainer`. Called on the driver, before Ray starts.
 
-    Ray pickles `PolicyModelActor` by value, with the globals of its module as they are on the driver: rebinding the
-    one name there reaches every worker, and needs no second actor class.
+    Ray pickles `PolicyModelActor` by value, with the globals of its module as they are on the driver: rebinding
+    names there reaches every worker, and needs no second actor class.
+
+    Args:
+        selective: whether policy and reference are `SelectiveActor`s; else upstream's.
     """
     ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
+    if selective:
+        ppo_actor.Actor = launcher.Actor = SelectiveActor
 
 
 class Stage(NamedTuple):
@@ -49,19 +55,21 @@ class Stage(NamedTuple):
 
 
 class GroupPolicyLoss(nn.Module):
-    """Upstream's `PolicyLoss`, with the gradient of one group's tokens alone.
+    """Upstream's `PolicyLoss`, with the gradient of the selected tokens alone.
 
-    The only change: the loss is taken over the whole response, with the tokens outside the group held constant. So
-    every denominator and every sequence-level statistic (seq-mean-token-mean, GSPO's ratio, the importance-sampling
-    gate) stays that of the response, and at one θ the groups' gradients add up to the whole gradient.
+    The only change: the loss is taken over the whole response, with the other tokens held constant. So every
+    denominator and every sequence-level statistic (seq-mean-token-mean, GSPO's ratio, the importance-sampling gate)
+    stays that of the response, and at one θ the groups' gradients add up to the whole gradient.
 
     Args:
         policy_loss: upstream's loss.
 
     Attributes:
-        response_mask: (B, A) of the current micro-batch; None outside a stage.
+        response_mask: (B, A) of the current micro-batch.
         response_log_probs: (B, A) current log π of the whole response, with graph; filled where a sequence-level ratio
-            needs it (GSPO), else None.
+            needs it (GSPO in a stage), else None.
+        of_group: whether the clip ratio and ppo_kl are means over the selected tokens, as in a stage, or over the
+            response, where tokens that are not selected count as unmoved.
     """
 
     def __init__(self, policy_loss: nn.Module) -> None:
@@ -69,26 +77,27 @@ class GroupPolicyLoss(nn.Module):
         self.policy_loss = policy_loss
         self.response_mask: torch.Tensor | None = None
         self.response_log_probs: torch.Tensor | None = None
+        self.of_group = True
 
     def forward(self, log_probs, old_log_probs, advantages, action_mask, **kwargs):
-        """Upstream's arguments, all (B, A), with the group's mask as `action_mask`; upstream's five results.
+        """Upstream's arguments, all (B, A), with the selected tokens' mask as `action_mask`; upstream's five results.
 
-        The clip ratio and ppo_kl are means over the group's tokens; for GSPO over the response, whose ratio is shared.
+        For GSPO the clip ratio and ppo_kl are the response's, whose ratio its tokens share.
         """
-        group = action_mask.bool()
+        selected = action_mask.bool()
         if self.response_log_probs is not None:
-            log_probs = torch.where(group, self.response_log_probs, self.response_log_probs.detach())
+            log_probs = torch.where(selected, self.response_log_probs, self.response_log_probs.detach())
             return self.policy_loss(log_probs, old_log_probs, advantages, action_mask=self.response_mask, **kwargs)
-        # Outside the group ratio 1 and advantage 0: neither value nor gradient.
+        # Of the others ratio 1 and advantage 0: neither value nor gradient.
         loss, clip_ratio, ppo_kl, *rollout_gap = self.policy_loss(
-            torch.where(group, log_probs, old_log_probs),
+            torch.where(selected, log_probs, old_log_probs),
             old_log_probs,
-            advantages * group,
+            advantages * selected,
             action_mask=self.response_mask,
             **kwargs,
         )
-        per_group_token = self.response_mask.sum() / group.sum().clamp(min=1)
-        return loss, clip_ratio * per_group_token, ppo_kl * per_group_token, *rollout_gap
+        scale = self.response_mask.sum() / selected.sum().clamp(min=1) if self.of_group else 1.0
+        return loss, clip_ratio * scale, ppo_kl * scale, *rollout_gap
 
 
 class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
@@ -102,7 +111,13 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
     3. Two steps are taken where upstream takes one, so the learning-rate schedule is stretched over twice the steps,
        and EMA and the MoE loss, which count steps, are shared out between the two.
     4. LoRA's weights are merged before they are sent to vLLM.
-    With AR and Lopti off, upstream's code runs unchanged.
+    With upstream's actor, and AR and Lopti off, upstream's code runs unchanged. With a `SelectiveActor`, at equal
+    gradients:
+    5. The samples of a prompt are kept together when the rollout batch is shuffled into mini-batches, so that they
+       share its computation.
+    6. The first pass over a rollout batch is on-policy: its own forward gives the old log-probs, where nothing needs
+       them earlier. Those of the other mini-batches are computed just before it.
+    7. Responses without advantage are not computed, where there is no KL or entropy term.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -110,9 +125,20 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.alpha = self.args.algo.ar.alpha
         self.lopti = self.args.algo.lopti
         self.stage: Stage | None = None
+        selective = isinstance(self.actor, SelectiveActor)
+        self.in_passes = selective or self._uses_lopti()
+        has_kl_term = self.args.algo.kl.use_loss and self.args.algo.kl.init_coef > 0
+        self.skips_idle = selective and not has_kl_term and self.args.actor.entropy_coef is None
+        self.on_policy: _OnPolicyPass | None = None
+        self.defers_log_probs = selective and self._can_defer_log_probs()
+        if selective:
+            self.actor.defers_log_probs = self.defers_log_probs
+            self.actor.register_forward_hook(self._take_old_log_probs)
+        self.replay_buffer.collate_fn = self._collate
+        if self._uses_lopti() or self.skips_idle:
+            self.actor_loss_fn = GroupPolicyLoss(self.actor_loss_fn)
         if not self._uses_lopti():
             return
-        self.actor_loss_fn = GroupPolicyLoss(self.actor_loss_fn)
         if self.args.actor.policy_loss_type == "gspo":
             self.actor.register_forward_pre_hook(self._forward_whole_response, with_kwargs=True)
             self.actor.register_forward_hook(self._keep_response_log_probs)
@@ -129,6 +155,17 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             return (self.lopti.groups,)
         return (LOW, HIGH) if self.lopti.order == "low_first" else (HIGH, LOW)
 
+    def _can_defer_log_probs(self) -> bool:
+        """Whether nothing needs old log-probs before the update, and the first pass's forward gives them exactly."""
+        in_the_reward = self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss
+        dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.actor.modules()) or getattr(
+            self.actor.hf_config, "attention_dropout", 0.0
+        )
+        sharded = self.strategy.ring_attn_group is not None or self.args.ds.tensor_parallel_size > 1
+        balancing_loss = self.aux_loss and self._uses_lopti()  # an empty group would have a gradient
+        vlm = self.actor.is_vlm
+        return not (in_the_reward or dropout or sharded or balancing_loss or vlm or self.lopti.quantile is not None)
+
     # --- the update ------------------------------------------------------------------------------------------
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
@@ -139,49 +176,90 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of both (not GSPO's loss, which
             is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`.
         """
-        if not self.alpha and not self._uses_lopti():
-            return super().ppo_train(kl_ctl)
         eta = self._threshold() if self._uses_lopti() else None
-        token_metrics = self._token_metrics(eta)
-        status = super().ppo_train(kl_ctl) if eta is None else self._train_in_stages(kl_ctl, eta)
-        return status | token_metrics
+        if self.in_passes and (self._uses_lopti() or self._fills_mini_batches()):
+            status = self._train_in_passes(kl_ctl, eta)
+        else:
+            if self.defers_log_probs:
+                self._compute_old_log_probs(self.replay_buffer.items)
+            status = super().ppo_train(kl_ctl)
+        return status | self._token_metrics(eta)
 
-    def _train_in_stages(self, kl_ctl: float, eta: float) -> dict[str, float]:
-        stages = [Stage(group, eta) for group in self._groups()]
+    def _train_in_passes(self, kl_ctl: float, eta: float | None) -> dict[str, float]:
+        stages = [Stage(group, eta) for group in self._groups()] if eta is not None else [None]
         items, max_epochs = self.replay_buffer.items, self.max_epochs
-        metrics = _StageMetrics()
+        metrics = _PassMetrics()
         self.max_epochs = 1
         try:
-            for _ in range(max_epochs):
+            for epoch in range(max_epochs):
                 mini_batches = list(self._mini_batches(items))
                 if self.lopti.scope == "batch":
                     passes = [(mini_batch, stage) for stage in stages for mini_batch in mini_batches]
                 else:
                     passes = [(mini_batch, stage) for mini_batch in mini_batches for stage in stages]
-                for mini_batch, stage in passes:
-                    num_tokens = self._count_over_ranks(mini_batch, stage)
-                    if not num_tokens:
+                deferred = self.defers_log_probs and epoch == 0
+                if deferred:
+                    first = {id(item) for item in passes[0][0]} if passes else set()
+                    self._compute_old_log_probs(
+                        [item for item in items if id(item) not in first or self._is_idle(item.advantages)]
+                    )
+                for i, (mini_batch, self.stage) in enumerate(passes):
+                    if deferred and i == 0:
+                        self.on_policy = _OnPolicyPass()
+                    elif not self._count_over_ranks(mini_batch):
                         # The schedule counts data: it moves on where no step is taken.
                         self.actor_scheduler.step()
                         continue
-                    self.replay_buffer.items, self.stage = mini_batch, stage
-                    metrics.add(stage.group, num_tokens, super().ppo_train(kl_ctl))
+                    status = self._train_pass(mini_batch, kl_ctl)
+                    self.on_policy = None
+                    num_tokens = self._count_over_ranks(mini_batch)
+                    if num_tokens:
+                        metrics.add(self.stage.group if self.stage else None, num_tokens, status)
         finally:
-            self.replay_buffer.items, self.stage, self.max_epochs = items, None, max_epochs
-            self.actor_loss_fn.response_mask = self.actor_loss_fn.response_log_probs = None
+            self.stage, self.on_policy, self.max_epochs = None, None, max_epochs
         return metrics.summary(self.args)
 
+    def _train_pass(self, mini_batch: list[Experience], kl_ctl: float) -> dict[str, float]:
+        """Upstream's `ppo_train` on the samples of one optimizer step."""
+        buffer, items = self.replay_buffer, self.replay_buffer.items
+        if self.args.train.dynamic_batch_enable:
+            buffer.items = mini_batch
+        else:
+            self.replay_buffer = _MicroBatches(mini_batch, buffer.sample_batch_size, self._collate)
+        try:
+            return super().ppo_train(kl_ctl)
+        finally:
+            self.replay_buffer, buffer.items = buffer, items
+            vars(self.actor.model.optimizer).pop("step", None)
+            if isinstance(self.actor_loss_fn, GroupPolicyLoss):
+                self.actor_loss_fn.response_mask = self.actor_loss_fn.response_log_probs = None
+
+    def _collate(self, batch: list[list[Experience]] | list[Experience]) -> Experience:
+        """Upstream's collation of one micro-batch; the batch remembers its samples."""
+        items = batch[0] if isinstance(batch[0], list) else batch
+        experience = make_experience_batch(items, self.args.ds.packing_samples)
+        experience.items = items
+        return experience
+
+    def _fills_mini_batches(self) -> bool:
+        """Whether this rollout batch is a number of whole mini-batches, on every rank."""
+        rest = len(self.replay_buffer.items) % self._mini_batch_size()
+        return not self.strategy.all_reduce(float(rest), op="max")
+
+    def _mini_batch_size(self) -> int:
+        return self.args.train.batch_size // self.strategy.ds_device_mesh["dp"].size()
+
     def _mini_batches(self, items: list[Experience]) -> Iterator[list[Experience]]:
-        """This rank's samples of each optimizer step of one epoch, in upstream's order (`ppo_train`, its DataLoader).
+        """This rank's samples of each optimizer step of one epoch, shuffled where upstream shuffles, prompt by prompt.
 
         Only whole mini-batches, as many on every rank: of a short last rollout batch upstream would carry gradients
         over into the next update, which here would be another group's.
         """
         sharded = self.strategy.ring_attn_group is not None or self.args.ds.tensor_parallel_size > 1
         if not sharded and not self.args.train.dynamic_batch_enable:
-            items = [items[i] for i in torch.randperm(len(items)).tolist()]
-        dp_size = self.strategy.ds_device_mesh["dp"].size()
-        size = self.args.train.batch_size // dp_size
+            prompts = _by_prompt(items)
+            items = [item for i in torch.randperm(len(prompts)).tolist() for item in prompts[i]]
+        size = self._mini_batch_size()
         count = -int(self.strategy.all_reduce(-float(len(items) // size), op="max"))
         if count * size < len(items):
             logger.info(f"Lopti: {len(items) - count * size} samples do not fill a mini-batch of {size}: left out")
@@ -191,18 +269,31 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
     def training_step(
         self, experience: Experience, kl_ctl: float, step: int, loss_batch_info: dict | None = None
     ) -> dict[str, object]:
-        """Upstream's step on one micro-batch, with reweighted advantages and, in a stage, the group's action mask."""
-        if self.alpha:
-            experience.advantages = reweight_advantages(experience.advantages, experience.action_log_probs, self.alpha)
-        if self.stage is None:
-            return super().training_step(experience, kl_ctl, step, loss_batch_info)
+        """Upstream's step on one micro-batch, with reweighted advantages and the action mask of the tokens to update.
 
-        response_mask = experience.action_mask
-        group = group_mask(self.stage.group, experience.action_log_probs, response_mask, self.stage.eta)
-        self.actor_loss_fn.response_mask = response_mask
-        experience.action_mask = group.to(response_mask.dtype)
+        In an on-policy pass the forward has to come first: what depends on the old log-probs follows it, in
+        `_take_old_log_probs`.
+        """
+        response_mask = selected = experience.action_mask
+        if self.skips_idle:
+            selected = selected * ~self._is_idle(experience.advantages)[:, None]
+        if self.on_policy is not None:
+            self.on_policy.experience, self.on_policy.is_last = experience, step + 1 == len(self.replay_buffer)
+        else:
+            if self.alpha:
+                old_log_probs = experience.action_log_probs
+                experience.advantages = reweight_advantages(experience.advantages, old_log_probs, self.alpha)
+            if self.stage is not None:
+                group = group_mask(self.stage.group, experience.action_log_probs, response_mask, self.stage.eta)
+                selected = selected * group
+        experience.action_mask = selected
+        if isinstance(self.actor_loss_fn, GroupPolicyLoss):
+            self.actor_loss_fn.response_mask, self.actor_loss_fn.of_group = response_mask, self.stage is not None
         status = super().training_step(experience, kl_ctl, step, loss_batch_info)
-        return self._without_empty_means(status)
+        if self.stage is not None:
+            return self._without_empty_means(status)
+        status["num_action_tokens"] = float(response_mask.sum())
+        return status
 
     def _without_empty_means(self, status: dict) -> dict:
         """A micro-batch without tokens of the group has means of nothing: they count as 0, with next to no weight."""
@@ -216,6 +307,54 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         # Upstream divides by the ranks' total, which a micro-batch can leave at 0.
         status["num_action_tokens"] = max(status["num_action_tokens"], 1e-9)
         return status
+
+    def _is_idle(self, advantages: torch.Tensor) -> torch.Tensor:
+        """(...,) whether all advantages (..., A) of a response are 0, and nothing else has a gradient there."""
+        return (advantages == 0).all(dim=-1) if self.skips_idle else torch.zeros_like(advantages[..., 0]).bool()
+
+    # --- old log-probs from the first pass's own forward ------------------------------------------------------
+
+    def _take_old_log_probs(self, actor: nn.Module, args: tuple, output) -> None:
+        """Forward hook of the on-policy pass: the log-probs just computed are the old ones.
+
+        In place: upstream's `training_step` already holds the tensors.
+        """
+        if self.on_policy is None:
+            return
+        experience = self.on_policy.experience
+        old_log_probs, selected = experience.action_log_probs, experience.action_mask.bool()
+        old_log_probs.copy_(torch.where(selected, output[0].detach(), old_log_probs))
+        for item, row in zip(experience.items, old_log_probs.cpu(), strict=True):
+            item.action_log_probs = row[: len(item.action_mask)]
+        if self.alpha:
+            experience.advantages.copy_(reweight_advantages(experience.advantages, old_log_probs, self.alpha))
+        if self.stage is None:
+            return
+        group = group_mask(self.stage.group, old_log_probs, experience.action_mask, self.stage.eta)
+        experience.action_mask = group.to(experience.action_mask.dtype)
+        self.on_policy.num_tokens += group.sum().item()
+        if self.on_policy.is_last and not self._sum_over_ranks(self.on_policy.num_tokens)[0]:
+            # No step on stale momentum: the gradient is zero everywhere.
+            self.actor.model.optimizer.step = lambda *args, **kwargs: None
+
+    @torch.no_grad()
+    def _compute_old_log_probs(self, items: list[Experience]) -> None:
+        """Fills `action_log_probs` of the samples, as upstream's experience maker would have."""
+        size = self.args.rollout.micro_batch_size
+        device = torch.cuda.current_device()
+        items = [item for prompt in _by_prompt(items) for item in prompt]
+        count = int(self.strategy.all_reduce(float(-(-len(items) // size)), op="max"))
+        self.actor.defers_log_probs = False
+        self.actor.eval()
+        for i in range(count):
+            # Under ZeRO-3 the ranks compute together: one that is done repeats a sample.
+            batch = items[i * size : (i + 1) * size] or self.replay_buffer.items[:1]
+            experience = make_experience_batch(batch).to_device(device)
+            log_probs = self.actor(experience.sequences, experience.action_mask, experience.attention_mask).cpu()
+            for item, row in zip(batch, log_probs, strict=True):
+                item.action_log_probs = row[: len(item.action_mask)]
+        self.actor.train()
+        self.actor.defers_log_probs = True
 
     # --- GSPO: the ratio is the sequence's, so the whole response is forwarded -------------------------------
 
@@ -241,14 +380,17 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         dist.all_reduce(total, group=self.strategy.ds_device_mesh["dp"].get_group())
         return total.tolist()
 
-    def _count_over_ranks(self, items: list[Experience], stage: Stage) -> float:
+    def _count_over_ranks(self, items: list[Experience]) -> float:
+        """The tokens that the current stage updates, of the whole mini-batch."""
         log_probs = self._response_log_probs(items)
-        mask = group_mask(stage.group, log_probs, torch.ones_like(log_probs), stage.eta)
+        mask = torch.ones_like(log_probs)
+        if self.stage is not None:
+            mask = group_mask(self.stage.group, log_probs, mask, self.stage.eta)
         return self._sum_over_ranks(mask.sum().item())[0]
 
     def _threshold(self) -> float:
         """η: as given, or the quantile of the whole rollout batch, over all ranks."""
-        if self.lopti.eta is not None:
+        if self.lopti.quantile is None:
             return self.lopti.eta
         log_probs = self._response_log_probs(self.replay_buffer.items)
         gathered: list = [None] * self.strategy.ds_device_mesh["dp"].size()
@@ -262,6 +404,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         )
 
     def _token_metrics(self, eta: float | None) -> dict[str, float]:
+        if not self.alpha and eta is None:
+            return {}
         log_probs = self._response_log_probs(self.replay_buffer.items)
         probabilities = token_probabilities(log_probs)
         low = (probabilities < eta).sum().item() if eta is not None else 0
@@ -286,13 +430,46 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             super().broadcast_to_vllm()
 
 
-class _StageMetrics:
+class _OnPolicyPass:
+    """What the first pass over a rollout batch learns on its way."""
+
+    experience: Experience  # the current micro-batch
+    is_last = False  # whether the optimizer step follows
+    num_tokens = 0.0  # of the stage's group, so far
+
+
+class _MicroBatches:
+    """A replay buffer for upstream's `ppo_train` whose items are the micro-batches of one optimizer step."""
+
+    sample_batch_size = 1
+
+    def __init__(self, items: list[Experience], size: int, collate_fn) -> None:
+        self.micro_batches = [items[i : i + size] for i in range(0, len(items), size)]
+        self.collate_fn = collate_fn
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __getitem__(self, index: int) -> list[Experience]:
+        return self.micro_batches[index]
+
+
+def _by_prompt(items: list[Experience]) -> list[list[Experience]]:
+    """Single samples, unpadded, with those of one prompt together."""
+    prompts = defaultdict(list)
+    for item in items:
+        first_action = len(item.sequences) - len(item.action_mask) + int(item.action_mask.long().argmax())
+        prompts[tuple(item.sequences[:first_action].tolist())].append(item)
+    return list(prompts.values())
+
+
+class _PassMetrics:
     """Gathers what upstream's `ppo_train` returns per pass into one status per rollout batch."""
 
     def __init__(self) -> None:
-        self.passes: dict[str, list[tuple[float, dict[str, float]]]] = defaultdict(list)
+        self.passes: dict[str | None, list[tuple[float, dict[str, float]]]] = defaultdict(list)
 
-    def add(self, group: str, num_tokens: float, status: dict[str, float]) -> None:
+    def add(self, group: str | None, num_tokens: float, status: dict[str, float]) -> None:
         self.passes[group].append((num_tokens, status))
 
     def summary(self, args) -> dict[str, float]:
@@ -305,12 +482,18 @@ class _StageMetrics:
         for group, passes in self.passes.items():
             statuses = [status for _, status in passes]
             total = sum(num_tokens for num_tokens, _ in passes)
-            summary[f"lopti/{group}/num_tokens"] = total
+            if group is not None:
+                summary[f"lopti/{group}/num_tokens"] = total
             for name in set().union(*statuses):
                 mean = sum(status.get(name, 0.0) for status in statuses) / len(statuses)
+                if name == "actor_lr" or (name == "actor_grad_norm" and group is None):
+                    summary[name] = statuses[-1][name]
+                    continue
                 if name not in of_pass:
-                    # `actor_lr` moves from pass to pass; the samples' metrics are the same in both stages.
-                    summary[name] = statuses[-1][name] if name == "actor_lr" else mean
+                    summary[name] = mean  # of the samples: the same in both stages
+                    continue
+                if group is None:
+                    summary[name] = sum(n * status.get(name, 0.0) for n, status in passes) / total
                     continue
                 if name in summed:
                     summary[name] = summary.get(name, 0.0) + mean

@@ -22,9 +22,8 @@ def main() -> None:
     # Behind enable(): both import openrlhf, which cannot be imported without CUDA and flash-attn before it.
     from arlopti_openrlhf import evaluation, policy_actor
 
-    policy_actor.install()
     evaluation.install()
-    with _our_parser():
+    with _our_parser(lambda args: policy_actor.install(selective=not vars(args)["actor.plain_update"])):
         runpy.run_module(UPSTREAM, run_name="__main__", alter_sys=True)
 
 
@@ -124,6 +123,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         choices=["low_first", "high_first"],
         default="low_first",
         help="Which group is updated first; high_first is the ablation of Fig. 6b.",
+    )
+    group.add_argument(
+        "--actor.plain_update",
+        action="store_true",
+        help="Compute the update as OpenRLHF does: logits of every position, each prompt once per response, old "
+        "log-probs in a pass of their own. By default none of that; gradients and metrics are the same.",
     )
     group.add_argument(
         "--algo.lopti.groups",

@@ -1,0 +1,191 @@
+"""The actor that computes no more than its action mask asks for: log-probs of the selected tokens, prompts once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from openrlhf.models.actor import Actor
+from openrlhf.models.utils import compute_entropy, log_probs_from_logits
+from openrlhf.utils.logging_utils import init_logger
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from arlopti_openrlhf.lm_head import selected_log_probs
+from arlopti_openrlhf.shared_prompt import PackedBatch, pack, segment_attention
+
+logger = init_logger(__name__)
+
+# A mask that transformers takes as prepared and leaves alone, and that no attention function but ours accepts.
+_NO_MASK = torch.empty(1, 1, 0, 0)
+
+
+class SelectiveActor(Actor):
+    """`Actor` with the same log-probs, entropies and gradients, for the positions that the action mask selects.
+
+    The only changes to upstream's `forward`, where an action mask is given:
+    1. The LM head and all that follows it run on the positions that predict a selected token.
+    2. The sequences of a batch become one row of tokens without padding, each cut after its last selected token, with
+       the beginnings that they share, their prompts, computed once (`shared_prompt`). Models for which that does
+       not hold (sliding windows, a balancing loss over all tokens) get upstream's layout.
+    Ring attention and vision models are upstream's as they are.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        # DeepSpeed's engine, which takes the model's place, has a `config` of its own.
+        self.hf_config = self.model.config
+        self.reason_not_to_share = _reason_not_to_share(self.model)
+        if self.reason_not_to_share is None:
+            _wrap_attention(self.hf_config._attn_implementation)
+        else:
+            logger.info(f"prompts are not shared: {self.reason_not_to_share}")
+        # Whether the head's logits are the model's; Granite scales them, Gemma 2 caps them. Seen at the first forward.
+        self.head_is_last = True
+        # Set by a trainer that computes old log-probs when it needs them: until then there are none without gradient.
+        self.defers_log_probs = False
+
+    def forward(
+        self,
+        sequences: torch.LongTensor,
+        action_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_output: bool = False,
+        allgather_logits: bool = False,
+        return_logprobs: bool = False,
+        ring_attn_group=None,
+        packed_seq_lens: list[int] | None = None,
+        return_entropy: bool = False,
+        **mm_inputs,
+    ):
+        """Upstream's arguments and results.
+
+        Returns:
+            (B, A) log-probs of the selected tokens, 0 elsewhere; with `return_output` also the model's output, whose
+            `entropy`, if asked for, is (B, A) likewise. Its logits are of no use.
+        """
+        if action_mask is None or ring_attn_group is not None or self.is_vlm:
+            return super().forward(
+                sequences,
+                action_mask,
+                attention_mask,
+                return_output,
+                allgather_logits,
+                return_logprobs,
+                ring_attn_group,
+                packed_seq_lens,
+                return_entropy,
+                **mm_inputs,
+            )
+        if self.defers_log_probs and not torch.is_grad_enabled():
+            return torch.zeros(action_mask.shape, device=action_mask.device)
+        log_probs, entropy, output = self._forward_selected(sequences, action_mask, attention_mask, return_entropy)
+        if return_entropy:
+            output.entropy = entropy
+        return (log_probs, output) if return_output else log_probs
+
+    def _forward_selected(self, sequences, action_mask, attention_mask, return_entropy):
+        share = self.reason_not_to_share is None
+        packed = pack(sequences, attention_mask, action_mask, share=share)
+        inputs = {"attention_mask": None, "position_ids": packed.positions}
+        tokens, rows = packed.tokens, packed.rows
+        if share:
+            inputs |= {"attention_mask": _NO_MASK.to(tokens.device), "packed_batch": packed}
+        elif not self.packing_samples:
+            tokens, position_ids = sequences, attention_mask.long().cumsum(-1) - 1
+            inputs = {
+                "attention_mask": attention_mask,
+                "position_ids": position_ids.masked_fill(attention_mask == 0, 1),
+            }
+            rows = packed.places + packed.places // action_mask.shape[1] * (sequences.shape[1] - action_mask.shape[1])
+            rows += sequences.shape[1] - action_mask.shape[1] - 1
+
+        causal_lm = getattr(self.model, "module", self.model)
+        head = causal_lm.get_output_embeddings()
+        fused = self.head_is_last and type(head) is nn.Linear
+        handed: list[Tensor] = []
+
+        def forward_head(hidden: Tensor) -> Tensor:
+            hidden = hidden.flatten(0, 1).index_select(0, rows)
+            if not fused:
+                return type(head).forward(head, hidden[None])
+            log_probs, entropy = selected_log_probs(
+                hidden, head.weight, packed.targets, head.bias, self.temperature, return_entropy
+            )
+            handed.append(torch.stack([log_probs, entropy] if return_entropy else [log_probs], dim=-1)[None])
+            return handed[0]
+
+        with _replaced_forward(head, forward_head):
+            output = self.model(tokens, **inputs)
+        if share and not packed.was_attended:
+            raise RuntimeError(f"{type(causal_lm).__name__} does not hand its attention what prompt sharing needs")
+        result = output["logits"]
+        if fused and not torch.equal(result, handed[0]):
+            logger.info(f"{type(causal_lm).__name__} changes the LM head's logits: they are computed all at once")
+            self.head_is_last = False
+            return self._forward_selected(sequences, action_mask, attention_mask, return_entropy)
+        if not fused:
+            logits = result.float() / self.temperature
+            results = [log_probs_from_logits(logits, packed.targets[None])]
+            result = torch.stack(results + ([compute_entropy(logits)] if return_entropy else []), dim=-1)
+
+        padded = torch.zeros(action_mask.numel(), result.shape[-1], device=result.device)
+        padded = padded.index_copy(0, packed.places, result[0]).view(*action_mask.shape, -1)
+        return padded[..., 0], padded[..., 1] if return_entropy else None, output
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """`forward` in place of the module's own; its hooks, by which ZeRO-3 gathers its weights, stay."""
+    replaced = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del module.forward
+        else:
+            module.forward = replaced
+
+
+def _reason_not_to_share(model: nn.Module) -> str | None:
+    """Why `model` cannot compute a packed row with shared prefixes exactly; None where it can."""
+    config = model.config
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(base, "_supports_attention_backend", False):
+        return "the model has an attention of its own"
+    if config._attn_implementation not in ("sdpa", "flash_attention_2"):
+        return f"attention is {config._attn_implementation}"
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layers != {"full_attention"} or (
+        getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
+    ):
+        return "not every layer attends to the whole sequence"
+    if getattr(config, "output_router_logits", False):
+        return "the experts' balancing loss counts every token"
+    return None
+
+
+def _wrap_attention(implementation: str) -> None:
+    """Has transformers' attention function of that name leave packed rows to `segment_attention`."""
+    upstream = ALL_ATTENTION_FUNCTIONS[implementation]
+    if getattr(upstream, "takes_packed_batches", False):
+        return
+
+    def attention(
+        module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_batch: PackedBatch | None = None,
+        **kwargs,
+    ):
+        if packed_batch is None:
+            return upstream(module, query, key, value, attention_mask, **kwargs)
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return segment_attention(query, key, value, packed_batch, scale, kwargs.get("dropout", 0.0)), None
+
+    attention.takes_packed_batches = True
+    ALL_ATTENTION_FUNCTIONS.register(implementation, attention)
