@@ -53,7 +53,7 @@ SIGNATURES = [
         "data_iter strategy accumulated_gradient mask_fn",
         f"{TRAINER}: the stages' denominators",
     ),
-    (BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy", f"{TRAINER}._train_in_stages"),
+    (BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy", f"{TRAINER}._train_in_passes"),
     (BUFFER, "NaiveReplayBuffer.append", "self experience", "token_update: AR needs no other seam"),
     (STRATEGY, "DeepspeedStrategy.moving_average", "self model model_ema beta device", "cpu._patch_strategy"),
     (STRATEGY, "DeepspeedStrategy.all_reduce", "self data op", f"{TRAINER}._mini_batches"),
@@ -83,7 +83,7 @@ SIGNATURES = [
         "Actor.forward",
         "self sequences action_mask attention_mask return_output allgather_logits return_logprobs ring_attn_group "
         "packed_seq_lens return_entropy **mm_inputs",
-        f"{TRAINER}._forward_whole_response",
+        f"actor.SelectiveActor.forward, {TRAINER}._forward_whole_response",
     ),
     (
         "openrlhf.models.model",
@@ -164,7 +164,7 @@ SOURCES = [
         f"{TRAINER}._mini_batches",
     ),
     (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "shuffle=should_shuffle, drop_last=True,", f"{TRAINER}._mini_batches"),
-    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "for epoch in range(self.max_epochs):", f"{TRAINER}._train_in_stages"),
+    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "for epoch in range(self.max_epochs):", f"{TRAINER}._train_in_passes"),
     (
         PPO_ACTOR,
         "ActorPPOTrainer.ppo_train",
@@ -176,7 +176,7 @@ SOURCES = [
         PPO_ACTOR,
         "ActorPPOTrainer.ppo_train",
         'if k in ("actor_grad_norm", "actor_lr"):',
-        "policy_actor._StageMetrics",
+        "policy_actor._PassMetrics",
     ),
     # One micro-batch: the mask that it uses, what it calls, what it returns.
     (
@@ -271,7 +271,7 @@ SOURCES = [
         'self.target_device = torch.device(f"cuda:{torch.cuda.current_device()}")',
         "cpu._patch_replay_buffer",
     ),
-    (BUFFER, "NaiveReplayBuffer.__init__", "self.items: List[Experience] = []", f"{TRAINER}._train_in_stages"),
+    (BUFFER, "NaiveReplayBuffer.__init__", "self.items: List[Experience] = []", f"{TRAINER}._train_in_passes"),
     (
         STRATEGY,
         "",
@@ -299,6 +299,64 @@ SOURCES = [
         "from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input "
         "from flash_attn.utils.distributed import all_gather",
         "cpu._flash_attn_stand_in",
+    ),
+    # The selective actor takes the place of `Actor` where policy and reference are built; the tensors of a micro-batch
+    # are taken before its forward, the mask after it; old log-probs are made without gradient, and not read at once.
+    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "actor = Actor(", "policy_actor.install"),
+    (
+        "openrlhf.trainer.ray.launcher",
+        "ReferenceModelActor.init_model_from_pretrained",
+        "Actor(",
+        "policy_actor.install",
+    ),
+    (
+        PPO_ACTOR,
+        "PolicyModelActor.forward",
+        "with torch.no_grad(): action_log_probs = self.actor(",
+        "actor.SelectiveActor.defers_log_probs",
+    ),
+    (
+        "openrlhf.trainer.ppo_utils.experience_maker",
+        "RemoteExperienceMaker.make_experience",
+        "if (self.initial_model_group is not None) and (not args.algo.kl.use_loss): kl = compute_approx_kl(",
+        f"{TRAINER}._can_defer_log_probs",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.training_step",
+        "old_action_log_probs = experience.action_log_probs advantages = experience.advantages",
+        f"{TRAINER}._take_old_log_probs: filled in place by the forward that follows",
+    ),
+    (PPO_ACTOR, "ActorPPOTrainer.training_step", "old_action_log_probs,", f"{TRAINER}._take_old_log_probs"),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.ppo_train",
+        "batch_size=self.replay_buffer.sample_batch_size,",
+        "policy_actor._MicroBatches",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.ppo_train",
+        "collate_fn=self.replay_buffer.collate_fn,",
+        "policy_actor._MicroBatches",
+    ),
+    (
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._take_model_step",
+        "self.optimizer.step()",
+        f"{TRAINER}._train_pass",
+    ),
+    (
+        "transformers.masking_utils",
+        "_preprocess_mask_arguments",
+        "if isinstance(attention_mask, (torch.Tensor, BlockMask)) and len(attention_mask.shape) == 4: return True,",
+        "actor._NO_MASK",
+    ),
+    (
+        "transformers.models.qwen2.modeling_qwen2",
+        "Qwen2Attention.forward",
+        "ALL_ATTENTION_FUNCTIONS.get_interface( self.config._attn_implementation, eager_attention_forward )",
+        "actor._wrap_attention",
     ),
     # Evaluation, in the synchronous and the asynchronous trainer.
     ("openrlhf.trainer.ppo_trainer", "", "logs = compute_eval_metrics(", "evaluation.install"),

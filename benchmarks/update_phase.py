@@ -1,0 +1,400 @@
+"""Old log-probs and update of one rollout batch: stock OpenRLHF 0.11.2 beside ours, in turn, on the same engine.
+
+python benchmarks/update_phase.py [--shape 0.5b] [--scale 0.125] [--json results.json] [--chart chart.png]
+
+What is timed is what an RL step does between the rollout and the weight sync, through OpenRLHF's own trainer class and
+a DeepSpeed engine of one rank: the forward passes for the old log-probs, then `ppo_train`. Random weights in a
+published model's shape, learning rate 0, so that every run computes the same. Each variant's peak memory is measured
+in a process of its own.
+"""
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from arlopti_openrlhf import cpu
+
+cpu.enable()
+
+import torch  # noqa: E402
+
+SHAPES = {  # published configurations of Qwen2.5, with tied embeddings
+    "0.5b": dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
+    ),
+    "3b": dict(
+        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2
+    ),
+}
+VOCABULARY, SAMPLES_PER_PROMPT, LOW_SHARE = 151_936, 8, 0.15
+VARIANTS = ("stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    on_cpu = cpu.uses_cpu()
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--scale", type=float, default=1 / 12 if on_cpu else 1.0, help="factor on K&K's lengths")
+    parser.add_argument("--prompts", type=int, default=1 if on_cpu else 8, help="per mini-batch, 8 responses each")
+    parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps per rollout batch")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="responses")
+    parser.add_argument("--packing", action="store_true", help="--ds.packing_samples")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sizes", type=float, nargs="*", default=[0.5, 1, 1.5, 2], help="growth: factors on --scale")
+    parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--chart", metavar="PATH")
+    parser.add_argument("--memory-of", choices=VARIANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory_of:
+        print(json.dumps(peak_memory(args)))
+        return
+
+    memory = {variant: memory_in_own_process(variant) for variant in VARIANTS}
+    bench = Bench(args)
+    print(bench.describe(), flush=True)
+    seconds = bench.time_in_turn(args.repeats)
+    growth = bench.growth(args.sizes)
+    rate = matrix_product_rate()
+    results = {
+        variant: dict(
+            seconds=statistics.median(seconds[variant]),
+            spread=[min(seconds[variant]), max(seconds[variant])],
+            time_ratio=statistics.median(
+                ours / stock for ours, stock in zip(seconds[variant], seconds["stock GRPO"], strict=True)
+            ),
+            tokens_per_s=bench.tokens / statistics.median(seconds[variant]),
+            mfu=bench.operations("Lopti" in variant) / statistics.median(seconds[variant]) / rate,
+            memory_gib=memory[variant],
+            memory_ratio=memory[variant] / memory["stock GRPO"],
+        )
+        for variant in VARIANTS
+    }
+    print(table(results))
+    print(f"matrix products: {rate / 1e9:,.0f} GFLOP/s; tokens of the AR + Lopti update and its seconds: ", end="")
+    print(", ".join(f"{point['tokens']} {point['seconds']:.2f}" for point in growth))
+    if args.json:
+        record = dict(
+            machine=machine(), settings=vars(args), tokens=bench.tokens, matrix_flops_per_s=rate, growth=growth
+        )
+        Path(args.json).write_text(json.dumps(record | {"variants": results}, indent=1) + "\n", encoding="utf-8")
+    if args.chart:
+        draw(results, args.chart, bench.describe())
+
+
+class Bench:
+    """One DeepSpeed engine, and per variant OpenRLHF's trainer on it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from openrlhf.models import Actor
+        from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+        from openrlhf.utils import get_strategy
+
+        from arlopti_openrlhf.actor import SelectiveActor
+        from arlopti_openrlhf.policy_actor import TokenUpdateTrainer
+
+        self.args, self.folder = args, tempfile.TemporaryDirectory()
+        os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ["MASTER_PORT"] = str(free_port())
+        make_model(args.shape, self.folder.name)
+        self.flags = training_flags(args, self.folder.name)
+        strategy = get_strategy(self.flags)
+        strategy.setup_distributed()
+        selective = SelectiveActor(
+            self.folder.name,
+            attn_implementation=self.flags.ds.attn_implementation,
+            ds_config=strategy.get_ds_train_config(),
+            packing_samples=args.packing,
+        )
+        configuration = dict(
+            optim="adam",
+            muon=vars(self.flags.actor.muon),
+            adam=vars(self.flags.actor.adam),
+            lr_scheduler="constant",
+            lr_warmup_ratio=0,
+            min_lr_ratio=0.1,
+            max_norm=1.0,
+            scheduler_steps=10_000,
+        )
+        selective, optimizer, scheduler = strategy.prepare((selective, configuration))
+        stock = Actor(selective.model)
+        stock.packing_samples, stock.is_vlm = args.packing, False
+        self.actors = {"stock GRPO": stock}
+        self.rollout = rollout(args, args.scale)
+        self.tokens = sum(len(s.sequences[0]) for s in self.rollout)
+        eta = self.prepare_log_probs(stock)
+        self.trainers = {}
+        for variant in VARIANTS:
+            own = copy.copy(strategy)
+            own.args = copy.deepcopy(self.flags)
+            own.args.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
+            own.args.algo.lopti.eta = eta if "Lopti" in variant else None
+            actor = self.actors.setdefault(variant, selective)
+            trainer = ActorPPOTrainer if variant == "stock GRPO" else TokenUpdateTrainer
+            self.trainers[variant] = trainer(
+                own,
+                actor,
+                ema_model=None,
+                actor_optim=optimizer,
+                actor_scheduler=scheduler,
+                micro_train_batch_size=args.micro_batch_size,
+            )
+
+    def prepare_log_probs(self, actor) -> float:
+        """Gives the samples reference log-probs near the policy's; the η below which LOW_SHARE of the tokens lies."""
+        from arlopti_openrlhf.token_update import probability_quantile
+
+        generator, log_probs = torch.Generator().manual_seed(1), []
+        for sample, values in zip(self.rollout, self.old_log_probs(actor, self.rollout), strict=True):
+            sample.base_action_log_probs = values + 0.1 * torch.randn(values.shape, generator=generator)
+            log_probs.append(values[sample.action_mask.bool()])
+        log_probs = torch.cat(log_probs)[None]
+        return probability_quantile(log_probs, torch.ones_like(log_probs), LOW_SHARE)
+
+    def old_log_probs(self, actor, samples) -> list[torch.Tensor]:
+        """As `PolicyModelActor.forward`, by micro rollout batches; (1, A) per sample."""
+        from openrlhf.trainer.ppo_utils.experience import Experience
+
+        size, result, device = self.flags.rollout.micro_batch_size, [], torch.cuda.current_device()
+        actor.eval()
+        for i in range(0, len(samples), size):
+            batch = Experience.concat_experiences(copy.deepcopy(samples[i : i + size]), 0)
+            with torch.no_grad():
+                log_probs = actor(
+                    batch.sequences.to(device), batch.action_mask.to(device), batch.attention_mask.to(device)
+                )
+            lengths = [s.action_mask.shape[1] for s in samples[i : i + size]]
+            result += [row[None, :length] for row, length in zip(log_probs.cpu(), lengths, strict=True)]
+        actor.train()
+        return result
+
+    def step(self, variant: str, samples=None) -> float:
+        """Seconds for old log-probs and update of one rollout batch."""
+        trainer, actor = self.trainers[variant], self.actors[variant]
+        samples = copy.deepcopy(samples or self.rollout)
+        actor.defers_log_probs = getattr(trainer, "defers_log_probs", False)
+        synchronize()
+        start = time.perf_counter()
+        for sample, log_probs in zip(samples, self.old_log_probs(actor, samples), strict=True):
+            sample.action_log_probs = log_probs
+            trainer.replay_buffer.append(sample)
+        trainer.ppo_train(self.flags.algo.kl.init_coef)
+        synchronize()
+        seconds = time.perf_counter() - start
+        trainer.replay_buffer.clear()
+        return seconds
+
+    def time_in_turn(self, repeats: int) -> dict[str, list[float]]:
+        for variant in ("stock GRPO", "AR + Lopti"):
+            self.step(variant)  # the first allocates
+        seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        for i in range(repeats):
+            for variant in VARIANTS:
+                seconds[variant].append(self.step(variant))
+            print(f"  {i + 1}: " + ", ".join(f"{v} {s[-1]:.2f} s" for v, s in seconds.items()), flush=True)
+        return seconds
+
+    def growth(self, sizes: list[float]) -> list[dict]:
+        points = []
+        for size in sizes:
+            samples = rollout(self.args, self.args.scale * size)
+            for sample, template in zip(samples, self.old_log_probs(self.actors["AR + Lopti"], samples), strict=True):
+                sample.base_action_log_probs = template
+            seconds = statistics.median(self.step("AR + Lopti", samples) for _ in range(3))
+            points.append(dict(tokens=sum(s.sequences.shape[1] for s in samples), seconds=seconds))
+        return points
+
+    def operations(self, lopti: bool) -> float:
+        """FLOPs of the published method on real tokens: forward 2, forward and backward 6 per weight and token."""
+        shape = SHAPES[self.args.shape]
+        width, layers = shape["hidden_size"], shape["num_hidden_layers"]
+        kv = width * shape["num_key_value_heads"] // shape["num_attention_heads"]
+        weights = layers * (2 * width * (width + kv) + 3 * width * shape["intermediate_size"]) + width * VOCABULARY
+        # Attention: two products of width x (half the length, on average) per token and layer.
+        attention = sum(layers * 2 * width * len(s.sequences[0]) ** 2 / 2 for s in self.rollout)
+        return (2 + 6 * (2 if lopti else 1)) * (weights * self.tokens + attention)
+
+    def describe(self) -> str:
+        prompt = sum(s.sequences.shape[1] - s.action_mask.sum().item() for s in self.rollout)
+        return (
+            f"Qwen2.5-{self.args.shape.upper()} shape, {len(self.rollout)} responses to {len(self.rollout) // 8} "
+            f"prompts, {self.tokens} tokens ({prompt} of prompts), {self.args.mini_batches} optimizer steps, "
+            f"lengths of K&K x {self.args.scale:.4g}{', packed' if self.args.packing else ''}"
+        )
+
+
+def training_flags(args: argparse.Namespace, model: str) -> SimpleNamespace:
+    """OpenRLHF's nested arguments, from the real parser: GRPO as in the paper."""
+    from openrlhf.utils.config import hierarchize
+
+    from arlopti_openrlhf.cli.train_ppo_ray import parse
+
+    size = args.prompts * SAMPLES_PER_PROMPT
+    flags = hierarchize(
+        parse(
+            f"--actor.model_name_or_path {model} --actor.num_gpus_per_node 1 --actor.adam.lr 0 "
+            f"--rollout.batch_size {args.prompts * args.mini_batches} "
+            f"--rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT} --rollout.micro_batch_size {args.micro_batch_size} --train.batch_size {size} "
+            f"--train.micro_batch_size {args.micro_batch_size} --ds.zero_stage 2 "
+            f"--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 "
+            f"--algo.kl.init_coef 0.001 --actor.eps_clip_low_high 0.2 0.24 --actor.dual_clip 10".split()
+            + (["--ds.packing_samples"] if args.packing else [])
+            + (["--ds.attn_implementation", "sdpa"] if cpu.uses_cpu() and not args.packing else [])
+        )
+    )
+    flags.actor.eps_clip_low_high = tuple(flags.actor.eps_clip_low_high)
+    flags.local_rank = 0
+    return flags
+
+
+def make_model(shape: str, folder: str) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embeddings=8192, **SHAPES[shape]
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+
+
+def rollout(args: argparse.Namespace, scale: float) -> list:
+    """Single samples in rollout order, in K&K's lengths: prompts of 250-400, responses log-normal around 600."""
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(args.prompts * args.mini_batches):
+        length = int(scale * torch.randint(250, 401, (1,), generator=generator))
+        prompt = torch.randint(0, VOCABULARY, (1, length), generator=generator)
+        for _ in range(SAMPLES_PER_PROMPT):
+            tokens = 600 * (0.5 * torch.randn(1, generator=generator)).exp().item()
+            tokens = max(2, int(scale * min(1500, max(100, tokens))))
+            sequence = torch.cat([prompt, torch.randint(0, VOCABULARY, (1, tokens), generator=generator)], dim=1)
+            mask = torch.zeros(1, sequence.shape[1] - 1, dtype=torch.long)
+            mask[:, length - 1 :] = 1
+            samples.append(
+                Experience(
+                    sequences=sequence,
+                    attention_mask=torch.ones_like(sequence),
+                    action_mask=mask,
+                    rollout_log_probs=torch.zeros(mask.shape),
+                    advantages=torch.randn(1, 1, generator=generator).expand(mask.shape).clone(),
+                    returns=torch.zeros(mask.shape),
+                    total_length=torch.tensor([float(sequence.shape[1])]),
+                    response_length=torch.tensor([float(tokens)]),
+                    info={"reward": torch.zeros(1)},
+                )
+            )
+    return samples
+
+
+def peak_memory(args: argparse.Namespace) -> float:
+    """GiB that one variant's step reaches in this process: resident on the CPU, allocated on the GPU."""
+    bench = Bench(args)
+    bench.step(args.memory_of)
+    if not cpu.uses_cpu():
+        torch.cuda.reset_peak_memory_stats()
+        bench.step(args.memory_of)
+        return torch.cuda.max_memory_allocated() / 2**30
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak: loading a model is not the step
+    bench.step(args.memory_of)
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
+
+
+def memory_in_own_process(variant: str) -> float:
+    command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", variant]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return float(result.stdout.splitlines()[-1])
+
+
+def matrix_product_rate() -> float:
+    """FLOP/s of this machine's matrix products, in the type that the update computes in: median of several."""
+    device, dtype = torch.cuda.current_device(), torch.bfloat16
+    if cpu.uses_cpu() and not cpu.multiplies_bf16():
+        dtype = torch.float32
+    size = 2048 if cpu.uses_cpu() else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(12):
+        synchronize()
+        start = time.perf_counter()
+        a @ b
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(times[2:])
+
+
+def synchronize() -> None:
+    if not cpu.uses_cpu():
+        torch.cuda.synchronize()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def machine() -> dict:
+    import importlib.metadata
+    import platform
+
+    packages = ("torch", "transformers", "deepspeed", "openrlhf")
+    processor = platform.processor() or platform.machine()
+    if cpu.uses_cpu():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
+        processor += f", {os.cpu_count()} cores"
+    else:
+        processor = torch.cuda.get_device_name()
+    return dict(processor=processor, python=platform.python_version()) | {
+        name: importlib.metadata.version(name) for name in packages
+    }
+
+
+def table(results: dict[str, dict]) -> str:
+    lines = ["| | time | seconds (min - max) | tokens/s | MFU | peak memory | GiB |", "|---|---|---|---|---|---|---|"]
+    for variant, r in results.items():
+        lines.append(
+            f"| {variant} | {r['time_ratio']:.2f} | {r['seconds']:.2f} ({r['spread'][0]:.2f} - {r['spread'][1]:.2f}) "
+            f"| {r['tokens_per_s']:,.0f} | {r['mfu']:.2f} | {r['memory_ratio']:.2f} | {r['memory_gib']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, dict], path: str, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 3.5))
+    for offset, name, label in ((-0.2, "time_ratio", "time"), (0.2, "memory_ratio", "peak memory")):
+        bars = axes.bar(
+            [i + offset for i in range(len(results))], [r[name] for r in results.values()], 0.38, label=label
+        )
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(results)), results.keys())
+    axes.set_ylabel("stock GRPO = 1")
+    axes.set_title(title, fontsize=8)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
