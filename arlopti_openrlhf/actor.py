@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arlopti_openrlhf.lm_head import selected_log_probs
-from arlopti_openrlhf.shared_prompt import PackedBatch, pack, segment_attention
+from arlopti_openrlhf.shared_prompt import PackedBatch, flash_segment_attention, pack, segment_attention
 
 logger = init_logger(__name__)
 
@@ -166,10 +166,12 @@ def _reason_not_to_share(model: nn.Module) -> str | None:
 
 
 def _wrap_attention(implementation: str) -> None:
-    """Has transformers' attention function of that name leave packed rows to `segment_attention`."""
+    """Has transformers' attention function of that name leave packed rows to `shared_prompt`."""
     upstream = ALL_ATTENTION_FUNCTIONS[implementation]
     if getattr(upstream, "takes_packed_batches", False):
         return
+
+    attend = flash_segment_attention if implementation == "flash_attention_2" else segment_attention
 
     def attention(
         module,
@@ -185,7 +187,7 @@ def _wrap_attention(implementation: str) -> None:
             return upstream(module, query, key, value, attention_mask, **kwargs)
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return segment_attention(query, key, value, packed_batch, scale, kwargs.get("dropout", 0.0)), None
+        return attend(query, key, value, packed_batch, scale, kwargs.get("dropout", 0.0)), None
 
     attention.takes_packed_batches = True
     ALL_ATTENTION_FUNCTIONS.register(implementation, attention)

@@ -5,6 +5,8 @@ n responses to one prompt become [prompt, r1, ..., rn], the r's with the prompt 
 on from its end. Everything but attention works token by token, and needs to know nothing of it.
 """
 
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -42,6 +44,24 @@ class PackedBatch:
             mask = torch.ones(length, prefix + length, dtype=torch.bool, device=self.tokens.device)
             self._masks[length, prefix] = mask.tril_(diagonal=prefix)
         return self._masks[length, prefix]
+
+    @cached_property
+    def varlen(self) -> dict:
+        """The layout as flash-attn's variable-length kernel takes it: a sequence per segment, its keys the prefix's
+        and its own. `keys`: (K,) index in the row of each key; the rest are the kernel's arguments."""
+        stops = list(accumulate(s.length for s in self.segments))
+        spans = [range(stop - s.length, stop) for s, stop in zip(self.segments, stops, strict=True)]
+        prefixes = [range(0) if s.prefix is None else spans[s.prefix] for s in self.segments]
+        keys = [[*prefix, *own] for prefix, own in zip(prefixes, spans, strict=True)]
+        key_lengths = [len(k) for k in keys]
+        device = self.tokens.device
+        return dict(
+            keys=torch.tensor([i for k in keys for i in k], device=device),
+            cu_seqlens_q=torch.tensor([0, *stops], device=device, dtype=torch.int32),
+            cu_seqlens_k=torch.tensor([0, *accumulate(key_lengths)], device=device, dtype=torch.int32),
+            max_seqlen_q=max(s.length for s in self.segments),
+            max_seqlen_k=max(key_lengths),
+        )
 
 
 def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: bool = True) -> PackedBatch:
@@ -184,3 +204,18 @@ def segment_attention(
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def flash_segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """`segment_attention` by flash-attn: one kernel for all segments, whose causal mask is aligned to the last key."""
+    from flash_attn import flash_attn_varlen_func
+
+    packed.was_attended = True
+    layout = dict(packed.varlen)
+    keys = layout.pop("keys")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
+    return flash_attn_varlen_func(q, k[keys], v[keys], **layout, dropout_p=dropout, softmax_scale=scale, causal=True)[
+        None
+    ]

@@ -241,8 +241,8 @@ def training_flags(args: argparse.Namespace, model: str) -> SimpleNamespace:
         parse(
             f"--actor.model_name_or_path {model} --actor.num_gpus_per_node 1 --actor.adam.lr 0 "
             f"--rollout.batch_size {args.prompts * args.mini_batches} "
-            f"--rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT} --rollout.micro_batch_size {args.micro_batch_size} --train.batch_size {size} "
-            f"--train.micro_batch_size {args.micro_batch_size} --ds.zero_stage 2 "
+            f"--rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT} --train.batch_size {size} --ds.zero_stage 2 "
+            f"--rollout.micro_batch_size {args.micro_batch_size} --train.micro_batch_size {args.micro_batch_size} "
             f"--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 "
             f"--algo.kl.init_coef 0.001 --actor.eps_clip_low_high 0.2 0.24 --actor.dual_clip 10".split()
             + (["--ds.packing_samples"] if args.packing else [])
