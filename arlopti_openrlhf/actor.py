@@ -43,6 +43,7 @@ class SelectiveActor(Actor):
         self.head_is_last = True
         # Set by a trainer that computes old log-probs when it needs them: until then there are none without gradient.
         self.defers_log_probs = False
+        self.falls_back = False
 
     def forward(
         self,
@@ -64,6 +65,9 @@ class SelectiveActor(Actor):
             `entropy`, if asked for, is (B, A) likewise. Its logits are of no use.
         """
         if action_mask is None or ring_attn_group is not None or self.is_vlm:
+            if not self.falls_back:
+                logger.info("ring attention, a vision model, or no action mask: OpenRLHF's own forward pass")
+                self.falls_back = True
             return super().forward(
                 sequences,
                 action_mask,

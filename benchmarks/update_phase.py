@@ -11,6 +11,7 @@ in a process of its own.
 import argparse
 import copy
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -22,11 +23,16 @@ from types import SimpleNamespace
 
 from arlopti_openrlhf import cpu
 
+os.environ["TQDM_DISABLE"] = "1"
+logging.disable(logging.WARNING)
 cpu.enable()
 
 import torch  # noqa: E402
 
-SHAPES = {  # published configurations of Qwen2.5, with tied embeddings
+SHAPES = {  # published configurations of Qwen2.5, with tied embeddings; and one to try the benchmark itself
+    "tiny": dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    ),
     "0.5b": dict(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
     ),
@@ -48,17 +54,21 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=8, help="responses")
     parser.add_argument("--packing", action="store_true", help="--ds.packing_samples")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--sizes", type=float, nargs="*", default=[0.5, 1, 1.5, 2], help="growth: factors on --scale")
+    parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 0.5, 0.75, 1], help="growth: of --scale")
+    parser.add_argument("--no-memory", action="store_true", help="skip the peak memory: a process for each variant")
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--chart", metavar="PATH")
     parser.add_argument("--memory-of", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
         print(json.dumps(peak_memory(args)))
         return
 
-    memory = {variant: memory_in_own_process(variant) for variant in VARIANTS}
-    bench = Bench(args)
+    with tempfile.TemporaryDirectory() as args.model:
+        make_model(args.shape, args.model)
+        memory = {} if args.no_memory else {v: memory_in_own_process(v, args.model) for v in VARIANTS}
+        bench = Bench(args)
     print(bench.describe(), flush=True)
     seconds = bench.time_in_turn(args.repeats)
     growth = bench.growth(args.sizes)
@@ -72,17 +82,20 @@ def main() -> None:
             ),
             tokens_per_s=bench.tokens / statistics.median(seconds[variant]),
             mfu=bench.operations("Lopti" in variant) / statistics.median(seconds[variant]) / rate,
-            memory_gib=memory[variant],
-            memory_ratio=memory[variant] / memory["stock GRPO"],
+            **(
+                dict(memory_gib=memory[variant], memory_ratio=memory[variant] / memory["stock GRPO"]) if memory else {}
+            ),
         )
         for variant in VARIANTS
     }
     print(table(results))
-    print(f"matrix products: {rate / 1e9:,.0f} GFLOP/s; tokens of the AR + Lopti update and its seconds: ", end="")
-    print(", ".join(f"{point['tokens']} {point['seconds']:.2f}" for point in growth))
+    print(f"matrix products: {rate / 1e9:,.0f} GFLOP/s")
+    print(f"AR itself takes {bench.seconds_of_reweighting() * 1e3:.2f} ms of its update")
+    print("AR + Lopti by tokens: " + ", ".join(f"{p['tokens']} in {p['seconds']:.2f} s" for p in growth))
     if args.json:
+        settings = {name: value for name, value in vars(args).items() if name not in ("model", "memory_of")}
         record = dict(
-            machine=machine(), settings=vars(args), tokens=bench.tokens, matrix_flops_per_s=rate, growth=growth
+            machine=machine(), settings=settings, tokens=bench.tokens, matrix_flops_per_s=rate, growth=growth
         )
         Path(args.json).write_text(json.dumps(record | {"variants": results}, indent=1) + "\n", encoding="utf-8")
     if args.chart:
@@ -100,15 +113,14 @@ class Bench:
         from arlopti_openrlhf.actor import SelectiveActor
         from arlopti_openrlhf.policy_actor import TokenUpdateTrainer
 
-        self.args, self.folder = args, tempfile.TemporaryDirectory()
+        self.args = args
         os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         os.environ["MASTER_PORT"] = str(free_port())
-        make_model(args.shape, self.folder.name)
-        self.flags = training_flags(args, self.folder.name)
+        self.flags = training_flags(args)
         strategy = get_strategy(self.flags)
         strategy.setup_distributed()
         selective = SelectiveActor(
-            self.folder.name,
+            args.model,
             attn_implementation=self.flags.ds.attn_implementation,
             ds_config=strategy.get_ds_train_config(),
             packing_samples=args.packing,
@@ -207,9 +219,19 @@ class Bench:
             samples = rollout(self.args, self.args.scale * size)
             for sample, template in zip(samples, self.old_log_probs(self.actors["AR + Lopti"], samples), strict=True):
                 sample.base_action_log_probs = template
-            seconds = statistics.median(self.step("AR + Lopti", samples) for _ in range(3))
+            seconds = self.step("AR + Lopti", samples)
             points.append(dict(tokens=sum(s.sequences.shape[1] for s in samples), seconds=seconds))
         return points
+
+    def seconds_of_reweighting(self) -> float:
+        """Of all AR does to one rollout batch."""
+        from arlopti_openrlhf.token_update import reweight_advantages
+
+        rows = [(s.advantages, s.base_action_log_probs) for s in self.rollout]
+        start = time.perf_counter()
+        for advantages, log_probs in rows:
+            reweight_advantages(advantages, log_probs, 0.3)
+        return time.perf_counter() - start
 
     def operations(self, lopti: bool) -> float:
         """FLOPs of the published method on real tokens: forward 2, forward and backward 6 per weight and token."""
@@ -230,7 +252,7 @@ class Bench:
         )
 
 
-def training_flags(args: argparse.Namespace, model: str) -> SimpleNamespace:
+def training_flags(args: argparse.Namespace) -> SimpleNamespace:
     """OpenRLHF's nested arguments, from the real parser: GRPO as in the paper."""
     from openrlhf.utils.config import hierarchize
 
@@ -239,7 +261,7 @@ def training_flags(args: argparse.Namespace, model: str) -> SimpleNamespace:
     size = args.prompts * SAMPLES_PER_PROMPT
     flags = hierarchize(
         parse(
-            f"--actor.model_name_or_path {model} --actor.num_gpus_per_node 1 --actor.adam.lr 0 "
+            f"--actor.model_name_or_path {args.model} --actor.num_gpus_per_node 1 --actor.adam.lr 0 "
             f"--rollout.batch_size {args.prompts * args.mini_batches} "
             f"--rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT} --train.batch_size {size} --ds.zero_stage 2 "
             f"--rollout.micro_batch_size {args.micro_batch_size} --train.micro_batch_size {args.micro_batch_size} "
@@ -270,13 +292,13 @@ def rollout(args: argparse.Namespace, scale: float) -> list:
     """Single samples in rollout order, in K&K's lengths: prompts of 250-400, responses log-normal around 600."""
     from openrlhf.trainer.ppo_utils.experience import Experience
 
-    generator = torch.Generator().manual_seed(0)
+    lengths, generator = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
     samples = []
     for _ in range(args.prompts * args.mini_batches):
-        length = int(scale * torch.randint(250, 401, (1,), generator=generator))
+        length = int(scale * torch.randint(250, 401, (1,), generator=lengths))
         prompt = torch.randint(0, VOCABULARY, (1, length), generator=generator)
         for _ in range(SAMPLES_PER_PROMPT):
-            tokens = 600 * (0.5 * torch.randn(1, generator=generator)).exp().item()
+            tokens = 600 * (0.5 * torch.randn(1, generator=lengths)).exp().item()
             tokens = max(2, int(scale * min(1500, max(100, tokens))))
             sequence = torch.cat([prompt, torch.randint(0, VOCABULARY, (1, tokens), generator=generator)], dim=1)
             mask = torch.zeros(1, sequence.shape[1] - 1, dtype=torch.long)
@@ -300,7 +322,6 @@ def rollout(args: argparse.Namespace, scale: float) -> list:
 def peak_memory(args: argparse.Namespace) -> float:
     """GiB that one variant's step reaches in this process: resident on the CPU, allocated on the GPU."""
     bench = Bench(args)
-    bench.step(args.memory_of)
     if not cpu.uses_cpu():
         torch.cuda.reset_peak_memory_stats()
         bench.step(args.memory_of)
@@ -311,9 +332,11 @@ def peak_memory(args: argparse.Namespace) -> float:
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
 
 
-def memory_in_own_process(variant: str) -> float:
-    command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", variant]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+def memory_in_own_process(variant: str, model: str) -> float:
+    command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", variant, "--model", model]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(result.stderr[-3000:])
     return float(result.stdout.splitlines()[-1])
 
 
@@ -369,7 +392,8 @@ def table(results: dict[str, dict]) -> str:
     for variant, r in results.items():
         lines.append(
             f"| {variant} | {r['time_ratio']:.2f} | {r['seconds']:.2f} ({r['spread'][0]:.2f} - {r['spread'][1]:.2f}) "
-            f"| {r['tokens_per_s']:,.0f} | {r['mfu']:.2f} | {r['memory_ratio']:.2f} | {r['memory_gib']:.1f} |"
+            f"| {r['tokens_per_s']:,.0f} | {r['mfu']:.2f} "
+            + (f"| {r['memory_ratio']:.2f} | {r['memory_gib']:.1f} |" if "memory_gib" in r else "| | |")
         )
     return "\n".join(lines)
 
@@ -382,6 +406,8 @@ def draw(results: dict[str, dict], path: str, title: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 3.5))
     for offset, name, label in ((-0.2, "time_ratio", "time"), (0.2, "memory_ratio", "peak memory")):
+        if not all(name in r for r in results.values()):
+            continue
         bars = axes.bar(
             [i + offset for i in range(len(results))], [r[name] for r in results.values()], 0.38, label=label
         )
