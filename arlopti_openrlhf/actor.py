@@ -17,6 +17,8 @@ logger = init_logger(__name__)
 
 # A mask that transformers takes as prepared and leaves alone, and that no attention function but ours accepts.
 _NO_MASK = torch.empty(1, 1, 0, 0)
+# Handed out by the head behind its results: a model that changes what its head returns changes this too.
+_WITNESS = -12.25
 
 
 class SelectiveActor(Actor):
@@ -27,7 +29,7 @@ class SelectiveActor(Actor):
     2. The sequences of a batch become one row of tokens without padding, each cut after its last selected token, with
        the beginnings that they share, their prompts, computed once (`shared_prompt`). Models for which that does
        not hold (sliding windows, a balancing loss over all tokens) get upstream's layout.
-    Ring attention and vision models are upstream's as they are.
+    Vision models are upstream's as they are. Not for ring attention and tensor parallelism.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -43,7 +45,6 @@ class SelectiveActor(Actor):
         self.head_is_last = True
         # Set by a trainer that computes old log-probs when it needs them: until then there are none without gradient.
         self.defers_log_probs = False
-        self.falls_back = False
 
     def forward(
         self,
@@ -65,9 +66,6 @@ class SelectiveActor(Actor):
             `entropy`, if asked for, is (B, A) likewise. Its logits are of no use.
         """
         if action_mask is None or ring_attn_group is not None or self.is_vlm:
-            if not self.falls_back:
-                logger.info("ring attention, a vision model, or no action mask: OpenRLHF's own forward pass")
-                self.falls_back = True
             return super().forward(
                 sequences,
                 action_mask,
@@ -100,13 +98,13 @@ class SelectiveActor(Actor):
                 "attention_mask": attention_mask,
                 "position_ids": position_ids.masked_fill(attention_mask == 0, 1),
             }
-            rows = packed.places + packed.places // action_mask.shape[1] * (sequences.shape[1] - action_mask.shape[1])
-            rows += sequences.shape[1] - action_mask.shape[1] - 1
+            row, column = action_mask.bool().nonzero(as_tuple=True)
+            length = sequences.shape[1]
+            rows = row * length + length - action_mask.shape[1] + column - 1
 
         causal_lm = getattr(self.model, "module", self.model)
         head = causal_lm.get_output_embeddings()
         fused = self.head_is_last and type(head) is nn.Linear
-        handed: list[Tensor] = []
 
         def forward_head(hidden: Tensor) -> Tensor:
             hidden = hidden.flatten(0, 1).index_select(0, rows)
@@ -115,15 +113,15 @@ class SelectiveActor(Actor):
             log_probs, entropy = selected_log_probs(
                 hidden, head.weight, packed.targets, head.bias, self.temperature, return_entropy
             )
-            handed.append(torch.stack([log_probs, entropy] if return_entropy else [log_probs], dim=-1)[None])
-            return handed[0]
+            columns = torch.stack([log_probs, entropy] if return_entropy else [log_probs], dim=-1)
+            return torch.cat([columns, columns.new_full((1, columns.shape[1]), _WITNESS)])[None]
 
         with _replaced_forward(head, forward_head):
             output = self.model(tokens, **inputs)
         if share and not packed.was_attended:
             raise RuntimeError(f"{type(causal_lm).__name__} does not hand its attention what prompt sharing needs")
         result = output["logits"]
-        if fused and not torch.equal(result, handed[0]):
+        if fused and not (result[0, -1] == _WITNESS).all():
             logger.info(f"{type(causal_lm).__name__} changes the LM head's logits: they are computed all at once")
             self.head_is_last = False
             return self._forward_selected(sequences, action_mask, attention_mask, return_entropy)
@@ -133,7 +131,7 @@ class SelectiveActor(Actor):
             result = torch.stack(results + ([compute_entropy(logits)] if return_entropy else []), dim=-1)
 
         padded = torch.zeros(action_mask.numel(), result.shape[-1], device=result.device)
-        padded = padded.index_copy(0, packed.places, result[0]).view(*action_mask.shape, -1)
+        padded = padded.index_copy(0, packed.places, result[0, : len(packed.places)]).view(*action_mask.shape, -1)
         return padded[..., 0], padded[..., 1] if return_entropy else None, output
 
 
@@ -166,6 +164,8 @@ def _reason_not_to_share(model: nn.Module) -> str | None:
         return "not every layer attends to the whole sequence"
     if getattr(config, "output_router_logits", False):
         return "the experts' balancing loss counts every token"
+    if hasattr(config, "kv_lora_rank") or hasattr(config, "quantization_config"):
+        return "multi-head latent attention, or quantized weights"
     return None
 
 

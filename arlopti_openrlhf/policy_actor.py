@@ -68,8 +68,8 @@ class GroupPolicyLoss(nn.Module):
         response_mask: (B, A) of the current micro-batch.
         response_log_probs: (B, A) current log π of the whole response, with graph; filled where a sequence-level ratio
             needs it (GSPO in a stage), else None.
-        of_group: whether the clip ratio and ppo_kl are means over the selected tokens, as in a stage, or over the
-            response, where tokens that are not selected count as unmoved.
+        num_tokens: over how many tokens the clip ratio and ppo_kl are means: those of the stage's group, or all.
+            What is not selected counts as unmoved.
     """
 
     def __init__(self, policy_loss: nn.Module) -> None:
@@ -77,7 +77,7 @@ class GroupPolicyLoss(nn.Module):
         self.policy_loss = policy_loss
         self.response_mask: torch.Tensor | None = None
         self.response_log_probs: torch.Tensor | None = None
-        self.of_group = True
+        self.num_tokens: torch.Tensor | None = None
 
     def forward(self, log_probs, old_log_probs, advantages, action_mask, **kwargs):
         """Upstream's arguments, all (B, A), with the selected tokens' mask as `action_mask`; upstream's five results.
@@ -96,7 +96,7 @@ class GroupPolicyLoss(nn.Module):
             action_mask=self.response_mask,
             **kwargs,
         )
-        scale = self.response_mask.sum() / selected.sum().clamp(min=1) if self.of_group else 1.0
+        scale = self.response_mask.sum() / self.num_tokens.clamp(min=1)
         return loss, clip_ratio * scale, ppo_kl * scale, *rollout_gap
 
 
@@ -117,7 +117,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
        share its computation.
     6. The first pass over a rollout batch is on-policy: its own forward gives the old log-probs, where nothing needs
        them earlier. Those of the other mini-batches are computed just before it.
-    7. Responses without advantage are not computed, where there is no KL or entropy term.
+    7. Responses without advantage are not computed, where there is no KL or entropy term. In the metrics they count as
+       unmoved by the update.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -127,8 +128,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.stage: Stage | None = None
         selective = isinstance(self.actor, SelectiveActor)
         self.in_passes = selective or self._uses_lopti()
-        has_kl_term = self.args.algo.kl.use_loss and self.args.algo.kl.init_coef > 0
-        self.skips_idle = selective and not has_kl_term and self.args.actor.entropy_coef is None
+        self.skips_idle = selective and not self.args.algo.kl.use_loss and self.args.actor.entropy_coef is None
         self.on_policy: _OnPolicyPass | None = None
         self.defers_log_probs = selective and self._can_defer_log_probs()
         if selective:
@@ -158,13 +158,13 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
     def _can_defer_log_probs(self) -> bool:
         """Whether nothing needs old log-probs before the update, and the first pass's forward gives them exactly."""
         in_the_reward = self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss
-        dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.actor.modules()) or getattr(
-            self.actor.hf_config, "attention_dropout", 0.0
+        random = any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.actor.modules()) or any(
+            isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+            for name, value in self.actor.hf_config.to_dict().items()
         )
-        sharded = self.strategy.ring_attn_group is not None or self.args.ds.tensor_parallel_size > 1
         balancing_loss = self.aux_loss and self._uses_lopti()  # an empty group would have a gradient
-        vlm = self.actor.is_vlm
-        return not (in_the_reward or dropout or sharded or balancing_loss or vlm or self.lopti.quantile is not None)
+        in_advance = in_the_reward or self.lopti.quantile is not None
+        return not (in_advance or random or balancing_loss or self.actor.is_vlm)
 
     # --- the update ------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`.
         """
         eta = self._threshold() if self._uses_lopti() else None
-        if self.in_passes and (self._uses_lopti() or self._fills_mini_batches()):
+        if self._uses_lopti() or (self.in_passes and self._fills_mini_batches()):
             status = self._train_in_passes(kl_ctl, eta)
         else:
             if self.defers_log_probs:
@@ -230,20 +230,25 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             return super().ppo_train(kl_ctl)
         finally:
             self.replay_buffer, buffer.items = buffer, items
-            vars(self.actor.model.optimizer).pop("step", None)
+            vars(self.actor.model.optimizer).pop("step", None)  # see `_take_old_log_probs`
             if isinstance(self.actor_loss_fn, GroupPolicyLoss):
                 self.actor_loss_fn.response_mask = self.actor_loss_fn.response_log_probs = None
 
     def _collate(self, batch: list[list[Experience]] | list[Experience]) -> Experience:
         """Upstream's collation of one micro-batch; the batch remembers its samples."""
-        items = batch[0] if isinstance(batch[0], list) else batch
-        experience = make_experience_batch(items, self.args.ds.packing_samples)
-        experience.items = items
+        samples = batch[0] if isinstance(batch[0], list) else batch
+        experience = make_experience_batch(samples, self.args.ds.packing_samples)
+        experience.samples = samples
         return experience
 
     def _fills_mini_batches(self) -> bool:
-        """Whether this rollout batch is a number of whole mini-batches, on every rank."""
+        """Whether this rollout batch is a number of whole mini-batches, on every rank, and begins with a whole one.
+
+        Upstream carries the micro-batches that fill none over to the next rollout batch's first optimizer step.
+        """
+        engine = self.actor.model
         rest = len(self.replay_buffer.items) % self._mini_batch_size()
+        rest += engine.micro_steps % engine.gradient_accumulation_steps()
         return not self.strategy.all_reduce(float(rest), op="max")
 
     def _mini_batch_size(self) -> int:
@@ -262,7 +267,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         size = self._mini_batch_size()
         count = -int(self.strategy.all_reduce(-float(len(items) // size), op="max"))
         if count * size < len(items):
-            logger.info(f"Lopti: {len(items) - count * size} samples do not fill a mini-batch of {size}: left out")
+            logger.info(f"{len(items) - count * size} samples do not fill a mini-batch of {size}: left out")
         for i in range(count):
             yield items[i * size : (i + 1) * size]
 
@@ -274,34 +279,42 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         In an on-policy pass the forward has to come first: what depends on the old log-probs follows it, in
         `_take_old_log_probs`.
         """
-        response_mask = selected = experience.action_mask
-        if self.skips_idle:
-            selected = selected * ~self._is_idle(experience.advantages)[:, None]
+        response_mask = experience.action_mask
         if self.on_policy is not None:
             self.on_policy.experience, self.on_policy.is_last = experience, step + 1 == len(self.replay_buffer)
+            self.on_policy.response_mask = response_mask
+            experience.action_mask = response_mask * self._has_gradient(experience)
         else:
+            old_log_probs = experience.action_log_probs
             if self.alpha:
-                old_log_probs = experience.action_log_probs
                 experience.advantages = reweight_advantages(experience.advantages, old_log_probs, self.alpha)
-            if self.stage is not None:
-                group = group_mask(self.stage.group, experience.action_log_probs, response_mask, self.stage.eta)
-                selected = selected * group
-        experience.action_mask = selected
+            self._narrow(experience, response_mask)
         if isinstance(self.actor_loss_fn, GroupPolicyLoss):
-            self.actor_loss_fn.response_mask, self.actor_loss_fn.of_group = response_mask, self.stage is not None
+            self.actor_loss_fn.response_mask = response_mask
         status = super().training_step(experience, kl_ctl, step, loss_batch_info)
+        status["num_action_tokens"] = float(self.group.sum())
+        return self._without_empty_means(status)
+
+    def _narrow(self, experience: Experience, response_mask: torch.Tensor) -> None:
+        """Sets the action mask to the tokens that this pass updates, and `group` to those its metrics are about."""
+        self.group = response_mask
         if self.stage is not None:
-            return self._without_empty_means(status)
-        status["num_action_tokens"] = float(response_mask.sum())
-        return status
+            self.group = group_mask(self.stage.group, experience.action_log_probs, response_mask, self.stage.eta)
+        if isinstance(self.actor_loss_fn, GroupPolicyLoss):
+            self.actor_loss_fn.num_tokens = self.group.sum()
+        experience.action_mask = (self.group * self._has_gradient(experience)).to(response_mask.dtype)
+
+    def _has_gradient(self, experience: Experience) -> torch.Tensor:
+        """(B, 1) whether any token of a response has an advantage, or could have a gradient without."""
+        return ~self._is_idle(experience.advantages)[:, None]
 
     def _without_empty_means(self, status: dict) -> dict:
-        """A micro-batch without tokens of the group has means of nothing: they count as 0, with next to no weight."""
+        """A micro-batch without tokens to update has means of nothing: they count as 0, with next to no weight."""
         metrics, weights = status["metrics"], status["weights"]
         for name, value in metrics.items():
             if weights[name] == "token" and isinstance(value, torch.Tensor):
                 metrics[name] = value.nan_to_num(nan=0.0) if not status["num_action_tokens"] else value
-            if name in ADDITIVE_METRICS:
+            if self.stage is not None and name in ADDITIVE_METRICS:
                 # Already divided by the mini-batch's token count: each micro-batch counts once.
                 weights[name] = "sample"
         # Upstream divides by the ranks' total, which a micro-batch can leave at 0.
@@ -322,39 +335,50 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         if self.on_policy is None:
             return
         experience = self.on_policy.experience
-        old_log_probs, selected = experience.action_log_probs, experience.action_mask.bool()
-        old_log_probs.copy_(torch.where(selected, output[0].detach(), old_log_probs))
-        for item, row in zip(experience.items, old_log_probs.cpu(), strict=True):
-            item.action_log_probs = row[: len(item.action_mask)]
+        old_log_probs, computed = experience.action_log_probs, experience.action_mask.bool()
+        old_log_probs.copy_(torch.where(computed, output[0].detach(), old_log_probs))
+        for sample, row in zip(experience.samples, old_log_probs.cpu(), strict=True):
+            sample.action_log_probs = row[: len(sample.action_mask)]
         if self.alpha:
             experience.advantages.copy_(reweight_advantages(experience.advantages, old_log_probs, self.alpha))
-        if self.stage is None:
-            return
-        group = group_mask(self.stage.group, old_log_probs, experience.action_mask, self.stage.eta)
-        experience.action_mask = group.to(experience.action_mask.dtype)
-        self.on_policy.num_tokens += group.sum().item()
-        if self.on_policy.is_last and not self._sum_over_ranks(self.on_policy.num_tokens)[0]:
-            # No step on stale momentum: the gradient is zero everywhere.
-            self.actor.model.optimizer.step = lambda *args, **kwargs: None
+        self._narrow(experience, self.on_policy.response_mask)
+        self.on_policy.num_tokens += self.group.sum().item()
+        if self.stage is not None and self.on_policy.is_last:
+            if not self._sum_over_ranks(self.on_policy.num_tokens)[0]:
+                # No step on stale momentum: the gradient is zero everywhere. `_train_pass` undoes it.
+                self.actor.model.optimizer.step = lambda *args, **kwargs: None
 
     @torch.no_grad()
     def _compute_old_log_probs(self, items: list[Experience]) -> None:
         """Fills `action_log_probs` of the samples, as upstream's experience maker would have."""
-        size = self.args.rollout.micro_batch_size
         device = torch.cuda.current_device()
-        items = [item for prompt in _by_prompt(items) for item in prompt]
-        count = int(self.strategy.all_reduce(float(-(-len(items) // size)), op="max"))
+        batches = self._log_prob_batches([item for prompt in _by_prompt(items) for item in prompt])
+        count = int(self.strategy.all_reduce(float(len(batches)), op="max"))
+        # Under ZeRO-3 the ranks compute together: one that is done repeats a sample.
+        batches += [self.replay_buffer.items[:1]] * (count - len(batches))
         self.actor.defers_log_probs = False
         self.actor.eval()
-        for i in range(count):
-            # Under ZeRO-3 the ranks compute together: one that is done repeats a sample.
-            batch = items[i * size : (i + 1) * size] or self.replay_buffer.items[:1]
+        for batch in batches:
             experience = make_experience_batch(batch).to_device(device)
             log_probs = self.actor(experience.sequences, experience.action_mask, experience.attention_mask).cpu()
-            for item, row in zip(batch, log_probs, strict=True):
-                item.action_log_probs = row[: len(item.action_mask)]
+            for sample, row in zip(batch, log_probs, strict=True):
+                sample.action_log_probs = row[: len(sample.action_mask)]
         self.actor.train()
         self.actor.defers_log_probs = True
+
+    def _log_prob_batches(self, items: list[Experience]) -> list[list[Experience]]:
+        """As large as the user allows for the rollout's log-probs: by samples, or with dynamic batches by tokens."""
+        if not self.args.train.dynamic_batch_enable:
+            size = self.args.rollout.micro_batch_size
+            return [items[i : i + size] for i in range(0, len(items), size)]
+        batches, room = [], 0
+        for item in items:
+            if len(item.sequences) > room:
+                batches.append([])
+                room = self.args.rollout.max_tokens_per_gpu
+            batches[-1].append(item)
+            room -= len(item.sequences)
+        return batches
 
     # --- GSPO: the ratio is the sequence's, so the whole response is forwarded -------------------------------
 
@@ -434,6 +458,7 @@ class _OnPolicyPass:
     """What the first pass over a rollout batch learns on its way."""
 
     experience: Experience  # the current micro-batch
+    response_mask: torch.Tensor  # (B, A), its action mask as it came
     is_last = False  # whether the optimizer step follows
     num_tokens = 0.0  # of the stage's group, so far
 

@@ -5,6 +5,7 @@ n responses to one prompt become [prompt, r1, ..., rn], the r's with the prompt 
 on from its end. Everything but attention works token by token, and needs to know nothing of it.
 """
 
+import os
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -216,6 +217,7 @@ def flash_segment_attention(
     layout = dict(packed.varlen)
     keys = layout.pop("keys")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
-    return flash_attn_varlen_func(q, k[keys], v[keys], **layout, dropout_p=dropout, softmax_scale=scale, causal=True)[
-        None
-    ]
+    deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"  # as transformers reads it
+    return flash_attn_varlen_func(
+        q, k[keys], v[keys], **layout, dropout_p=dropout, softmax_scale=scale, causal=True, deterministic=deterministic
+    )[None]

@@ -217,7 +217,7 @@ class Bench:
         points = []
         for size in sizes:
             samples = rollout(self.args, self.args.scale * size)
-            for sample, template in zip(samples, self.old_log_probs(self.actors["AR + Lopti"], samples), strict=True):
+            for sample, template in zip(samples, self.old_log_probs(self.actors["stock GRPO"], samples), strict=True):
                 sample.base_action_log_probs = template
             seconds = self.step("AR + Lopti", samples)
             points.append(dict(tokens=sum(s.sequences.shape[1] for s in samples), seconds=seconds))

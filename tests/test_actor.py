@@ -147,7 +147,7 @@ def test_no_logits_of_the_whole_batch_exist(tiny_model, batch, monkeypatch):
     run(ours, batch)
     # Prompts of 9 and 5 once; of each response all but its last token.
     assert seen["tokens"] == 9 + 5 + (5 + 13) + (10 + 2 + 0)
-    assert seen["head"] == (1, 35, 2)
+    assert seen["head"] == (1, 35 + 1, 2)  # and a witness that nothing follows the head
 
 
 def test_models_say_whether_they_share(tmp_path):

@@ -97,7 +97,7 @@ def test_group_loss_by_hand(token_mean):
     old = torch.full((2, 3), -1.0)
     advantages = torch.tensor([[1.0, 3.0, 1.0], [1.0, -1.0, 5.0]])
     loss_fn = GroupPolicyLoss(PolicyLoss(0.2, 0.24, token_level_loss=token_mean))
-    loss_fn.response_mask = response
+    loss_fn.response_mask, loss_fn.num_tokens = response, group.sum()
     # The actor gives 0 outside the group.
     loss, clip_ratio, ppo_kl, *_ = loss_fn(
         (old + log_ratio) * group, old, advantages, action_mask=group, batch_num_tokens=5.0, global_batch_size=2.0

@@ -77,18 +77,21 @@ def test_gradients_and_metrics_are_the_plain_updates(at_one_theta, variant):
     assert_same_status(result.status, expected.status, OF_THE_SHUFFLE if several and not lopti else set())
 
 
-@pytest.mark.parametrize("scope", ["batch", "minibatch"])
-def test_two_mini_batches_and_two_epochs(tiny_model, scope):
+@pytest.mark.parametrize("scope, more", [("batch", {}), ("minibatch", {}), ("batch", WITHOUT_KL)])
+def test_two_mini_batches_and_two_epochs(tiny_model, scope, more):
     """The weights move: off-policy passes need the old log-probs of the weights that sampled."""
     batch = experiences(seed=2, samples_per_prompt=4)
+    for i in (1, 4, 5, 6, 7, 12):
+        batch[i].advantages.zero_()
     parameters, statuses = [], []
     for group in pair(tiny_model, "--actor.adam.lr", "1e-3", "--train.batch_size", str(SAMPLES // 2)):
-        overrides = LOPTI | {"algo.lopti.scope": scope, "train.max_epochs": 2}
+        overrides = LOPTI | {"algo.lopti.scope": scope, "train.max_epochs": 2} | more
         start = group.parameters()
         statuses.append(group.run(batch, overrides, on_policy=True).status)
         parameters.append(group.parameters())
     assert relative_distance(*parameters) < 1e-5 < 1e-3 < relative_distance(start, parameters[0])
-    assert_same_status(statuses[1], statuses[0])
+    # A response that is not computed counts as unmoved.
+    assert_same_status(statuses[1], statuses[0], {"lopti/low/ppo_kl", "lopti/high/ppo_kl"} if more else set())
 
 
 def test_mini_batches_keep_prompts_together(tiny_model):
@@ -108,6 +111,10 @@ def test_a_rollout_batch_that_fills_no_mini_batch(tiny_model):
     assert results[0].steps == results[1].steps == 1
     assert len(results[1].seen) == 3
     assert_no_nan(results[1].status)
+    # The next one's first optimizer step takes in what was left over: no pass of its own begins with it.
+    following = group.run(experiences(seed=7, samples_per_prompt=2), PLAIN_GRPO, on_policy=True)
+    assert following.steps == 2 and len(following.seen) == 4
+    assert_no_nan(following.status)
 
 
 def test_a_group_found_empty_in_the_first_pass_takes_no_step(tiny_model):
@@ -120,6 +127,20 @@ def test_a_group_found_empty_in_the_first_pass_takes_no_step(tiny_model):
         assert status["lopti/low_share"] == 0 and not any(name.startswith("lopti/low/") for name in status)
         parameters.append(group.parameters())
     assert relative_distance(*parameters) < 1e-5
+
+
+def test_a_group_without_advantage_steps_as_in_the_plain_update(tiny_model):
+    """It is not empty: the second update moves the weights by the first one's momentum, in both stages."""
+    first, second = experiences(seed=8, samples_per_prompt=4), experiences(seed=9, samples_per_prompt=4)
+    for sample in second:
+        sample.advantages.zero_()
+    parameters = []
+    for group in pair(tiny_model, "--actor.adam.lr", "1e-3"):
+        group.run(first, LOPTI | WITHOUT_KL, on_policy=True)
+        before = group.parameters()
+        assert_no_nan(group.run(second, LOPTI | WITHOUT_KL, on_policy=True).status)
+        parameters.append(group.parameters())
+    assert relative_distance(*parameters) < 1e-5 < 1e-4 < relative_distance(before, parameters[0])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

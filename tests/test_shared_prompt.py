@@ -62,10 +62,10 @@ def test_the_groups_are_those_that_save_most():
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, deterministic
 ):
     """What flash-attn documents: a causal mask aligned to the bottom right corner, grouped heads."""
-    assert causal and dropout_p == 0
+    assert causal and dropout_p == 0 and not deterministic
     outputs = []
     for q0, q1, k0, k1 in zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True):
         queries, (keys, values) = q[q0:q1], (x[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

@@ -92,3 +92,13 @@ def test_another_openrlhf_is_refused_in_one_line(monkeypatch, installed):
 def test_logical_gpus_are_what_the_placement_asks_for(flags, gpus):
     more = ["--algo.advantage.estimator", "gae" if "critic" in flags else "group_norm"]
     assert train_ppo_ray._gpus_placed(train_ppo_ray.parse(flags.split() + more)) == gpus
+
+
+@pytest.mark.parametrize(
+    "flags, selective",
+    [("", True), ("--actor.plain_update", False), ("--ds.tensor_parallel_size 2", False), ("--ds.deepcompile", False)],
+)
+def test_where_the_update_is_selective(flags, selective):
+    assert (
+        train_ppo_ray._is_selective(train_ppo_ray.parse(f"--actor.model_name_or_path m {flags}".split())) is selective
+    )

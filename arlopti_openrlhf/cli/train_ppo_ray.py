@@ -23,7 +23,7 @@ def main() -> None:
     from arlopti_openrlhf import evaluation, policy_actor
 
     evaluation.install()
-    with _our_parser(lambda args: policy_actor.install(selective=not vars(args)["actor.plain_update"])):
+    with _our_parser(lambda args: policy_actor.install(selective=_is_selective(args))):
         runpy.run_module(UPSTREAM, run_name="__main__", alter_sys=True)
 
 
@@ -128,7 +128,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--actor.plain_update",
         action="store_true",
         help="Compute the update as OpenRLHF does: logits of every position, each prompt once per response, old "
-        "log-probs in a pass of their own. By default none of that; gradients and metrics are the same.",
+        "log-probs in a pass of their own. By default none of that, at equal gradients.",
     )
     group.add_argument(
         "--algo.lopti.groups",
@@ -178,6 +178,16 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
             f"argument --algo.lopti.order: {value['algo.lopti.order']} needs both groups, "
             f"--algo.lopti.groups is {value['algo.lopti.groups']}"
         )
+
+
+def _is_selective(args: argparse.Namespace) -> bool:
+    """Whether the update computes only what it needs; says why not, where that is not the user's choice."""
+    value = vars(args)
+    for flag, off in (("ds.tensor_parallel_size", 1), ("ds.ring_attn_size", 1), ("ds.deepcompile", False)):
+        if value[flag] != off:
+            print(f"arlopti_openrlhf: --{flag} {value[flag]}: the update is computed as OpenRLHF does.", flush=True)
+            return False
+    return not value["actor.plain_update"]
 
 
 def _gpus_placed(args: argparse.Namespace) -> int:
