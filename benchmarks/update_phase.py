@@ -23,7 +23,6 @@ from types import SimpleNamespace
 
 from arlopti_openrlhf import cpu
 
-os.environ["TQDM_DISABLE"] = "1"
 logging.disable(logging.WARNING)
 cpu.enable()
 
@@ -107,13 +106,15 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from openrlhf.models import Actor
-        from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+        from openrlhf.trainer.ray import ppo_actor
         from openrlhf.utils import get_strategy
 
         from arlopti_openrlhf.actor import SelectiveActor
         from arlopti_openrlhf.policy_actor import TokenUpdateTrainer
 
         self.args = args
+        bar = ppo_actor.tqdm
+        ppo_actor.tqdm = lambda *args, **kwargs: bar(*args, **kwargs | {"disable": True})
         os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         os.environ["MASTER_PORT"] = str(free_port())
         self.flags = training_flags(args)
@@ -149,7 +150,7 @@ class Bench:
             own.args.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
             own.args.algo.lopti.eta = eta if "Lopti" in variant else None
             actor = self.actors.setdefault(variant, selective)
-            trainer = ActorPPOTrainer if variant == "stock GRPO" else TokenUpdateTrainer
+            trainer = ppo_actor.ActorPPOTrainer if variant == "stock GRPO" else TokenUpdateTrainer
             self.trainers[variant] = trainer(
                 own,
                 actor,
