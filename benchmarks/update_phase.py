@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -290,16 +291,20 @@ def make_model(shape: str, folder: str) -> None:
 
 
 def rollout(args: argparse.Namespace, scale: float) -> list:
-    """Single samples in rollout order, in K&K's lengths: prompts of 250-400, responses log-normal around 600."""
+    """Single samples in rollout order, in K&K's lengths: prompts of 250-400, responses log-normal around 600.
+
+    A prompt's responses have the lengths at the distribution's eighths (σ = 0.5, cut to 100-1,500): the few that fit a
+    benchmark then stand for all, padding included.
+    """
     from openrlhf.trainer.ppo_utils.experience import Experience
 
-    lengths, generator = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    lengths, generator = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
     samples = []
     for _ in range(args.prompts * args.mini_batches):
         length = int(scale * torch.randint(250, 401, (1,), generator=lengths))
         prompt = torch.randint(0, VOCABULARY, (1, length), generator=generator)
-        for _ in range(SAMPLES_PER_PROMPT):
-            tokens = 600 * (0.5 * torch.randn(1, generator=lengths)).exp().item()
+        for i in range(SAMPLES_PER_PROMPT):
+            tokens = 600 * math.exp(0.5 * statistics.NormalDist().inv_cdf((i + 0.5) / SAMPLES_PER_PROMPT))
             tokens = max(2, int(scale * min(1500, max(100, tokens))))
             sequence = torch.cat([prompt, torch.randint(0, VOCABULARY, (1, tokens), generator=generator)], dim=1)
             mask = torch.zeros(1, sequence.shape[1] - 1, dtype=torch.long)

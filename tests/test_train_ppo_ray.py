@@ -16,6 +16,7 @@ FITTING = ["--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8", 
         ("--algo.ar.alpha 1.01", ["--algo.ar.alpha", "1.01", "[0, 1]"]),
         ("--algo.ar.alpha -0.1", ["--algo.ar.alpha", "-0.1", "[0, 1]"]),
         ("--algo.ar.alpha nan", ["--algo.ar.alpha", "nan", "[0, 1]"]),
+        ("--actor.update selective --ds.tensor_parallel_size 2", ["--actor.update", "selective", "2"]),
         ("--algo.ar.alpha x", ["--algo.ar.alpha", "x", "[0, 1]"]),
         ("--algo.lopti.eta 0", ["--algo.lopti.eta", "0", "(0, 1)"]),
         ("--algo.lopti.eta 1", ["--algo.lopti.eta", "1", "(0, 1)"]),
@@ -96,9 +97,16 @@ def test_logical_gpus_are_what_the_placement_asks_for(flags, gpus):
 
 @pytest.mark.parametrize(
     "flags, selective",
-    [("", True), ("--actor.plain_update", False), ("--ds.tensor_parallel_size 2", False), ("--ds.deepcompile", False)],
+    [
+        ("", False),  # OpenRLHF, to the last bit
+        ("--actor.update selective", True),
+        ("--algo.ar.alpha 0.3", True),
+        ("--algo.lopti.quantile 0.3", True),
+        ("--algo.lopti.eta 0.5 --actor.update stock", False),
+        ("--algo.lopti.eta 0.5 --ds.tensor_parallel_size 2", False),
+        ("--algo.lopti.eta 0.5 --ds.deepcompile", False),
+    ],
 )
 def test_where_the_update_is_selective(flags, selective):
-    assert (
-        train_ppo_ray._is_selective(train_ppo_ray.parse(f"--actor.model_name_or_path m {flags}".split())) is selective
-    )
+    args = train_ppo_ray.parse(["--actor.model_name_or_path", "m", *FITTING, *flags.split()])
+    assert train_ppo_ray._is_selective(args) is selective

@@ -125,16 +125,17 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="Which group is updated first; high_first is the ablation of Fig. 6b.",
     )
     group.add_argument(
-        "--actor.plain_update",
-        action="store_true",
-        help="Compute the update as OpenRLHF does: logits of every position, each prompt once per response, old "
-        "log-probs in a pass of their own. By default none of that, at equal gradients.",
-    )
-    group.add_argument(
         "--algo.lopti.groups",
         choices=["both", "low", "high"],
         default="both",
         help="Update only one group: the ablation of Fig. 6a.",
+    )
+    group.add_argument(
+        "--actor.update",
+        choices=["stock", "selective"],
+        help="How the update is computed: as OpenRLHF does (logits of every position, each prompt once per response, "
+        "old log-probs in a pass of their own), or none of what it does not need, at equal gradients. Default: "
+        "selective with AR or Lopti, else stock, to the last bit.",
     )
 
 
@@ -173,6 +174,9 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
             f"argument --train.batch_size: {batch} does not divide the rollout batch, which Lopti needs: "
             f"it must be a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
         )
+    for flag, off in _NEEDS_STOCK_UPDATE.items():
+        if value["actor.update"] == "selective" and value[flag] != off:
+            parser.error(f"argument --actor.update: selective needs --{flag} {off}, which is {value[flag]}")
     if value["algo.lopti.groups"] != "both" and value["algo.lopti.order"] != "low_first":
         parser.error(
             f"argument --algo.lopti.order: {value['algo.lopti.order']} needs both groups, "
@@ -180,14 +184,22 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
 
 
+# The selective update is not made for them: flag and the value at which it is off.
+_NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
+
+
 def _is_selective(args: argparse.Namespace) -> bool:
-    """Whether the update computes only what it needs; says why not, where that is not the user's choice."""
+    """Whether the update computes only what it needs; says why not, where the methods would have it."""
     value = vars(args)
-    for flag, off in (("ds.tensor_parallel_size", 1), ("ds.ring_attn_size", 1), ("ds.deepcompile", False)):
+    if value["actor.update"] is not None:
+        return value["actor.update"] == "selective"
+    if not value["algo.ar.alpha"] and value["algo.lopti.eta"] is None and value["algo.lopti.quantile"] is None:
+        return False
+    for flag, off in _NEEDS_STOCK_UPDATE.items():
         if value[flag] != off:
             print(f"arlopti_openrlhf: --{flag} {value[flag]}: the update is computed as OpenRLHF does.", flush=True)
             return False
-    return not value["actor.plain_update"]
+    return True
 
 
 def _gpus_placed(args: argparse.Namespace) -> int:
