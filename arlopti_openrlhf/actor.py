@@ -10,7 +10,7 @@ from openrlhf.utils.logging_utils import init_logger
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from arlopti_openrlhf.lm_head import selected_log_probs
+from arlopti_openrlhf.lm_head import distribution_statistics, selected_log_probs
 from arlopti_openrlhf.shared_prompt import PackedBatch, flash_segment_attention, pack, segment_attention
 
 logger = init_logger(__name__)
@@ -45,6 +45,9 @@ class SelectiveActor(Actor):
         self.head_is_last = True
         # Set by a trainer that computes old log-probs when it needs them: until then there are none without gradient.
         self.defers_log_probs = False
+        # Set by who reports on probabilities: each forward pass then leaves its statistics.
+        self.records_statistics = False
+        self.statistics: tuple[Tensor, Tensor] | None = None  # (B, A) entropies, (B, A) Σ_{j≠o} P_j²
 
     def forward(
         self,
@@ -80,12 +83,16 @@ class SelectiveActor(Actor):
             )
         if self.defers_log_probs and not torch.is_grad_enabled():
             return torch.zeros(action_mask.shape, device=action_mask.device)
-        log_probs, entropy, output = self._forward_selected(sequences, action_mask, attention_mask, return_entropy)
+        log_probs, entropy, squares, output = self._forward_selected(
+            sequences, action_mask, attention_mask, return_entropy
+        )
+        self.statistics = (entropy.detach(), squares.detach()) if squares is not None else None
         if return_entropy:
             output.entropy = entropy
         return (log_probs, output) if return_output else log_probs
 
     def _forward_selected(self, sequences, action_mask, attention_mask, return_entropy):
+        with_statistics = self.records_statistics
         share = self.reason_not_to_share is None
         packed = pack(sequences, attention_mask, action_mask, share=share)
         inputs = {"attention_mask": None, "position_ids": packed.positions}
@@ -110,10 +117,10 @@ class SelectiveActor(Actor):
             hidden = hidden.flatten(0, 1).index_select(0, rows)
             if not fused:
                 return type(head).forward(head, hidden[None])
-            log_probs, entropy = selected_log_probs(
-                hidden, head.weight, packed.targets, head.bias, self.temperature, return_entropy
+            columns = selected_log_probs(
+                hidden, head.weight, packed.targets, head.bias, self.temperature, return_entropy, with_statistics
             )
-            columns = torch.stack([log_probs, entropy] if return_entropy else [log_probs], dim=-1)
+            columns = torch.stack([column for column in columns if column is not None], dim=-1)
             return torch.cat([columns, columns.new_full((1, columns.shape[1]), _WITNESS)])[None]
 
         # The head's hooks, by which ZeRO-3 gathers its weight, stay.
@@ -128,12 +135,17 @@ class SelectiveActor(Actor):
             return self._forward_selected(sequences, action_mask, attention_mask, return_entropy)
         if not fused:
             logits = result.float() / self.temperature
-            results = [log_probs_from_logits(logits, packed.targets[None])]
-            result = torch.stack(results + ([compute_entropy(logits)] if return_entropy else []), dim=-1)
+            columns = [log_probs_from_logits(logits, packed.targets[None])[0]]
+            if with_statistics:
+                columns += distribution_statistics(logits, torch.arange(len(rows), device=rows.device), packed.targets)
+            if return_entropy:
+                columns[1:2] = [compute_entropy(logits)[0]]
+            result = torch.stack(columns, dim=-1)[None]
 
         padded = torch.zeros(action_mask.numel(), result.shape[-1], device=result.device)
         padded = padded.index_copy(0, packed.places, result[0, : len(packed.places)]).view(*action_mask.shape, -1)
-        return padded[..., 0], padded[..., 1] if return_entropy else None, output
+        log_probs, entropy, squares = (*padded.unbind(dim=-1), None, None)[:3]
+        return log_probs, entropy, squares, output
 
 
 @contextmanager

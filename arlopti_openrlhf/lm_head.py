@@ -5,6 +5,7 @@ float32 logits of every position, prompt and padding included.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ def selected_log_probs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """log π of each target token, and the entropy of its distribution, in float32.
+    with_statistics: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """log π of each target token, the entropy of its distribution and Σ P² of the other tokens, in float32.
 
     Equals `log_softmax(hidden @ weight.T + bias) / temperature` at the targets. The backward pass computes the logits
     again, and only for positions with a gradient: a clipped token, or one outside the group, costs nothing there.
@@ -34,38 +36,76 @@ def selected_log_probs(
         targets: (N,) token ids.
         bias: (V,), if the head has one.
         temperature: what logits are divided by; > 0.
-        with_entropy: whether to compute the entropies too, in nats.
+        with_entropy: whether to compute the entropies too, in nats, with their gradient.
+        with_statistics: whether to compute entropies and sums of squares, without a gradient of their own.
 
     Returns:
-        (N,) log-probs and (N,) entropies (None without `with_entropy`).
+        (N,) log-probs, (N,) entropies and (N,) Σ_{j≠o} P_j² (None where not asked for).
     """
-    log_probs, entropy = _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy)
-    return log_probs, entropy if with_entropy else None
+    return _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, with_statistics)
+
+
+@torch.no_grad()
+def distribution_statistics(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) entropies in nats and (N,) Σ_{j≠o} P_j² of the distributions that predict the targets.
+
+    Args:
+        logits: (..., V), divided by the temperature.
+        rows: (N,) which of the flattened positions.
+        targets: (N,) token ids o.
+    """
+    logits, size = logits.flatten(0, -2), max(1, BLOCK_ELEMENTS // logits.shape[-1])
+    entropies, squares = [logits.new_empty(0, dtype=torch.float32)], [logits.new_empty(0, dtype=torch.float32)]
+    for block_rows, block_targets in zip(rows.split(size), targets.split(size), strict=True):
+        block = logits[block_rows].float()
+        sums = _BlockSums.of(block, torch.ones_like(block_targets, dtype=torch.bool), block_targets[:, None])
+        entropies.append(sums.log_total - sums.mean_logit)
+        squares.append(sums.squares)
+    return torch.cat(entropies), torch.cat(squares)
+
+
+class _BlockSums(NamedTuple):
+    """Of each row's logits in one block of the vocabulary, with p their softmax within the block: (N,) each."""
+
+    log_total: Tensor  # log Σ exp(logits)
+    mean_logit: Tensor  # Σ p · logits
+    squares: Tensor  # Σ p² without the target
+
+    @classmethod
+    def of(cls, logits: Tensor, inside: Tensor, column: Tensor) -> "_BlockSums":
+        greatest = logits.amax(dim=1)
+        odds = (logits - greatest[:, None]).exp_()
+        total = odds.sum(dim=1)
+        mean_logit = torch.einsum("nv,nv->n", odds, logits) / total
+        # Taken out before it is squared: where π is near 1 the others would be lost in its rounding.
+        odds.scatter_(1, column, torch.where(inside[:, None], 0.0, odds.gather(1, column)))
+        return cls(total.log() + greatest, mean_logit, torch.einsum("nv,nv->n", odds, odds) / total.square())
 
 
 class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy):
+    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_statistics):
         target_logits = hidden.new_zeros(len(targets), dtype=torch.float32)
-        log_totals, mean_logits = [], []
+        log_totals, blocks = [], []
         for block, logits in _blocks_of_logits(hidden, weight, bias, temperature):
             inside, column = _locate(targets, block)
             target_logits = torch.where(inside, logits.gather(1, column)[:, 0], target_logits)
-            log_totals.append(logits.logsumexp(dim=1))
-            if with_entropy:
-                probabilities = (logits - log_totals[-1][:, None]).exp_()
-                mean_logits.append(probabilities.mul_(logits).sum(dim=1))
+            if with_entropy or with_statistics:
+                blocks.append(_BlockSums.of(logits, inside, column))
+            log_totals.append(blocks[-1].log_total if blocks else logits.logsumexp(dim=1))
         log_total = torch.stack(log_totals).logsumexp(dim=0)
-        log_probs, entropy = target_logits - log_total, None
-        if with_entropy:
-            block_shares = (torch.stack(log_totals) - log_total).exp_()
-            entropy = log_total - (block_shares * torch.stack(mean_logits)).sum(dim=0)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy)
+        log_probs, entropy, squares = target_logits - log_total, None, None
+        if blocks:
+            shares = (torch.stack(log_totals) - log_total).exp_()
+            entropy = log_total - (shares * torch.stack([b.mean_logit for b in blocks])).sum(dim=0)
+            squares = (shares.square() * torch.stack([b.squares for b in blocks])).sum(dim=0)
+            ctx.mark_non_differentiable(squares, *(() if with_entropy else (entropy,)))
+        ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy if with_entropy else None)
         ctx.temperature = temperature
-        return log_probs, entropy
+        return log_probs, entropy, squares
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy):
+    def backward(ctx, grad_log_probs, grad_entropy, _):
         hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
         rows = grad_log_probs != 0
         if entropy is not None:
@@ -97,7 +137,7 @@ class _SelectedLogProbs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[block] = grad.sum(dim=0)
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_states.to(hidden.dtype))
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:

@@ -21,7 +21,7 @@ class Response(NamedTuple):
     """One graded response."""
 
     score: float  # 1 right, 0 wrong
-    well_formed: bool  # in the form that the prompt asks for: K&K's tags, a boxed answer
+    well_formed: bool | None  # in the form that the prompt asks for: K&K's tags, a boxed answer; None: not known
     length: int  # tokens
     truncated: bool
 
@@ -62,17 +62,18 @@ def measure(problems: Sequence[Sequence[Response]]) -> dict[str, Estimate]:
         problems: of each problem its responses, n of them.
 
     Returns:
-        `accuracy` (which is avg@n), `pass@k` for k = 2, 4, 8, ... up to n, `well_formed`, `truncated`, and
-        `response_length` in tokens.
+        `accuracy` (which is avg@n), `pass@k` for k = 2, 4, 8, ... up to n, `well_formed` (where it is known),
+        `truncated`, and `response_length` in tokens.
     """
     n = len(problems[0])
     right = [sum(r.score == 1 for r in problem) for problem in problems]
+    form_is_known = all(r.well_formed is not None for problem in problems for r in problem)
     powers = [2**i for i in range(1, n.bit_length()) if 2**i <= n]
     return (
         {"accuracy": mean([fmean(r.score for r in problem) for problem in problems])}
         | {f"pass@{k}": mean([pass_at_k(n, c, k) for c in right]) for k in dict.fromkeys([*powers, n]) if k > 1}
+        | ({"well_formed": mean([fmean(r.well_formed for r in p) for p in problems])} if form_is_known else {})
         | {
-            "well_formed": mean([fmean(r.well_formed for r in problem) for problem in problems]),
             "truncated": mean([fmean(r.truncated for r in problem) for problem in problems]),
             "response_length": mean([fmean(r.length for r in problem) for problem in problems], bounded=False),
         }

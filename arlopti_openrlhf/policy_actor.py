@@ -5,8 +5,8 @@ to one group, and the selective actor computes what the mask selects; everything
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import deepspeed
@@ -18,9 +18,13 @@ from torch import distributed as dist
 from torch import nn
 
 from arlopti_openrlhf.actor import SelectiveActor, replaced_attribute
+from arlopti_openrlhf.lm_head import distribution_statistics
+from arlopti_openrlhf.probability_stats import HISTOGRAMS, TokenUpdates, UpdateStatistics
+from arlopti_openrlhf.shared_prompt import pack
 from arlopti_openrlhf.token_update import (
     HIGH,
     LOW,
+    advantage_weights,
     group_mask,
     probability_quantile,
     reweight_advantages,
@@ -119,6 +123,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
        them earlier. Those of the other mini-batches are computed just before it.
     7. Responses without advantage are not computed, where there is no KL or entropy term. In the metrics they count as
        unmoved by the update.
+    In both cases:
+    8. Statistics of the tokens by probability are taken from the tensors of each micro-batch (`_UpdateObserver`).
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -129,6 +135,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.selective = isinstance(self.actor, SelectiveActor)
         self.skips_idle = self.selective and not self.args.algo.kl.use_loss and self.args.actor.entropy_coef is None
         self.on_policy: _OnPolicyPass | None = None
+        self.idle_steps = 0  # which the engine counts, though it did not take them
         self.defers_log_probs = self.selective and self._can_defer_log_probs()
         if self.selective:
             self.actor.defers_log_probs = self.defers_log_probs
@@ -136,6 +143,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.replay_buffer.collate_fn = self._collate
         if self._uses_lopti() or self.skips_idle:
             self.actor_loss_fn = GroupPolicyLoss(self.actor_loss_fn)
+        self.observer = _UpdateObserver(self) if self.args.logger.probability_stats != "off" else None
         if not self._uses_lopti():
             return
         if self.args.actor.policy_loss_type == "gspo":
@@ -162,7 +170,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             for name, value in self.actor.hf_config.to_dict().items()
         )
         balancing_loss = self.aux_loss and self._uses_lopti()  # an empty group would have a gradient
-        in_advance = in_the_reward or self.lopti.quantile is not None
+        by_quartile = self.args.logger.probability_stats == "quartiles"
+        in_advance = in_the_reward or self.lopti.quantile is not None or by_quartile
         return not (in_advance or random or balancing_loss or self.actor.is_vlm)
 
     # --- the update ------------------------------------------------------------------------------------------
@@ -173,16 +182,20 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         Returns:
             Upstream's metrics. With Lopti those that a pass computes appear per stage, as `lopti/low/...` and
             `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of both (not GSPO's loss, which
-            is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`.
+            is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`. The
+            statistics by probability as `tokens/...` (`UpdateStatistics.metrics`).
         """
         eta = self._threshold() if self._uses_lopti() else None
+        if self.observer is not None:
+            self.observer.begin()
         if self._uses_lopti() or (self.selective and self._fills_mini_batches()):
             status = self._train_in_passes(kl_ctl, eta)
         else:
             if self.defers_log_probs:
                 self._compute_old_log_probs(self.replay_buffer.items)
             status = super().ppo_train(kl_ctl)
-        return status | self._token_metrics(eta)
+        observed = self.observer.metrics() if self.observer is not None else {}
+        return status | self._token_metrics(eta) | observed
 
     def _train_in_passes(self, kl_ctl: float, eta: float | None) -> dict[str, float]:
         stages = [Stage(group, eta) for group in self._groups()] if eta is not None else [None]
@@ -288,7 +301,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             self._narrow(experience, response_mask)
         if isinstance(self.actor_loss_fn, GroupPolicyLoss):
             self.actor_loss_fn.response_mask = response_mask
-        with self._no_step_for_nothing():
+        with self._no_step_for_nothing(), self._observed(experience):
             status = super().training_step(experience, kl_ctl, step, loss_batch_info)
         status["num_action_tokens"] = float(self.group.sum())
         return self._without_empty_means(status)
@@ -342,6 +355,9 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self._narrow(experience, self.on_policy.response_mask)
         self.on_policy.num_tokens += self.group.sum().item()
 
+    def _observed(self, experience: Experience) -> AbstractContextManager:
+        return self.observer.watching(experience) if self.observer is not None else nullcontext()
+
     @contextmanager
     def _no_step_for_nothing(self) -> Iterator[None]:
         """In an on-policy stage it shows only here that the group is empty on every rank: no step on stale momentum.
@@ -357,6 +373,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         def step_if_any(*args, **kwargs):
             if self._sum_over_ranks(self.on_policy.num_tokens)[0]:
                 step(*args, **kwargs)
+            else:
+                self.idle_steps += 1
 
         with replaced_attribute(optimizer, "step", step_if_any):
             yield
@@ -427,18 +445,17 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
 
     def _threshold(self) -> float:
         """η: as given, or the quantile of the whole rollout batch, over all ranks."""
-        if self.lopti.quantile is None:
-            return self.lopti.eta
+        return self.lopti.eta if self.lopti.quantile is None else self.quantiles([self.lopti.quantile])[0]
+
+    def quantiles(self, shares: Sequence[float]) -> list[float]:
+        """Below which probability each share of the rollout batch's tokens lies, over all ranks."""
         log_probs = self._response_log_probs(self.replay_buffer.items)
         gathered: list = [None] * self.strategy.ds_device_mesh["dp"].size()
         dist.all_gather_object(gathered, log_probs, group=self.strategy.ds_device_mesh["dp"].get_group())
         log_probs = torch.cat(gathered, dim=1)
-        # Without a token there are no groups to divide, and any threshold will do.
-        return (
-            probability_quantile(log_probs, torch.ones_like(log_probs), self.lopti.quantile)
-            if log_probs.numel()
-            else 1.0
-        )
+        if not log_probs.numel():  # without a token there are no groups to divide, and any threshold will do
+            return [1.0] * len(shares)
+        return [probability_quantile(log_probs, torch.ones_like(log_probs), share) for share in shares]
 
     def _token_metrics(self, eta: float | None) -> dict[str, float]:
         if not self.alpha and eta is None:
@@ -465,6 +482,114 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             return super().broadcast_to_vllm()
         with _merged_parameters(self.actor.model.module, gathered=self.args.ds.zero_stage == 3):
             super().broadcast_to_vllm()
+
+
+class _UpdateObserver:
+    """Watches the micro-batches of a trainer's update and gathers what happens to tokens of each probability.
+
+    Everything comes from tensors at hand: the loss's derivatives by the log-probs are taken through the loss function
+    alone, and entropies and sums of squares come with the forward pass. Parameters and gradients stay as they are,
+    bit for bit.
+    """
+
+    def __init__(self, trainer: TokenUpdateTrainer) -> None:
+        self.trainer = trainer
+        self.by_quartile = trainer.args.logger.probability_stats == "quartiles"
+        # Its gradient is spread over the response: what AR changed does not show token by token.
+        self.with_ar = bool(trainer.alpha) and trainer.args.actor.policy_loss_type != "gspo"
+        self.is_watching = False
+        trainer.actor.register_forward_hook(self._keep_forward, with_kwargs=True)
+        trainer.actor_loss_fn.register_forward_pre_hook(self._keep_loss_arguments, with_kwargs=True)
+
+    def begin(self) -> None:
+        """Starts a rollout batch."""
+        quartiles = self.trainer.quantiles([0.25, 0.5, 0.75]) if self.by_quartile else None
+        self.statistics = UpdateStatistics(quartiles, torch.cuda.current_device())
+        self.first_step = self._steps_taken()
+
+    def metrics(self) -> dict:
+        """Of the rollout batch, over all ranks."""
+        group = self.trainer.strategy.ds_device_mesh["dp"].get_group()
+        dist.all_reduce(self.statistics.sums, group=group)
+        dist.all_reduce(self.statistics.histograms, group=group)
+        return self.statistics.metrics(self.with_ar) | {HISTOGRAMS: self.statistics.histograms.flatten().tolist()}
+
+    @contextmanager
+    def watching(self, experience: Experience) -> Iterator[None]:
+        """Records the micro-batch when its backward pass begins."""
+        strategy = self.trainer.strategy
+        backward = strategy.backward
+
+        def record_and_go_backward(loss: torch.Tensor, *args, **kwargs) -> None:
+            self._record(experience, loss)
+            backward(loss, *args, **kwargs)
+
+        self.is_watching = True
+        try:
+            with (
+                replaced_attribute(strategy, "backward", record_and_go_backward),
+                replaced_attribute(self.trainer.actor, "records_statistics", True),
+            ):
+                yield
+        finally:
+            self.is_watching = False
+            self.log_probs = self.policy_log_probs = self.distribution = None
+
+    def _steps_taken(self) -> int:
+        return self.trainer.actor.model.global_steps - self.trainer.idle_steps
+
+    def _keep_forward(self, actor: nn.Module, args: tuple, kwargs: dict, output) -> None:
+        if not self.is_watching:
+            return
+        self.log_probs, result = output
+        if self.trainer.selective and actor.statistics is not None:
+            self.distribution = actor.statistics
+            return
+        sequences, action_mask, attention_mask = args[0], args[1], kwargs["attention_mask"]
+        packed = pack(sequences, attention_mask, action_mask, share=False)
+        rows = packed.rows
+        if not actor.packing_samples:  # the logits are those of the padded batch
+            length, width = sequences.shape[1], action_mask.shape[1]
+            rows = packed.places // width * length + length - width + packed.places % width - 1
+        self.distribution = tuple(
+            values.new_zeros(action_mask.numel()).index_copy(0, packed.places, values).view(action_mask.shape)
+            for values in distribution_statistics(result["logits"], rows, packed.targets)
+        )
+
+    def _keep_loss_arguments(self, loss_fn: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Gives the policy loss a view of its own of the log-probs, whose derivatives are the policy gradient's."""
+        log_probs, *rest = args
+        self.policy_log_probs = log_probs.view_as(log_probs)
+        if isinstance(loss_fn, GroupPolicyLoss) and loss_fn.response_log_probs is not None:
+            loss_fn.response_log_probs = self.policy_log_probs
+        # The loss is a mean over the optimizer step's tokens, times the ranks.
+        self.tokens_per_weight = kwargs["batch_num_tokens"] / kwargs["dp_size"]
+        return (self.policy_log_probs, *rest), kwargs
+
+    def _record(self, experience: Experience, loss: torch.Tensor) -> None:
+        trainer = self.trainer
+        whole, policy = torch.autograd.grad(loss, [self.log_probs, self.policy_log_probs], retain_graph=True)
+        old_log_probs, advantages = experience.action_log_probs, experience.advantages
+        before_ar = whole
+        if self.with_ar:
+            factor = advantage_weights(old_log_probs, trainer.alpha).clamp(min=torch.finfo(torch.float32).tiny)
+            before_ar, advantages = whole - policy + policy / factor, advantages / factor
+        selected = trainer.group.bool()
+        is_computed = experience.action_mask.bool()
+        entropies, squared_rest = self.distribution
+        tokens = TokenUpdates(
+            old_log_probs=old_log_probs,
+            log_probs=self.log_probs.detach(),
+            advantages=advantages,
+            weights=whole * self.tokens_per_weight,
+            weights_before_ar=before_ar * self.tokens_per_weight,
+            is_clipped=is_computed & (advantages != 0) & (policy == 0),
+            is_computed=is_computed,
+            entropies=entropies,
+            squared_rest=squared_rest,
+        )
+        is_moved = self._steps_taken() > self.first_step
+        self.statistics.add(TokenUpdates(*(values[selected] for values in tokens)), is_moved)
 
 
 class _OnPolicyPass:

@@ -5,11 +5,17 @@ is known from the token's weight and its distribution: no backward pass is neede
 """
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from arlopti_openrlhf.token_update import token_probabilities
+
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
+HISTOGRAMS = "tokens/histograms"  # the status entry that holds `UpdateStatistics.histograms`, as one list
 
 
 def logit_gradient_norm(weights: Tensor, log_probs: Tensor, squared_rest: Tensor) -> Tensor:
@@ -30,7 +36,7 @@ def logit_gradient_norm(weights: Tensor, log_probs: Tensor, squared_rest: Tensor
 
 
 def logit_gradient_bounds(probabilities: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """What the norm lies between for |w| = 1, Proposition 4.2 at the logits: (1 − π) · sqrt(V / (V − 1)), √2 · (1 − π).
+    """Proposition 4.2 at the logits, for |w| = 1: the norm lies between (1 − π) · sqrt(V / (V − 1)) and √2 · (1 − π).
 
     Args:
         probabilities: (...,) π.
@@ -47,3 +53,115 @@ def bin_index(probabilities: Tensor, edges: tuple[float, ...] = EDGES) -> Tensor
     """
     inner = torch.tensor(edges[1:-1], dtype=probabilities.dtype, device=probabilities.device)
     return torch.bucketize(probabilities, inner, right=True)
+
+
+class TokenUpdates(NamedTuple):
+    """The tokens that one micro-batch updates, (N,) each.
+
+    Weights are Eq. 2's w: the derivative of the token's own term of the loss by its log π, 0 where it is clipped.
+    """
+
+    old_log_probs: Tensor  # log π_old, of the policy that sampled
+    log_probs: Tensor  # log π as the update finds it
+    advantages: Tensor  # before AR
+    weights: Tensor  # of the whole loss, KL included
+    weights_before_ar: Tensor
+    is_clipped: Tensor  # bool: an advantage, but no policy gradient
+    is_computed: Tensor  # bool: not so for responses that the update passes over; `log_probs`, ... are then of no use
+    entropies: Tensor  # nats
+    squared_rest: Tensor  # Σ_{j≠o} P_j²
+
+
+class UpdateStatistics:
+    """Sums over a rollout batch's token updates, by probability π_old; each rank has its own, to be added up.
+
+    Args:
+        quartiles: the three inner edges of bins that hold a quarter of the tokens each; None for the bins of `EDGES`.
+        device: where the tokens are.
+
+    Attributes:
+        sums: (bins, sums) and `histograms`: (2, 50) counts and gradient norms, float64, to be added up over the ranks.
+    """
+
+    HISTOGRAM_BINS = 50
+
+    def __init__(self, quartiles: Sequence[float] | None = None, device: torch.device | str = "cpu") -> None:
+        self.edges = EDGES if quartiles is None else (0.0, *quartiles, 1.0)
+        self.by_quartile = quartiles is not None
+        width = 1 / self.HISTOGRAM_BINS
+        self.histogram_edges = tuple(i * width for i in range(self.HISTOGRAM_BINS)) + (1.0,)
+        # Rows are bins, columns are sums. In float64: in float32 a million tokens' sum would lose the small ones.
+        self.sums = torch.zeros(len(self.edges) - 1, len(_SUMS), dtype=torch.float64, device=device)
+        self.histograms = torch.zeros(2, self.HISTOGRAM_BINS, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, tokens: TokenUpdates, is_moved: bool) -> None:
+        """Adds a micro-batch's tokens; `is_moved` says whether θ has changed since they were sampled."""
+        probabilities = token_probabilities(tokens.old_log_probs)
+        norms = logit_gradient_norm(tokens.weights, tokens.log_probs, tokens.squared_rest)
+        norms_before = logit_gradient_norm(tokens.weights_before_ar, tokens.log_probs, tokens.squared_rest)
+        is_compared = tokens.is_computed & is_moved
+        is_positive = is_compared & (tokens.advantages > 0)
+        change = token_probabilities(tokens.log_probs) - probabilities
+        columns = {
+            "count": torch.ones_like(probabilities),
+            "abs_advantage": tokens.advantages.abs(),
+            "logit_grad_norm": norms * tokens.is_computed,
+            "logit_grad_norm_before_ar": norms_before * tokens.is_computed,
+            "clipped": tokens.is_clipped,
+            "computed": tokens.is_computed,
+            "entropy": tokens.entropies * tokens.is_computed,
+            "compared": is_compared,
+            "probability_change": change * is_compared,
+            "positive": is_positive,
+            "rose": is_positive & (change > 0),
+        }
+        values = torch.stack([columns[name].double() for name in _SUMS], dim=1)
+        self.sums.index_add_(0, bin_index(probabilities, self.edges), values)
+        fine_bins = bin_index(probabilities, self.histogram_edges)
+        for i, name in enumerate(("count", "logit_grad_norm")):
+            self.histograms[i].index_add_(0, fine_bins, values[:, _SUMS.index(name)])
+
+    def metrics(self, with_ar: bool) -> dict[str, float]:
+        """By bin, as `tokens/<bin>/<name>`; a bin without such tokens has no mean.
+
+        `count` and `share` of token updates; `abs_advantage`, mean before AR; `logit_grad_norm`, the sum of Eq. 15's
+        norms, and `grad_share`, the bin's share of it, with AR also `grad_share_before_ar`; `entropy`, mean in nats;
+        `clip_ratio`; of tokens computed after θ has moved `probability_change`, the mean of π − π_old, and of those
+        with positive advantage `rose`, the share whose probability rose (Fig. 3).
+        """
+        sums = {name: self.sums[:, i].tolist() for i, name in enumerate(_SUMS)}
+        shares = {
+            "share": sums["count"],
+            "grad_share": sums["logit_grad_norm"],
+        } | ({"grad_share_before_ar": sums["logit_grad_norm_before_ar"]} if with_ar else {})
+        means = {  # name: sum, over how many
+            "abs_advantage": ("abs_advantage", "count"),
+            "entropy": ("entropy", "computed"),
+            "clip_ratio": ("clipped", "count"),
+            "probability_change": ("probability_change", "compared"),
+            "rose": ("rose", "positive"),
+        }
+        metrics = {}
+        for i, (low, high) in enumerate(pairwise(self.edges)):
+            name = f"tokens/q{i + 1}" if self.by_quartile else f"tokens/p{low:.2f}-{high:.2f}"
+            metrics |= {f"{name}/max_probability": high} if self.by_quartile else {}
+            metrics |= {f"{name}/{key}": sums[key][i] for key in ("count", "logit_grad_norm")}
+            metrics |= {f"{name}/{key}": values[i] / sum(values) for key, values in shares.items() if sum(values)}
+            metrics |= {f"{name}/{key}": sums[a][i] / sums[n][i] for key, (a, n) in means.items() if sums[n][i]}
+        return metrics
+
+
+_SUMS = (
+    "count",
+    "abs_advantage",
+    "logit_grad_norm",
+    "logit_grad_norm_before_ar",
+    "clipped",
+    "computed",
+    "entropy",
+    "compared",
+    "probability_change",
+    "positive",
+    "rose",
+)

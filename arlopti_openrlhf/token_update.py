@@ -39,8 +39,12 @@ def reweight_advantages(advantages: torch.Tensor, action_log_probs: torch.Tensor
         raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
     if alpha == 0:
         return advantages
-    weights = alpha * token_probabilities(action_log_probs) + (1 - alpha)
-    return (weights * advantages).to(advantages.dtype)
+    return (advantage_weights(action_log_probs, alpha) * advantages).to(advantages.dtype)
+
+
+def advantage_weights(action_log_probs: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Eq. 4's factor α · π_old + (1 − α), shape as given, in at least float32."""
+    return alpha * token_probabilities(action_log_probs) + (1 - alpha)
 
 
 def low_probability_mask(action_log_probs: torch.Tensor, action_mask: torch.Tensor, eta: float) -> torch.BoolTensor:

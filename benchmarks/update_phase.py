@@ -85,6 +85,9 @@ def main() -> None:
     print(table(results))
     print(f"matrix products: {rate / 1e9:,.0f} GFLOP/s")
     print(f"AR itself takes {bench.seconds_of_reweighting() * 1e3:.2f} ms of its update")
+    statistics_seconds = bench.seconds_of_statistics()
+    statistics_share = statistics_seconds / results["AR + Lopti"]["seconds"]
+    print(f"statistics by probability take {statistics_seconds:.3f} s of AR + Lopti's update, {statistics_share:.2%}")
     print(f"an update of next to no tokens takes {memory['floor']:.1f} GiB")
     print("AR + Lopti by tokens: " + ", ".join(f"{p['tokens']} in {p['seconds']:.2f} s" for p in growth))
     if args.json:
@@ -96,6 +99,8 @@ def main() -> None:
             matrix_flops_per_s=rate,
             growth=growth,
             floor_gib=memory["floor"],
+            statistics_seconds=statistics_seconds,
+            statistics_share=statistics_share,
         )
         Path(args.json).write_text(json.dumps(record | {"variants": results}, indent=1) + "\n", encoding="utf-8")
     if args.chart:
@@ -259,6 +264,45 @@ class Bench:
         for advantages, log_probs in rows:
             reweight_advantages(advantages, log_probs, 0.3)
         return time.perf_counter() - start
+
+    def seconds_of_statistics(self) -> float:
+        """Of all that `--logger.probability_stats` adds to an update of AR + Lopti.
+
+        What follows the forward pass is timed in an update. Within it the head sums up its blocks of logits with
+        entropies and squares instead of without: that difference is timed on one block, by turns.
+        """
+        from arlopti_openrlhf.actor import replaced_attribute
+        from arlopti_openrlhf.lm_head import BLOCK_ELEMENTS, _BlockSums
+
+        observer, seconds = self.trainers["AR + Lopti"].observer, [0.0]
+        record = observer._record
+
+        def timed(*args) -> None:
+            synchronize()
+            start = time.perf_counter()
+            record(*args)
+            synchronize()
+            seconds[0] += time.perf_counter() - start
+
+        with replaced_attribute(observer, "_record", timed):
+            self.step("AR + Lopti")
+        # The first pass is on-policy, and computes the high group too.
+        rows = int(sum(s.action_mask.sum().item() for s in self.rollout) * (2 - LOW_SHARE))
+        device = torch.cuda.current_device()
+        block = torch.randn(min(rows, 512), BLOCK_ELEMENTS // min(rows, 512), device=device)
+        targets = torch.zeros(len(block), 1, dtype=torch.long, device=device)
+        inside = torch.ones(len(block), dtype=torch.bool, device=device)
+        differences = []
+        for _ in range(9):
+            durations = []
+            for sums in (lambda: block.logsumexp(dim=1), lambda: _BlockSums.of(block, inside, targets)):
+                synchronize()
+                start = time.perf_counter()
+                sums()
+                synchronize()
+                durations.append(time.perf_counter() - start)
+            differences.append(durations[1] - durations[0])
+        return seconds[0] + statistics.median(differences) * rows * VOCABULARY / block.numel()
 
     def operations(self, lopti: bool) -> float:
         """FLOPs of the published method on real tokens: forward 2, forward and backward 6 per weight and token."""

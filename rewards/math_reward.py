@@ -79,7 +79,8 @@ def reward_func(
         kwargs: ignored; OpenRLHF passes none.
 
     Returns:
-        `rewards` and `scores` (B,), 1 or 0; `extra_logs` with `boxed` and `timed_out` (B,). All are float32 tensors.
+        `rewards` and `scores` (B,), 1 or 0; `extra_logs` with `well_formed` (which is boxed) and `timed_out` (B,). All
+        are float32 tensors.
     """
     turns = assistant_turns(queries, prompts, labels)
     if len(turns) == 1:  # what OpenRLHF sends: no threads for that
@@ -88,7 +89,7 @@ def reward_func(
         with ThreadPoolExecutor(WORKERS) as threads:
             grades = list(threads.map(grade, turns, labels))
     scores, boxed, timed_out = torch.tensor(grades, dtype=torch.float32).reshape(-1, len(Grade._fields)).unbind(dim=1)
-    return {"rewards": scores, "scores": scores.clone(), "extra_logs": {"boxed": boxed, "timed_out": timed_out}}
+    return {"rewards": scores, "scores": scores.clone(), "extra_logs": {"well_formed": boxed, "timed_out": timed_out}}
 
 
 def last_box(text: str) -> str | None:

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from arlopti_openrlhf.cli import evaluate
-from arlopti_openrlhf.cli.evaluate import Sampling, grade, markdown, parse_sampling, sampling_of
+from arlopti_openrlhf.cli.evaluate import grade, markdown
+from arlopti_openrlhf.sampling import Sampling, parse_sampling, sampling_of
 
 
 def test_sampling():
@@ -18,7 +19,6 @@ def test_sampling():
     specs = [parse_sampling(text) for text in ("*:n=4,t=0.6", "kk_*:n=1,t=0")]
     assert sampling_of("kk_3ppl", specs) == Sampling("kk_*", 1, 0.0)
     assert sampling_of("aime", specs) == Sampling("*", 4, 0.6)
-    assert sampling_of("aime", None) == Sampling("*", 8, 1.0)
     for text in ("aime", "aime:n=0,t=1", "aime:t=1,n=2", "aime:n=4,t=0", ":n=1,t=0", "aime:n=1,t=x"):
         with pytest.raises(argparse.ArgumentTypeError):
             parse_sampling(text)

@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 REWARD = str(Path(__file__).parents[1] / "rewards" / "kk_reward.py")
 GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001"
@@ -66,10 +67,18 @@ def noisy_reward(tmp_path) -> str:
     return str(path)
 
 
-def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, noisy_reward, tmp_path):
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    """step → value, from a run's TensorBoard log."""
+    events = EventAccumulator(str(folder / "tensorboard" / "run"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, tiny_data, noisy_reward, tmp_path):
     flags = f"""{GRPO} --algo.ar.alpha 0.3 --algo.lopti.quantile 0.3 --ds.zero_stage 3 --ds.packing_samples
         --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all
-        --train.enable_ema --ckpt.save_steps 1"""
+        --train.enable_ema --ckpt.save_steps 1
+        --eval.dataset {tiny_data} --eval.steps 10 --eval.sampling kk_*:n=2,t=1"""
     log = train(flags, reward=noisy_reward)
     assert "OpenRLHF runs on the CPU" in log
     assert len(steps(log)) == 2
@@ -77,14 +86,15 @@ def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, noi
         for name in ("lopti/low/policy_loss", "lopti/high/policy_loss", "lopti/low_share", "ar/mean_weight"):
             assert f"'{name}'" in line
         assert "nan" not in line
+    assert list(scalars(tmp_path, "eval/kk_2ppl/accuracy")) == [0, 2]  # before the first step and after the last
+    assert (tmp_path / "ckpt" / "_actor" / "best_global_step2").is_dir()
     resumed = train(flags + " --ckpt.load_enable", prompts=24, reward=noisy_reward)
     assert [re.search(r"Global step (\d+)", line)[1] for line in steps(resumed)] == ["3"]
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard" / "run"))
-    events.Reload()
-    assert {"train/lopti/low/actor_grad_norm", "train/lopti/high/actor_grad_norm"} <= set(events.Tags()["scalars"])
+    for group in ("low", "high"):
+        assert list(scalars(tmp_path, f"train/lopti/{group}/actor_grad_norm")) == [1, 2, 3]
+    accuracy = scalars(tmp_path, "eval/accuracy")
+    assert list(accuracy) == [0, 2, 3] and all(0 <= value <= 1 for value in accuracy.values())
+    assert 0 <= scalars(tmp_path, "eval/kk_2ppl/pass@2")[3] <= 1
 
 
 ONE_RANK = "--actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --train.colocate_all"
@@ -146,15 +156,17 @@ def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
     assert not steps(log)
 
 
-def test_async_partial_rollouts_dynamic_filtering(train, noisy_reward):
+def test_async_partial_rollouts_dynamic_filtering(train, tiny_data, noisy_reward, tmp_path):
     log = train(
         f"""{GRPO} --algo.lopti.eta 0.5 --algo.lopti.scope minibatch --train.async_enable
         --train.partial_rollout_enable --algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.01 0.99
-        --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 2 --train.colocate_all""",
+        --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 2 --train.colocate_all
+        --eval.dataset {tiny_data} --eval.steps 100 --eval.sampling kk_*:n=1,t=0""",
         prompts=48,
         reward=noisy_reward,
     )
     assert len(steps(log)) >= 2 and "nan" not in "".join(steps(log))
+    assert list(scalars(tmp_path, "eval/accuracy")) == [0, len(steps(log))]
 
 
 def test_gae_with_critic_dynamic_batches_kl_in_the_reward(train):

@@ -33,7 +33,7 @@ def test_values_and_gradients(monkeypatch, with_bias, with_entropy, block_elemen
 
     def gradients(function, dtype):
         inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias) if x is not None]
-        log_probs, entropy = function(*inputs[:2], targets, inputs[2] if with_bias else None, 0.7)
+        log_probs, entropy, *_ = function(*inputs[:2], targets, inputs[2] if with_bias else None, 0.7)
         loss = (log_probs * of_log_probs.to(dtype)).sum()
         if with_entropy:
             loss = loss + (entropy * of_entropy.to(dtype)).sum()
@@ -46,6 +46,34 @@ def test_values_and_gradients(monkeypatch, with_bias, with_entropy, block_elemen
         assert (a.double() - b).norm() <= 1e-5 * b.norm()
 
 
+@pytest.mark.parametrize("block_elements", [1, 2**24])
+def test_statistics(monkeypatch, block_elements):
+    """They leave log-probs and gradients as they are; the sum of squares is exact also where π is next to 1."""
+    monkeypatch.setattr(lm_head, "BLOCK_ELEMENTS", block_elements)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(6, 16, generator=generator)
+    weight = torch.randn(2500, 16, generator=generator)
+    targets = torch.tensor([0, 1023, 1024, 2499, 5, 7])
+    hidden[5] = 40 * weight[7] / weight[7].norm()  # its π is 1 - 1e-9
+    logits = hidden.double() @ weight.double().T / 0.7
+    p = logits.softmax(dim=-1)
+    rest = p.scatter(1, targets[:, None], 0.0).square().sum(dim=-1)
+    results = {}
+    for with_statistics in (False, True):
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
+        log_probs, entropy, squares = selected_log_probs(
+            *inputs, targets, temperature=0.7, with_statistics=with_statistics
+        )
+        results[with_statistics] = [log_probs, *torch.autograd.grad(log_probs.sum(), inputs)]
+    assert all(torch.equal(a, b) for a, b in zip(results[False], results[True], strict=True))
+    assert not entropy.requires_grad and not squares.requires_grad
+    torch.testing.assert_close(squares.double(), rest, rtol=1e-4, atol=0)
+    torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(dim=-1), rtol=1e-4, atol=1e-5)
+    rows = torch.arange(6)
+    for a, b in zip(lm_head.distribution_statistics(logits[None], rows, targets), (entropy, squares), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_bf16_is_no_further_from_the_truth_than_bf16_logits():
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(64, 128, generator=generator).bfloat16()
@@ -53,13 +81,13 @@ def test_bf16_is_no_further_from_the_truth_than_bf16_logits():
     targets = torch.randint(0, 3000, (64,), generator=generator)
     exact, _ = reference(hidden.double(), weight.double(), targets, None, 1.0)
     rounded, _ = reference((hidden @ weight.T).float(), torch.eye(3000), targets, None, 1.0)
-    ours, _ = selected_log_probs(hidden, weight, targets)
+    ours, _, _ = selected_log_probs(hidden, weight, targets)
     assert (ours - exact).abs().mean() <= 1.01 * (rounded - exact).abs().mean()
 
 
 def test_no_rows():
     weight = torch.randn(50, 4, requires_grad=True)
-    log_probs, entropy = selected_log_probs(
+    log_probs, entropy, squares = selected_log_probs(
         torch.empty(0, 4, requires_grad=True), weight, torch.empty(0, dtype=torch.long), with_entropy=True
     )
     assert log_probs.shape == entropy.shape == (0,)

@@ -182,7 +182,7 @@ def test_batches():
     for values, expected in (
         (result["rewards"], [1, 1, 0]),
         (result["scores"], [1, 1, 0]),
-        (result["extra_logs"]["boxed"], [1, 0, 0]),
+        (result["extra_logs"]["well_formed"], [1, 0, 0]),
         (result["extra_logs"]["timed_out"], [0, 0, 0]),
     ):
         assert torch.equal(values, torch.tensor(expected, dtype=torch.float32))

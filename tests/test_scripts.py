@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from arlopti_openrlhf.cli import prepare_data, train_ppo_ray
+from arlopti_openrlhf.sampling import sampling_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples/scripts").glob("train_*.sh"))
@@ -83,6 +84,9 @@ def test_math_runs_the_published_settings(method, alpha, eta, tmp_path):
     )
     assert (args["rollout.temperature"], args["rollout.max_new_tokens"], args["train.num_episodes"]) == (1.0, 4096, 5)
     assert args["reward.remote_url"] == "rewards/math_reward.py"
+    # Table 1: greedy, but 16 samples for AMC and AIME.
+    sampled = {source: sampling_of(source, args["eval.sampling"])[1:] for source in ("math500", "amc", "aime")}
+    assert sampled == {"math500": (1, 0.0), "amc": (16, 1.0), "aime": (16, 1.0)}
 
 
 @pytest.mark.parametrize(("name", "value"), [("ALGO", "ppo"), ("METHOD", "AR")])

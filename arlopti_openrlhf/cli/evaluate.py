@@ -9,7 +9,6 @@ results/table.csv. An evaluation that was interrupted continues where it stopped
 
 import argparse
 import csv
-import fnmatch
 import hashlib
 import json
 import re
@@ -18,22 +17,15 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.measures import Estimate, Response, measure
+from arlopti_openrlhf.sampling import Sampling, parse_sampling, sampling_of
 from rewards import kk_reward, math_reward
 
 Row = dict[str, Any]
 _CHUNK = 4096  # responses that are generated before they are written
-
-
-class Sampling(NamedTuple):
-    """How the problems of the sources that match `pattern` are answered."""
-
-    pattern: str
-    n: int
-    temperature: float
 
 
 def main() -> None:
@@ -55,9 +47,7 @@ def main() -> None:
         # A process for each: an engine does not give back all that it holds.
         for model in args.model:
             flags = [f"--{n}={v}" for n, v in vars(args).items() if n in ("max_new_tokens", "seed")]
-            flags = [flag.replace("_", "-", 2) for flag in flags] + [
-                f"--sampling={_spec(s)}" for s in args.sampling or ()
-            ]
+            flags = [flag.replace("_", "-", 2) for flag in flags] + [f"--sampling={_spec(s)}" for s in args.sampling]
             flags += ["--greedy"] if args.greedy else []
             command = [sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", "--model", model, "--out", str(out)]
             if subprocess.run([*command, "--data", *args.data, *flags]).returncode:
@@ -84,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--sampling",
         action="append",
         type=parse_sampling,
+        default=[Sampling("*", 8, 1.0)],
         metavar="PATTERN:n=N,t=T",
         help="samples per problem and temperature of the sources that match; the last that matches counts "
         '(default: "*:n=8,t=1")',
@@ -92,23 +83,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     return parser
-
-
-def parse_sampling(text: str) -> Sampling:
-    """ "aime:n=16,t=1.0" → Sampling("aime", 16, 1.0); ArgumentTypeError for anything of another form."""
-    match = re.fullmatch(r"(.+):n=(\d+),t=(\d+\.?\d*|\.\d+)", text)
-    if not match or int(match[2]) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form PATTERN:n=N,t=T, as in aime:n=16,t=1")
-    sampling = Sampling(match[1], int(match[2]), float(match[3]))
-    if sampling.n > 1 and not sampling.temperature:
-        raise argparse.ArgumentTypeError(f"{text!r}: at temperature 0 all samples are the same: n must be 1")
-    return sampling
-
-
-def sampling_of(source: str, specs: Sequence[Sampling] | None) -> Sampling:
-    """The last specification that matches the source."""
-    matching = [s for s in specs or () if fnmatch.fnmatchcase(source, s.pattern)]
-    return matching[-1] if matching else Sampling("*", 8, 1.0)
 
 
 def grade(source: str, response: str, label: str) -> tuple[float, bool]:

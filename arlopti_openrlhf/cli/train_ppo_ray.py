@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from arlopti_openrlhf import cpu
+from arlopti_openrlhf.sampling import Sampling, parse_sampling
 
 UPSTREAM = "openrlhf.cli.train_ppo_ray"
 SUPPORTED = "0.11.2"
@@ -20,13 +21,14 @@ def main() -> None:
     _check_version()
     cpu.enable()
     # Behind enable(): both import openrlhf, which cannot be imported without CUDA and flash-attn before it.
-    from arlopti_openrlhf import evaluation, policy_actor, reward_source
+    from arlopti_openrlhf import controller, evaluation, policy_actor, reward_source
 
     def install(args: argparse.Namespace) -> None:
         policy_actor.install(selective=_is_selective(args))
         reward_source.install(vars(args)["reward.retry_minutes"])
+        evaluation.install(vars(args)["eval.sampling"])
+        controller.install()
 
-    evaluation.install()
     with _our_parser(install):
         runpy.run_module(UPSTREAM, run_name="__main__", alter_sys=True)
 
@@ -79,6 +81,14 @@ def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = Non
         _add_flags(parser)
         parsed = parser.parse_args(args, namespace)
         _check_combinations(parser, parsed)
+        value = vars(parsed)
+        if value["logger.probability_stats"] != "off" and (flag := _needs_stock_update(parsed)):
+            print(f"arlopti_openrlhf: --{flag} {value[flag]}: no statistics by probability.", flush=True)
+            value["logger.probability_stats"] = "off"
+        value["eval.sampling"] = [
+            Sampling("*", value["eval.n_samples_per_prompt"], value["eval.temperature"]),
+            *value["eval.sampling"],
+        ]
         if after_parsing:
             after_parsing(parsed)
         ranks = vars(parsed)["actor.num_nodes"] * vars(parsed)["actor.num_gpus_per_node"]
@@ -142,11 +152,27 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "selective with AR or Lopti, else stock, to the last bit.",
     )
     parser.add_argument(
+        "--logger.probability_stats",
+        choices=["bins", "quartiles", "off"],
+        default="bins",
+        help="Statistics of each update's tokens by their probability, in bins of 0.25 or in quartiles of the rollout "
+        "batch, to wandb and TensorBoard.",
+    )
+    parser.add_argument(
         "--reward.retry_minutes",
         type=_number(0, float("inf"), closed=True),
         default=10.0,
         metavar="FLOAT",
         help="How long a sample waits for a reward server that does not answer, before the run stops.",
+    )
+    parser.add_argument(
+        "--eval.sampling",
+        action="append",
+        type=parse_sampling,
+        default=[],
+        metavar="PATTERN:n=N,t=T",
+        help="Samples per problem and temperature of the data sources that match, as in aime:n=16,t=1; the last that "
+        "matches counts. Default: --eval.n_samples_per_prompt and --eval.temperature.",
     )
 
 
@@ -185,9 +211,13 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
             f"argument --train.batch_size: {batch} does not divide the rollout batch, which Lopti needs: "
             f"it must be a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
         )
-    for flag, off in _NEEDS_STOCK_UPDATE.items():
-        if value["actor.update"] == "selective" and value[flag] != off:
-            parser.error(f"argument --actor.update: selective needs --{flag} {off}, which is {value[flag]}")
+    if value["eval.sampling"] and not value["eval.dataset"]:
+        parser.error("argument --eval.sampling: needs --eval.dataset")
+    flag = _needs_stock_update(args)
+    if value["actor.update"] == "selective" and flag:
+        parser.error(
+            f"argument --actor.update: selective needs --{flag} {_NEEDS_STOCK_UPDATE[flag]}, which is {value[flag]}"
+        )
     if value["algo.lopti.groups"] != "both" and value["algo.lopti.order"] != "low_first":
         parser.error(
             f"argument --algo.lopti.order: {value['algo.lopti.order']} needs both groups, "
@@ -195,8 +225,13 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
 
 
-# The selective update is not made for them: flag and the value at which it is off.
+# The selective update and the statistics are not made for them: flag and the value at which it is off.
 _NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
+
+
+def _needs_stock_update(args: argparse.Namespace) -> str | None:
+    """The first flag that only OpenRLHF's own update can serve."""
+    return next((flag for flag, off in _NEEDS_STOCK_UPDATE.items() if vars(args)[flag] != off), None)
 
 
 def _is_selective(args: argparse.Namespace) -> bool:
@@ -206,11 +241,10 @@ def _is_selective(args: argparse.Namespace) -> bool:
         return value["actor.update"] == "selective"
     if not value["algo.ar.alpha"] and value["algo.lopti.eta"] is None and value["algo.lopti.quantile"] is None:
         return False
-    for flag, off in _NEEDS_STOCK_UPDATE.items():
-        if value[flag] != off:
-            print(f"arlopti_openrlhf: --{flag} {value[flag]}: the update is computed as OpenRLHF does.", flush=True)
-            return False
-    return True
+    flag = _needs_stock_update(args)
+    if flag:
+        print(f"arlopti_openrlhf: --{flag} {value[flag]}: the update is computed as OpenRLHF does.", flush=True)
+    return flag is None
 
 
 def _gpus_placed(args: argparse.Namespace) -> int:

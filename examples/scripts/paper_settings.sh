@@ -39,7 +39,6 @@ paper_flags=(
   --ds.zero_stage 3
   --ds.packing_samples
   --eval.steps 20
-  --eval.n_samples_per_prompt 4
   --ckpt.save_steps 20
   --ckpt.save_hf
 )

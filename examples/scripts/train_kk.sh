@@ -46,6 +46,7 @@ python -m arlopti_openrlhf.cli.train_ppo_ray \
   --ref.num_gpus_per_node 4 \
   --vllm.num_engines 4 \
   --eval.dataset "$EVAL_DATA" \
+  --eval.n_samples_per_prompt 4 \
   --eval.temperature 0.7 \
   --ckpt.path "$OUT/checkpoints" \
   --ckpt.output_dir "$OUT/model" \

@@ -36,7 +36,7 @@ python -m arlopti_openrlhf.cli.train_ppo_ray \
   --ref.num_gpus_per_node 8 \
   --vllm.num_engines 8 \
   --eval.dataset "$EVAL_DATA" \
-  --eval.temperature 1.0 \
+  --eval.sampling "*:n=1,t=0" --eval.sampling "amc:n=16,t=1" --eval.sampling "aime:n=16,t=1" \
   --ckpt.path "$OUT/checkpoints" \
   --ckpt.output_dir "$OUT/model" \
   --logger.tensorboard_dir "$OUT/tensorboard" \

@@ -107,6 +107,24 @@ SIGNATURES = [
         "eval_dataloader samples_list n_samples_per_prompt",
         "evaluation.compute_eval_metrics",
     ),
+    (
+        "openrlhf.trainer.ppo_utils.samples_generator",
+        "SamplesGenerator.generate_eval_samples",
+        "self **generate_kwargs",
+        "evaluation.SourceSamplesGenerator",
+    ),
+    (
+        "openrlhf.trainer.ppo_trainer",
+        "BasePPOTrainer.save_logs_and_checkpoints",
+        "self global_step logs_dict client_states",
+        "controller.Controller",
+    ),
+    (
+        "openrlhf.trainer.ppo_trainer",
+        "BasePPOTrainer.save_best_checkpoint",
+        "self eval_metrics global_step client_states",
+        "controller.Controller",
+    ),
     ("openrlhf.utils.config", "hierarchize", "args", "cli.train_ppo_ray: our flags reach workers as strategy.args"),
     (
         "vllm.distributed.utils",
@@ -397,10 +415,44 @@ SOURCES = [
     ("openrlhf.trainer.ppo_trainer", "", "logs = compute_eval_metrics(", "evaluation.install"),
     ("openrlhf.trainer.ppo_trainer_async", "", "logs = compute_eval_metrics(", "evaluation.install"),
     (
+        "openrlhf.trainer.ppo_trainer",
+        "PPOTrainer.fit",
+        """self.save_best_checkpoint(eval_logs, global_step, client_states)
+        pbar.update(prompts_consumed)
+        if is_exhausted: break
+        # Close trackers
+        if self.wandb_logger: self.wandb_logger.close()""",
+        "controller.PPOTrainer.fit: what is evaluated last, and the trackers closed at the end",
+    ),
+    (
         "openrlhf.trainer.ppo_trainer_async",
-        "",
-        "from openrlhf.trainer.ppo_trainer import BasePPOTrainer, compute_eval_metrics,",
-        "evaluation.install: has to come before this import",
+        "TrainingActor.fit",
+        "self.save_best_checkpoint(eval_metrics, eval_step, client_states)",
+        "controller.Controller.save_best_checkpoint: learns there which step was evaluated",
+    ),
+    (
+        "openrlhf.trainer.ppo_trainer_async",
+        "GenerateSamplesActor.fit",
+        "if self._should_eval(global_step) and not self._eval_just_done:",
+        "controller.GenerateSamplesActor: evaluates at step 0",
+    ),
+    (
+        "openrlhf.trainer.ppo_trainer_async",
+        "PPOTrainerAsync.__init__",
+        "self.trainer_actor = TrainingActor.remote(",
+        "controller.install: rebinds both actors",
+    ),
+    (
+        "openrlhf.trainer.ppo_utils.samples_generator",
+        "SamplesGenerator.generate_eval_samples",
+        "dataloader_iter=self._eval_dataloader_iter,",
+        "evaluation.SourceSamplesGenerator: sets the iterator",
+    ),
+    (
+        "openrlhf.trainer.ppo_utils.samples_generator",
+        "SamplesGenerator._generate_vllm",
+        "self._process_response_into_experience(response, **generate_kwargs) for response in ray.get(ref)",
+        "evaluation.compute_eval_metrics: a problem's samples come together",
     ),
 ]
 

@@ -1,0 +1,31 @@
+"""How the problems of each data source are answered in an evaluation: "aime:n=16,t=1.0"."""
+
+import argparse
+import fnmatch
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Sampling(NamedTuple):
+    """How the problems of the sources that match `pattern` are answered."""
+
+    pattern: str
+    n: int
+    temperature: float
+
+
+def parse_sampling(text: str) -> Sampling:
+    """ "aime:n=16,t=1.0" → Sampling("aime", 16, 1.0); ArgumentTypeError for anything of another form."""
+    match = re.fullmatch(r"(.+):n=(\d+),t=(\d+\.?\d*|\.\d+)", text)
+    if not match or int(match[2]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form PATTERN:n=N,t=T, as in aime:n=16,t=1")
+    sampling = Sampling(match[1], int(match[2]), float(match[3]))
+    if sampling.n > 1 and not sampling.temperature:
+        raise argparse.ArgumentTypeError(f"{text!r}: at temperature 0 all samples are the same: n must be 1")
+    return sampling
+
+
+def sampling_of(source: str, specs: Sequence[Sampling]) -> Sampling:
+    """The last specification that matches the source; the first has to match all."""
+    return [s for s in specs if fnmatch.fnmatchcase(source, s.pattern)][-1]
