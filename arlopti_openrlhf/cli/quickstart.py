@@ -20,7 +20,7 @@ from typing import NamedTuple
 import psutil
 from tqdm import tqdm
 
-from arlopti_openrlhf import measures, tiny_policy
+from arlopti_openrlhf import cpu, measures, tiny_policy
 from arlopti_openrlhf.cli import evaluate, prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +48,8 @@ def main() -> None:
     args = parser.parse_args()
     size, out, seed = REDUCED if args.reduced else FULL, args.out, args.seed
 
+    if cpu.uses_cpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the warm start's Trainer imports DeepSpeed, which would warn
     start = time.time()
     memory = PeakMemory()
     for name in ("data", "model", "checkpoint", "tensorboard", "evaluation"):
