@@ -1,0 +1,1 @@
+"""The paper's figures for one's own model, data and runs: what `cli.analyze` measures, draws and writes."""

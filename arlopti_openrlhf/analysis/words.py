@@ -1,0 +1,99 @@
+"""The six categories of inference-related words of Table 5: how often they occur, and how that goes with reward."""
+
+import re
+from collections.abc import Sequence
+
+import numpy
+from simplemma import lemmatize
+
+# A lemma in angle brackets stands for its inflected forms (nouns and verbs, as the table says); the rest is literal.
+CATEGORIES = {
+    "Analysis": ("<analyze>", "<consider>", "<look> at", "<check>", "<examine>"),
+    "Statement": ("'s <statement>",),
+    "Causal indicator": ("since", "because", "due to", "given that"),
+    "Conclusion indicator": ("so", "thus", "hence", "as a result", "consequently", "therefore"),
+    "Assumption": ("<assume>", "if ... then"),
+    "Assertion": ("must be", "definite"),
+}
+_WORD = re.compile(r"'s\b|[^\W\d_]+|[.!?\n]")
+_RESAMPLES = 400
+
+
+def count(text: str) -> tuple[dict[str, int], int]:
+    """Occurrences of each category in a response, and its number of words. Letter case is ignored."""
+    tokens = _WORD.findall(text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
+    is_word = [token not in ".!?\n" and token != "'s" for token in tokens]
+    # Only what can belong to a category is looked up: a lemmatizer knows every word, and takes its time for each.
+    lemmas = [
+        f"<{lemmatize(token, lang='en')}>" if word else token for token, word in zip(tokens, is_word, strict=True)
+    ]
+    counts = {
+        name: sum(_occurrences(p.split(), tokens, lemmas) for p in patterns) for name, patterns in CATEGORIES.items()
+    }
+    return counts, sum(is_word)
+
+
+def _occurrences(pattern: list[str], tokens: list[str], lemmas: list[str]) -> int:
+    if "..." in pattern:
+        before, after = pattern[0], pattern[-1]
+        return sum(_is_followed(tokens[i + 1 :], after) for i, token in enumerate(tokens) if token == before)
+    starts = range(len(tokens) - len(pattern) + 1)
+    return sum(all(part in (tokens[i + j], lemmas[i + j]) for j, part in enumerate(pattern)) for i in starts)
+
+
+def _is_followed(tokens: list[str], word: str) -> bool:
+    """Whether `word` comes before the sentence ends."""
+    for token in tokens:
+        if token == word:
+            return True
+        if token in ".!?\n":
+            return False
+    return False
+
+
+def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[int], seed: int = 0) -> dict[str, dict]:
+    """How often each category occurs, and how that goes with the reward (Fig. 5).
+
+    Args:
+        texts: (B,) responses.
+        rewards: (B,).
+        prompts: (B,) number of each response's prompt; the intervals are clustered by it.
+
+    Returns:
+        For each category: `per_1000_words` over all responses; `responses`, the share in which it occurs;
+        `by_reward`, its frequency per 1000 words among the responses of each reward; `correlation`, Pearson's between
+        a response's frequency and its reward, with `low` and `high`, its 95% interval by resampling prompts. The three
+        are None where nothing varies.
+    """
+    counted = [count(text) for text in texts]
+    words = numpy.array([total for _, total in counted], dtype=float)
+    rewards, prompts = numpy.asarray(rewards, dtype=float), numpy.asarray(prompts)
+    groups = [numpy.flatnonzero(prompts == p) for p in numpy.unique(prompts)]
+    generator = numpy.random.default_rng(seed)
+    draws = [generator.integers(len(groups), size=len(groups)) for _ in range(_RESAMPLES)]
+    results = {}
+    for name in CATEGORIES:
+        occurrences = numpy.array([counts[name] for counts, _ in counted], dtype=float)
+
+        def per_1000_words(chosen: numpy.ndarray, occurrences=occurrences) -> float:
+            return float(1000 * occurrences[chosen].sum() / max(words[chosen].sum(), 1))
+
+        frequency = 1000 * occurrences / numpy.maximum(words, 1)
+        resampled = [numpy.concatenate([groups[i] for i in draw]) for draw in draws] if occurrences.any() else []
+        correlations = [c for c in (_pearson(frequency[i], rewards[i]) for i in resampled) if c is not None]
+        low, high = numpy.quantile(correlations, [0.025, 0.975]).tolist() if correlations else (None, None)
+        results[name] = {
+            "per_1000_words": per_1000_words(words >= 0),
+            "responses": float((occurrences > 0).mean()),
+            "by_reward": {f"{reward:g}": per_1000_words(rewards == reward) for reward in numpy.unique(rewards)},
+            "correlation": _pearson(frequency, rewards),
+            "low": low,
+            "high": high,
+        }
+    return results
+
+
+def _pearson(x: numpy.ndarray, y: numpy.ndarray) -> float | None:
+    if not x.std() or not y.std():
+        return None
+    return float(numpy.corrcoef(x, y)[0, 1])
