@@ -1,0 +1,159 @@
+"""Responses sampled by vLLM, graded, and as one batch of tensors with GRPO's advantages."""
+
+import json
+import random
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arlopti_openrlhf import cpu
+from rewards import kk_reward, math_reward
+
+Row = dict[str, Any]
+
+
+class Sampled(NamedTuple):
+    """What vLLM returns for one prompt."""
+
+    prompt: str
+    prompt_ids: list[int]
+    responses: list[tuple[str, list[int]]]  # text and token ids of each
+
+
+class Graded(NamedTuple):
+    """One graded response."""
+
+    prompt: int  # number of its prompt
+    text: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    reward: float  # what advantages come from: K&K's 3, -0.5, -1, -3; 1 or 0 for math
+    score: float  # 1 right, 0 wrong
+
+
+@dataclass
+class Batch:
+    """B graded responses, right-padded to T tokens. Column j of (B, A) stands for token j + 1; A = T - 1."""
+
+    sequences: Tensor  # (B, T)
+    attention_mask: Tensor  # (B, T)
+    action_mask: Tensor  # (B, A) bool, true on response tokens
+    advantages: Tensor  # (B, A), 0 outside the response
+    prompts: Tensor  # (B,) number of the prompt; the responses to one are neighbours
+
+
+def read_rows(files: Sequence[str], count: int, seed: int) -> list[Row]:
+    """`count` rows of prepare_data's JSONL, drawn by `seed`, in the file's order; all where there are fewer.
+
+    Raises:
+        ValueError: a file cannot be read, or a row that is drawn has no prompt, label or datasource to grade by.
+    """
+    rows = []
+    for file in files:
+        for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{file}, line {number}: {error}") from error
+    if not rows:
+        raise ValueError(f"{', '.join(files)}: no rows")
+    rows = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))]
+    for row in rows:
+        missing = [name for name in ("prompt", "label", "datasource") if not row.get(name)]
+        if missing:
+            raise ValueError(f"a row has no {', '.join(missing)}: {json.dumps(row)[:100]}")
+        if row["datasource"].startswith("kk_"):
+            kk_reward.grade("", row["label"])  # raises where the label is no solution
+    return rows
+
+
+def sample(model: str, rows: Sequence[Row], n: int, temperature: float, max_new_tokens: int, seed: int):
+    """n responses to each row's prompt: a list of `Sampled`.
+
+    In a process of its own: an engine does not give back all the memory that it holds.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        prompts = [row["prompt"] for row in rows]
+        return pool.submit(_sample, model, prompts, n, temperature, max_new_tokens, seed).result()
+
+
+def _sample(model: str, prompts: list, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[Sampled]:
+    cpu.enable()
+    from vllm import LLM, SamplingParams
+
+    # Few CPUs have bf16 instructions: float32 is the fast type there.
+    dtype = "float32" if cpu.uses_cpu() else "auto"
+    engine = LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
+    tokenizer = engine.get_tokenizer()
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    # Tokenized here, as OpenRLHF does it: the text already holds every special token.
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    parameters = SamplingParams(n=n, temperature=temperature, max_tokens=max_new_tokens, skip_special_tokens=False)
+    outputs = engine.generate([{"prompt_token_ids": i} for i in ids], parameters)
+    return [
+        Sampled(text, list(prompt_ids), [(o.text, list(o.token_ids)) for o in output.outputs])
+        for text, prompt_ids, output in zip(texts, ids, outputs, strict=True)
+    ]
+
+
+def grade(rows: Sequence[Row], sampled: Sequence[Sampled]) -> list[Graded]:
+    """Every response by its source's rule: K&K's sources by Logic-RL's, others as math. Empty ones are left out."""
+    graded = []
+    for number, (row, one) in enumerate(zip(rows, sampled, strict=True)):
+        for text, response_ids in one.responses:
+            turn = kk_reward.assistant_turn(one.prompt + text, one.prompt)
+            if row["datasource"].startswith("kk_"):
+                result = kk_reward.grade(turn, row["label"])
+                reward = result.reward
+            else:
+                result = math_reward.grade(turn, row["label"])
+                reward = result.score
+            if response_ids:
+                graded.append(Graded(number, text, one.prompt_ids, response_ids, reward, result.score))
+    return graded
+
+
+def group_normalized(rewards: Tensor, prompts: Tensor) -> Tensor:
+    """GRPO's advantage of each response, as OpenRLHF's `group_norm`: (r - mean) / (std + 1e-9) over its prompt's.
+
+    Args:
+        rewards: (B,).
+        prompts: (B,) number of each response's prompt.
+
+    Returns:
+        (B,); 0 where a prompt's rewards are all equal, or it has one response.
+    """
+    advantages = torch.zeros_like(rewards)
+    for prompt in prompts.unique():
+        group = rewards[prompts == prompt]
+        if len(group) > 1:
+            advantages[prompts == prompt] = (group - group.mean()) / (group.std() + 1e-9)
+    return advantages
+
+
+def make_batch(graded: Sequence[Graded]) -> Batch:
+    """The responses as tensors. ValueError where there is none."""
+    if not graded:
+        raise ValueError("the model gave no response")
+    lengths = [len(g.prompt_ids) + len(g.response_ids) for g in graded]
+    sequences = torch.zeros(len(graded), max(lengths), dtype=torch.long)
+    attention_mask = torch.zeros_like(sequences)
+    action_mask = torch.zeros(len(graded), max(lengths) - 1, dtype=torch.bool)
+    for i, (one, length) in enumerate(zip(graded, lengths, strict=True)):
+        sequences[i, :length] = torch.tensor(one.prompt_ids + one.response_ids)
+        attention_mask[i, :length] = 1
+        action_mask[i, len(one.prompt_ids) - 1 : length - 1] = True
+    prompts = torch.tensor([g.prompt for g in graded])
+    advantages = group_normalized(torch.tensor([g.reward for g in graded]), prompts)
+    return Batch(sequences, attention_mask, action_mask, advantages[:, None] * action_mask, prompts)

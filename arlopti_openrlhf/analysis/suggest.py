@@ -1,0 +1,84 @@
+"""α and η from how the gradient is shared out between probabilities, by two stated rules.
+
+What a token's gradient weighs is taken at the logits, by Eq. 15: no backward pass, and every token apart.
+"""
+
+import torch
+from torch import Tensor
+
+from arlopti_openrlhf.analysis.rollouts import Batch
+from arlopti_openrlhf.analysis.updates import Tokens
+from arlopti_openrlhf.probability_stats import logit_gradient_norm
+from arlopti_openrlhf.token_update import token_probabilities
+
+PAPER_ETA = 0.5
+# With π spread evenly below 0.5, the paper's α = 0.3 lowers the weight of the low group to 1 - 0.3 · 0.75 = 0.775, and
+# that of tokens near 1 hardly: the high group gains 1/0.775 = 1.29 on the low one.
+GAIN = 1.29
+# What the shares are listed for.
+ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+ETAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_BINS = 200
+_RESAMPLES = 500
+
+
+def suggest(batch: Batch, tokens: Tokens, seed: int = 0) -> dict:
+    """α and η, each with a 95% interval by resampling prompts, and the shares that they come from.
+
+    η: below it lies half of the gradient, Σ |A| · ‖e_o − P‖ over tokens: Lopti's two steps then carry equal weight.
+    α: at which the gradient of the tokens with π ≥ 0.5 gains a factor `GAIN` on that of the others, as the paper's 0.3
+    does where low probabilities are spread evenly; at most 1, and None where one of the two has no gradient.
+    """
+    mask = batch.action_mask
+    probabilities = token_probabilities(tokens.log_probs)
+    norm = logit_gradient_norm(batch.advantages, tokens.log_probs, tokens.squared_rest)
+    cell = (probabilities * _BINS).long().clamp(max=_BINS - 1) + _BINS * batch.prompts[:, None]
+    size = _BINS * (int(batch.prompts.max()) + 1)
+
+    def by_prompt(values: Tensor) -> Tensor:  # (prompts, _BINS)
+        return torch.zeros(size, dtype=torch.float64).index_add_(0, cell[mask], values[mask].double()).view(-1, _BINS)
+
+    # Sums of the norm and of π times the norm give AR's at any α: (1 - α) · G + α · Gπ.
+    plain, weighted = by_prompt(norm), by_prompt(norm * probabilities)
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(len(plain), (_RESAMPLES, len(plain)), generator=generator)
+    times = torch.nn.functional.one_hot(draws, len(plain)).sum(dim=1).double()  # (resamples, prompts)
+    resampled = list(zip(times @ plain, times @ weighted, strict=True))
+    alphas = [_alpha(*sums) for sums in resampled]
+    etas = [_eta(sums) for sums, _ in resampled]
+    plain, weighted = plain.sum(0), weighted.sum(0)
+    low = slice(0, int(PAPER_ETA * _BINS))
+    return {
+        "alpha": {"value": _alpha(plain, weighted), **_interval(alphas)},
+        "eta": {"value": _eta(plain), **_interval(etas)},
+        "low_tokens": (probabilities[mask] < PAPER_ETA).double().mean().item(),
+        "low_gradient": (plain[low].sum() / plain.sum()).item(),
+        "low_gradient_by_alpha": {
+            f"{a:g}": (((1 - a) * plain + a * weighted)[low].sum() / ((1 - a) * plain + a * weighted).sum()).item()
+            for a in ALPHAS
+        },
+        "low_gradient_by_eta": {f"{e:g}": (plain[: round(e * _BINS)].sum() / plain.sum()).item() for e in ETAS},
+    }
+
+
+def _alpha(plain: Tensor, weighted: Tensor) -> float | None:
+    half = int(PAPER_ETA * _BINS)
+    low, high = (plain[:half].sum(), weighted[:half].sum()), (plain[half:].sum(), weighted[half:].sum())
+    if not low[0] or not high[0]:
+        return None
+    # [(1 - α) + α · π_high] / [(1 - α) + α · π_low] = GAIN, with each group's mean π, weighted by the norm.
+    pi_high, pi_low = (high[1] / high[0]).item(), (low[1] / low[0]).item()
+    slope = (pi_high - 1) - GAIN * (pi_low - 1)
+    return min(1.0, (GAIN - 1) / slope) if slope > 0 else 1.0
+
+
+def _eta(plain: Tensor) -> float:
+    total = plain.cumsum(0)
+    return (int((total < total[-1] / 2).sum()) + 1) / _BINS
+
+
+def _interval(values: list[float | None]) -> dict[str, float | None]:
+    values = sorted(v for v in values if v is not None)
+    if not values:
+        return {"low": None, "high": None}
+    return {"low": values[int(0.025 * len(values))], "high": values[int(0.975 * len(values))]}
