@@ -259,8 +259,10 @@ def logs(tmp_path_factory) -> list[str]:
             "eval/kk_2ppl/accuracy": {2: 0.2},
             "eval/kk_3ppl/accuracy": {2: 0.1 * value},
             "train/actor_grad_norm": {1: 0.5, 2: 0.5},
-            "train/tokens/entropy": {1: 0.4},
-            "train/tokens/0-0.25/entropy": {1: 3.0},
+            "train/tokens/p0.00-0.25/entropy": {1: 3.0, 2: 3.0},
+            "train/tokens/p0.00-0.25/share": {1: 0.25, 2: 0.25},
+            "train/tokens/p0.75-1.00/entropy": {1: 0.2},
+            "train/tokens/p0.75-1.00/share": {1: 0.75},
         }
         for value in (1.0, 2.0)
     ]
@@ -276,7 +278,8 @@ def test_curves_have_a_band_over_seeds_and_say_what_is_missing(logs):
     line = reward["lines"]["GRPO"]
     assert line == {"seeds": 2, "steps": [1, 2], "mean": [-1.0, 1.5], "low": [-1.0, 1.0], "high": [-1.0, 2.0]}
     assert accuracy["lines"]["GRPO"]["mean"] == [pytest.approx((0.15 + 0.2) / 2)] and accuracy["missing"] == ["Lopti"]
-    assert found["fig7"][1]["lines"]["GRPO"]["mean"] == [pytest.approx(0.4)]  # not a bin's
+    # 0.25 · 3 + 0.75 · 0.2 = 0.9; at step 2 one bin has all the tokens that have an entropy.
+    assert found["fig7"][1]["lines"]["GRPO"]["mean"] == [pytest.approx(0.9), pytest.approx(3.0)]
     assert [panel["missing"] for panel in found["fig8"]] == [["Lopti"], ["GRPO"], ["GRPO"]]
 
 

@@ -7,6 +7,7 @@ from statistics import fmean
 
 Series = dict[int, float]  # step: value
 
+_BIN = "train/tokens/{}/{}"  # the statistics by probability that every training of ours logs
 # The panels of each figure: title, unit, pattern of the scalars' names.
 FIGURES = {
     "fig6": (
@@ -15,7 +16,7 @@ FIGURES = {
     ),
     "fig7": (
         ("response length", "tokens", r"train/rollout/response_length_mean"),
-        ("entropy", "nats per token", r"train/(?:.*/)?entropy(?:_mean|_loss)?"),
+        ("entropy", "nats per token", "train/entropy"),
     ),
     "fig8": (
         ("gradient norm, one update", "norm before clipping", r"train/actor_grad_norm"),
@@ -41,15 +42,28 @@ def read_scalars(log: Path) -> dict[str, Series]:
 
     events = EventAccumulator(str(log), size_guidance={"scalars": 0})
     events.Reload()
-    return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    scalars = {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    return scalars | {"train/entropy": entropy(scalars)}
+
+
+def entropy(scalars: dict[str, Series]) -> Series:
+    """The policy's entropy: OpenRLHF's `entropy_loss`, which an entropy bonus logs, or Σ share · entropy over the bins
+    of probability. Empty where neither is logged."""
+    if "train/entropy_loss" in scalars:
+        return scalars["train/entropy_loss"]
+    bins = [match[1] for match in (re.fullmatch(_BIN.format("([^/]+)", "entropy"), name) for name in scalars) if match]
+    sums: dict[int, tuple[float, float]] = {}
+    for name in bins:
+        shares = scalars.get(_BIN.format(name, "share"), {})
+        for step, value in scalars[_BIN.format(name, "entropy")].items():
+            total, weight = sums.get(step, (0.0, 0.0))
+            sums[step] = (total + shares.get(step, 0.0) * value, weight + shares.get(step, 0.0))
+    return {step: total / weight for step, (total, weight) in sorted(sums.items()) if weight}
 
 
 def select(scalars: dict[str, Series], pattern: str) -> Series:
     """The series whose name matches: of several the mean at the steps that all have, as for accuracy by source."""
-    names = [name for name in scalars if re.fullmatch(pattern, name)]
-    if "entropy" in pattern:  # the whole policy's, before that of a stage or a bin
-        names = sorted(names, key=lambda name: (name.count("/"), len(name)))[:1]
-    return _mean([scalars[name] for name in names])
+    return _mean([series for name, series in scalars.items() if series and re.fullmatch(pattern, name)])
 
 
 def _mean(series: Sequence[Series]) -> Series:

@@ -96,7 +96,7 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
             body.append(f"<h2>{escape(name)}</h2>")
         body += [f"<p class='notice'>{escape(notice)}</p>" for notice in summary["notices"]]
         if summary["suggestion"]:
-            body.append(_advice(summary["suggestion"]))
+            body.append(_advice(summary["suggestion"], figures[name]["fig3"]))
         body += [_figure(figure, data) for figure, data in figures[name].items()]
         if "fig1" in figures[name]:
             body.append(_quarters_table(figures[name]["fig1"]))
@@ -166,7 +166,7 @@ def _summary_table(summaries: dict[str, dict]) -> str:
     return _table(["model", *(title for title, _ in columns.values())], rows)
 
 
-def _advice(suggestion: dict) -> str:
+def _advice(suggestion: dict, directions: dict) -> str:
     alpha, eta = suggestion["alpha"], suggestion["eta"]
     lines = [
         f"<p>Tokens with a probability below {PAPER_ETA} are {suggestion['low_tokens']:.1%} of this policy's tokens "
@@ -181,6 +181,7 @@ def _advice(suggestion: dict) -> str:
             "where low probabilities are spread evenly.</p>"
         )
     lines += [
+        f"<p>{escape(_direction(directions))}</p>",
         "<p>These are starting points, from one batch and one set of weights: how strong the paper's settings are on "
         "this policy. Which value trains best, only training tells. The intervals cover the choice of prompts, not "
         "the rules.</p>",
@@ -193,6 +194,24 @@ def _advice(suggestion: dict) -> str:
 
 def _shares_table(symbol: str, shares: dict[str, float], caption: str) -> str:
     return _table([symbol, *shares], [["share", *(f"{share:.1%}" for share in shares.values())]], caption)
+
+
+def _direction(data: dict) -> str:
+    """What Fig. 3 says of the tokens that the paper is about, in words."""
+    band = data["bins"].index("0.75-0.99")
+    found = {name: results[band] for name, results in data["right_direction"].items() if results[band]}
+    if not found:
+        return "No positive token has a probability between 0.75 and 0.99, where the methods should tell."
+    base, best = found["GRPO"], max(found, key=lambda name: found[name]["share"])
+    text = (
+        f"Of the positive tokens with π in 0.75-0.99, {base['share']:.0%} (± {base['ci95']:.0%}) become more probable "
+        "in one update by GRPO"
+    )
+    if best == "GRPO":
+        return f"{text}, more than by any other setting tried: by this measure the batch gives no reason to reweight."
+    return (
+        f"{text}, and {found[best]['share']:.0%} (± {found[best]['ci95']:.0%}) with {best}, the most of those tried."
+    )
 
 
 def _estimate(found: dict) -> str:

@@ -132,7 +132,9 @@ class Policy:
             rows = (torch.isin(batch.prompts, prompts) & selected.any(dim=1)).nonzero()[:, 0]
             for micro in self.micro_batches(rows, lengths, self.micro_batch_tokens):
                 self._backward(batch, old_log_probs, advantages, selected, micro)
-            for i, p in enumerate(self.parameters if len(rows) else ()):
+            for i, p in enumerate(self.parameters):
+                if p.grad is None:  # nothing selected here, or an expert without tokens
+                    continue
                 total[i] += p.grad
                 if moments:
                     # Divided by its own tokens alone, a mini-batch's gradient would be MINI_BATCHES times as large.

@@ -108,7 +108,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     update.add_argument("--layers", type=int, nargs="+", help="of Fig. 2, from 1 (default: first, middle, last)")
     update.add_argument(
-        "--micro-batch-tokens", type=_at_least(1), default=16384, help="of one pass; less takes less memory"
+        "--micro-batch-tokens",
+        type=_at_least(1),
+        default=4096,
+        help="of one pass (default 4096); less takes less memory",
     )
     parser.add_argument(
         "--runs",
