@@ -52,7 +52,8 @@ def read_rows(files: Sequence[str], count: int, seed: int) -> list[Row]:
     """`count` rows of prepare_data's JSONL, drawn by `seed`, in the file's order; all where there are fewer.
 
     Raises:
-        ValueError: a file cannot be read, or a row that is drawn has no prompt, label or datasource to grade by.
+        OSError, ValueError: a file cannot be read, or a row has no prompt, label or datasource to grade by, or a K&K
+            row that is drawn has a label of another form.
     """
     rows = []
     for file in files:
@@ -63,11 +64,12 @@ def read_rows(files: Sequence[str], count: int, seed: int) -> list[Row]:
                 raise ValueError(f"{file}, line {number}: {error}") from error
     if not rows:
         raise ValueError(f"{', '.join(files)}: no rows")
-    rows = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))]
     for row in rows:
-        missing = [name for name in ("prompt", "label", "datasource") if not row.get(name)]
+        missing = [name for name in ("prompt", "label", "datasource") if row.get(name) in (None, "", [])]
         if missing:
             raise ValueError(f"a row has no {', '.join(missing)}: {json.dumps(row)[:100]}")
+    rows = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))]
+    for row in rows:
         if row["datasource"].startswith("kk_"):
             kk_reward.grade("", row["label"])  # raises where the label is no solution
     return rows
