@@ -149,7 +149,7 @@ def rows_of(variants: Sequence[str], results: dict[str, dict]) -> list[Row]:
 
 def tables(results: dict[str, dict]) -> str:
     """The whole generated part of docs/study.md."""
-    parts = []
+    parts = [setting()]
     sections = (
         ("GRPO", list(runs.GRPO)),
         ("Ablations (Section 5.3)", ["grpo", *runs.ABLATIONS]),
@@ -170,6 +170,21 @@ def tables(results: dict[str, dict]) -> str:
     machines = sorted({f"{r['machine']['cpu']}, {r['machine']['cores']} cores" for r in results.values()})
     parts.append(f"Run on: {'; '.join(machines) or 'nothing yet'}.\n")
     return "\n".join(parts)
+
+
+def setting() -> str:
+    """What every run has in common, from the runs' own figures."""
+    people = " and ".join(map(str, runs.PEOPLE))
+    warm_start = ", ".join(f"{name} {value}" for name, value in runs.WARM_START.items())
+    return (
+        f"Puzzles of {people} people, equally often; held out, by structure: {runs.HELD_OUT} for each number of "
+        f"people, answered {runs.EVAL_SAMPLES} times at temperature {runs.TEMPERATURE}, and {runs.HELD_OUT_GREEDY} "
+        f"others, answered greedily. Warm start ({warm_start}), one per seed, shared by the seed's runs. Then "
+        f"{runs.STEPS} steps of {runs.PROMPTS_PER_STEP} puzzles x {runs.SAMPLES_PER_PROMPT} answers of at most "
+        f"{runs.MAX_NEW_TOKENS} tokens at temperature {runs.TEMPERATURE}, the same puzzles in the same order for all; "
+        f"two mini-batches a step; learning rate {runs.LEARNING_RATE:g}, constant. `benchmarks/variants/runs.py` has "
+        "every flag.\n"
+    )
 
 
 def _average(measured: dict, measure: str) -> float:
