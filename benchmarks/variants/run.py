@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="PATTERN", help='runs by name, as in "both-*" (default: all)')
     parser.add_argument("--tuning", action="store_true", help="the runs that chose the baseline's learning rate")
     parser.add_argument("--dry-run", action="store_true", help="list the runs, and start none")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time, which share the cores")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time, a core each")
     parser.add_argument("--timeout-minutes", type=float, default=90, help="a run that takes longer has failed")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "variants", help="for models and logs")
     args = parser.parse_args()
@@ -93,13 +93,12 @@ class Study:
 
     Args:
         work: folder for models and logs.
-        parallel: runs at a time; each has its share of the cores.
+        parallel: runs at a time; each computes with one thread.
         timeout: of one run, in seconds.
     """
 
     def __init__(self, work: Path, parallel: int, timeout: float) -> None:
         self.work, self.parallel, self.timeout = work, parallel, timeout
-        self.threads = max(1, (os.cpu_count() or 1) // parallel)
         self.stopped, self.processes = False, set()
         self.seed_locks: dict[int, threading.Lock] = defaultdict(threading.Lock)
         self.commit = _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s", "-uno") else "")
@@ -132,6 +131,8 @@ class Study:
 
     def _stop(self, *_) -> None:
         self.stopped = True
+        for maker in multiprocessing.active_children():
+            maker.kill()
         for process in list(self.processes):
             os.killpg(process.pid, signal.SIGKILL)  # Ray ends the workers of a driver that is gone
 
@@ -141,12 +142,12 @@ class Study:
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(self.threads),
+            # The policy is too small for a second thread to help; where a core is taken, threads wait for each other.
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would bind itself to the same first core
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be its default
             "RAY_worker_niceness": "0",  # added to this process's own; Ray's default of 15 yields to everything
         }
-        if self.parallel > 1:
-            # Each engine would bind its threads to the same first cores.
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ.update(environment)
         from arlopti_openrlhf import cpu
 
@@ -202,7 +203,7 @@ class Study:
             if made.get("configuration") != configuration:
                 shutil.rmtree(folder, ignore_errors=True)
                 start = time.time()
-                # In a process of its own, which gives back the memory and computes with the run's share of the cores.
+                # In a process of its own, which gives back the memory.
                 maker = multiprocessing.get_context("spawn").Process(target=make_inputs, args=(seed, folder))
                 maker.start()
                 maker.join()
