@@ -24,7 +24,8 @@ setup(
     ],
     extras_require={
         "gpu": ["openrlhf[vllm]>=0.11.2,<0.12", "flash-attn==2.8.3"],
-        "dev": ["matplotlib", "pre-commit", "pytest", "pytest-timeout", "ruff"],
+        "analyze": ["matplotlib", "simplemma"],
+        "dev": ["matplotlib", "pre-commit", "pytest", "pytest-timeout", "ruff", "simplemma", "websockets"],
     },
     # vLLM loads its plugins in every process that it starts: the only way into its engine process.
     entry_points={"vllm.general_plugins": ["arlopti_cpu = arlopti_openrlhf.cpu:enable"]},
