@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="list the runs, and start none")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time, a core each")
     parser.add_argument("--timeout-minutes", type=float, default=90, help="a run that takes longer has failed")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "variants", help="for models and logs")
     args = parser.parse_args()
     selected = [
@@ -70,19 +71,19 @@ def main() -> None:
     ]
     if not selected:
         parser.error(f"argument --only: {args.only} matches no run")
-    open_runs = [run for run in selected if not is_done(run)]
+    open_runs = [run for run in selected if not is_done(run, args.results)]
     print(f"{len(selected) - len(open_runs)} of {len(selected)} runs are done", flush=True)
     if args.dry_run:
         for run in selected:
-            print(f"{'done' if is_done(run) else 'open'}  {run.name:<16} {run.flags}")
+            print(f"{'open' if run in open_runs else 'done'}  {run.name:<16} {run.flags}")
     elif open_runs:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         if not 1 <= args.parallel <= max(1, memory // _GIB_PER_RUN):
             parser.error(f"argument --parallel: {args.parallel} runs need {_GIB_PER_RUN} GiB each, of {memory:.0f}")
-        sys.exit(Study(args.work.resolve(), args.parallel, args.timeout_minutes * 60).run(open_runs))
+        sys.exit(Study(args.work.resolve(), args.results, args.parallel, args.timeout_minutes * 60).run(open_runs))
 
 
-def is_done(run: Run, folder: Path = RESULTS) -> bool:
+def is_done(run: Run, folder: Path) -> bool:
     """Whether there is a result of this run with its present configuration."""
     path = folder / f"{run.name}.json"
     return path.exists() and json.loads(path.read_text("utf-8"))["configuration"] == runs.configuration(run)
@@ -93,12 +94,13 @@ class Study:
 
     Args:
         work: folder for models and logs.
+        results: folder for the results.
         parallel: runs at a time; each computes with one thread.
         timeout: of one run, in seconds.
     """
 
-    def __init__(self, work: Path, parallel: int, timeout: float) -> None:
-        self.work, self.parallel, self.timeout = work, parallel, timeout
+    def __init__(self, work: Path, results: Path, parallel: int, timeout: float) -> None:
+        self.work, self.results, self.parallel, self.timeout = work, results, parallel, timeout
         self.stopped, self.processes = False, set()
         self.seed_locks: dict[int, threading.Lock] = defaultdict(threading.Lock)
         self.commit = _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s", "-uno") else "")
@@ -120,7 +122,7 @@ class Study:
                 failed.append(run.name)
                 print(f"{run.name}: failed: {error}", flush=True)
             else:
-                write(result)
+                write(result, self.results)
                 after = [f"{s} {m['accuracy'][0]:.3f}" for s, m in result["after"].items()]
                 print(f"{run.name}: {', '.join(after)}, {time.time() - start:.0f} s", flush=True)
 
@@ -331,7 +333,7 @@ def step_seconds(scalars: Scalars) -> dict[str, float]:
     return {short: round(median(v for _, v in scalars[f"train/{name}"][1:]), 3) for name, short in names.items()}
 
 
-def write(result: dict, folder: Path = RESULTS) -> None:
+def write(result: dict, folder: Path) -> None:
     """Writes a run's result, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['run']}.json"
@@ -349,7 +351,7 @@ def _json(value, depth: int = 0) -> str:
     return "{\n" + ",\n".join(lines) + f"\n{pad}}}"
 
 
-def load(wanted: Iterable[Run], folder: Path = RESULTS) -> dict[str, dict]:
+def load(wanted: Iterable[Run], folder: Path) -> dict[str, dict]:
     """The results of these runs by name, as far as they are there with the present configuration."""
     return {
         run.name: json.loads((folder / f"{run.name}.json").read_text("utf-8"))
