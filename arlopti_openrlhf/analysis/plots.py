@@ -159,13 +159,14 @@ def _figure_5(data: dict) -> Figure:
         bars = frequency.barh(
             y, [r["per_1000_words"] for r in results], height * 0.9, color=_COLOURS[i % 7], label=model
         )
-        frequency.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+        labels = [f"{r['per_1000_words']:.3g} (in {r['responses']:.1%} of responses)" for r in results]
+        frequency.bar_label(bars, labels, fontsize=7, padding=2)
     correlation.set_yticks(range(len(categories)), categories)
     correlation.invert_yaxis()
     correlation.axvline(0, color=plt.rcParams["text.color"], linewidth=0.8)
     correlation.set(title="correlation with the reward (bars: 95%)", xlabel="Pearson's r, per response", xlim=(-1, 1))
     frequency.set(title="frequency", xlabel="occurrences per 1000 words")
-    frequency.margins(x=0.15)
+    frequency.margins(x=0.5)  # room for the labels
     if not any(result["per_1000_words"] for results in data.values() for result in results.values()):
         frequency.set_xlim(0, 1)
     if len(models) > 1:
