@@ -24,7 +24,7 @@ setup(
     ],
     extras_require={
         "gpu": ["openrlhf[vllm]>=0.11.2,<0.12", "flash-attn==2.8.3"],
-        "analyze": ["matplotlib", "simplemma"],
+        "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
         "dev": ["matplotlib", "pre-commit", "pytest", "pytest-timeout", "ruff", "simplemma", "websockets"],
     },
     # vLLM loads its plugins in every process that it starts: the only way into its engine process.

@@ -2,7 +2,8 @@
 the best checkpoint by accuracy, and logs histograms.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
 import ray
@@ -74,28 +75,40 @@ class Controller:
             )
 
     def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
-        """Upstream's; called after each evaluation. Before the first step there is nothing to save."""
+        """Upstream's, called after each evaluation. Before the first step there is nothing to save.
+
+        Raises:
+            ValueError: then, if the evaluation has not the user's metric: upstream would save no best checkpoint, and
+                not say so.
+        """
         self.evaluated_step = global_step
         if global_step:
             super().save_best_checkpoint(eval_metrics, global_step, client_states)
-        else:
-            self._detect_eval_metric_key(eval_metrics)
-
-    def _detect_eval_metric_key(self, eval_metrics) -> str | None:
-        """Upstream's, with `accuracy` as the default.
-
-        Raises:
-            ValueError: no evaluation has the user's key. Upstream would save no best checkpoint, and not say so.
-        """
-        if not self.best_eval_metric_key and "accuracy" in eval_metrics:
-            self.best_eval_metric_key = "accuracy"
-        key = super()._detect_eval_metric_key(eval_metrics)
-        if key is None and self.best_eval_metric_key not in ("", "none"):
+            return
+        key = self.args.ckpt.best_metric_key
+        if key not in ("", "none", *eval_metrics):
             raise ValueError(
-                f"argument --ckpt.best_metric_key: {self.best_eval_metric_key} is none of the evaluation's metrics: "
+                f"argument --ckpt.best_metric_key: {key} is none of the evaluation's metrics: "
                 f"{', '.join(sorted(eval_metrics))}"
             )
-        return key
+
+    def _detect_eval_metric_key(self, eval_metrics) -> str | None:
+        """Upstream's, with `accuracy` as the default."""
+        if not self.best_eval_metric_key and "accuracy" in eval_metrics:
+            self.best_eval_metric_key = "accuracy"
+        return super()._detect_eval_metric_key(eval_metrics)
+
+    def resume(self, checkpoint_states: dict) -> None:
+        self.last_step, self.last_client_states = checkpoint_states["global_step"], dict(checkpoint_states)
+
+    @contextmanager
+    def _saving_the_model(self) -> Iterator[None]:
+        """Upstream saves the trained model at the very end: an evaluation that fails must not lose it."""
+        try:
+            yield
+        except Exception:
+            ray.get(self.actor_model_group.async_run_method(method_name="save_model"))
+            raise
 
     def _trackers(self) -> list:
         return [tracker for tracker in (self.wandb_logger, self.tensorboard_logger) if tracker]
@@ -114,14 +127,18 @@ class PPOTrainer(Controller, _plain(ppo_trainer.PPOTrainer)):
 
     def fit(self, global_step: int = 0) -> None:
         evaluates = self.eval_dataloader is not None and self.args.eval.steps != float("inf")
-        if evaluates and not self.init_checkpoint_states()["global_step"]:
-            self.save_best_checkpoint(self.evaluate(0, **self._eval_kwargs()), 0)
-        self._with_open_trackers(super().fit, global_step)
-        if evaluates and self.evaluated_step != self.last_step:
-            logs = self.evaluate(self.last_step, **self._eval_kwargs())
-            self.save_best_checkpoint(logs, self.last_step, self.last_client_states)
-        for tracker in self._trackers():
-            tracker.close()
+        self.resume(self.init_checkpoint_states())
+        try:
+            if evaluates and not self.last_step:
+                self.save_best_checkpoint(self.evaluate(0, **self._eval_kwargs()), 0)
+            self._with_open_trackers(super().fit, global_step)
+            if evaluates and self.evaluated_step != self.last_step:
+                with self._saving_the_model():
+                    logs = self.evaluate(self.last_step, **self._eval_kwargs())
+                    self.save_best_checkpoint(logs, self.last_step, self.last_client_states)
+        finally:
+            for tracker in self._trackers():
+                tracker.close()
 
     def _eval_kwargs(self) -> dict:
         return self.generate_kwargs | {"n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
@@ -153,20 +170,26 @@ class TrainingActor(Controller, _plain(ppo_trainer_async.TrainingActor)):
     """`TrainingActor`; the only change: its trackers stay open until `finish`."""
 
     def fit(self, global_step: int = 0) -> None:
+        self.resume(self.init_checkpoint_states())
         self._with_open_trackers(super().fit, global_step)
 
     def step_to_evaluate(self) -> int | None:
         """The last step, unless it has been evaluated."""
         return None if self.evaluated_step == self.last_step else self.last_step
 
-    def finish(self, eval_metrics: dict[str, float] | None = None) -> None:
-        if eval_metrics:
-            logger.info(f"Eval at step {self.last_step}: {eval_metrics}")
+    def finish(self, generator=None) -> None:
+        """Evaluates the last step, if there is a `GenerateSamplesActor` to do it, and closes the trackers."""
+        try:
+            if generator is not None:
+                with self._saving_the_model():
+                    eval_metrics = ray.get(generator.evaluate.remote())
+                    logger.info(f"Eval at step {self.last_step}: {eval_metrics}")
+                    for tracker in self._trackers():
+                        tracker.log_eval(self.last_step, eval_metrics)
+                    self.save_best_checkpoint(eval_metrics, self.last_step, self.last_client_states)
+        finally:
             for tracker in self._trackers():
-                tracker.log_eval(self.last_step, eval_metrics)
-            self.save_best_checkpoint(eval_metrics, self.last_step, self.last_client_states)
-        for tracker in self._trackers():
-            tracker.close()
+                tracker.close()
 
 
 @ray.remote
@@ -175,7 +198,6 @@ class PPOTrainerAsync(_plain(ppo_trainer_async.PPOTrainerAsync)):
 
     def fit(self) -> None:
         super().fit()
-        metrics = None
-        if ray.get(self.generator_actor.evaluates.remote()) and ray.get(self.trainer_actor.step_to_evaluate.remote()):
-            metrics = ray.get(self.generator_actor.evaluate.remote())
-        ray.get(self.trainer_actor.finish.remote(metrics))
+        evaluates = ray.get(self.generator_actor.evaluates.remote())
+        step = ray.get(self.trainer_actor.step_to_evaluate.remote())
+        ray.get(self.trainer_actor.finish.remote(self.generator_actor if evaluates and step is not None else None))

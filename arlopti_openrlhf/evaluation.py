@@ -3,7 +3,9 @@
 Upstream averages rewards. Here each source may also have its own number of samples and temperature.
 """
 
+import fnmatch
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +13,13 @@ from dataclasses import replace
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.utils.logging_utils import init_logger
 
 from arlopti_openrlhf.measures import Response, measure
+from arlopti_openrlhf.reward_source import SCORES_ARE_REWARDS
 from arlopti_openrlhf.sampling import Sampling, sampling_of
+
+logger = init_logger(__name__)
 
 _upstream_metrics = ppo_trainer.compute_eval_metrics
 
@@ -37,20 +43,32 @@ class SourceSamplesGenerator(SamplesGenerator):
     def __init__(self, *args, specs: Sequence[Sampling], **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.specs = specs
+        sources = {str(source) for sources, *_ in self.eval_dataloader or () for source in sources}
+        for spec in specs[1:] if sources else ():
+            if not fnmatch.filter(sources, spec.pattern):
+                logger.warning(
+                    f"--eval.sampling {spec.pattern}: matches none of the sources {', '.join(sorted(sources))}"
+                )
 
     def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
-        """Upstream's samples, those of one problem together; `temperature` and `n_samples_per_prompt` are ours."""
+        """Upstream's samples, source by source and those of one problem together, each with its `datasource`.
+
+        `temperature` and `n_samples_per_prompt` are the specifications'.
+        """
         problems = defaultdict(list)
         for batch in self.eval_dataloader:
             for source, *problem in zip(*batch, strict=True):
-                sampling = sampling_of(source, self.specs)
-                problems[sampling.n, sampling.temperature].append(([source], *([part] for part in problem)))
+                problems[str(source)].append(([source], *([part] for part in problem)))
         samples = []
-        for (n, temperature), batches in problems.items():
+        for source, batches in problems.items():
+            sampling = sampling_of(source, self.specs)
             self._eval_dataloader_iter = iter(batches)
-            samples += super().generate_eval_samples(
-                **generate_kwargs | {"n_samples_per_prompt": n, "temperature": temperature}
+            of_source = super().generate_eval_samples(
+                **generate_kwargs | {"n_samples_per_prompt": sampling.n, "temperature": sampling.temperature}
             )
+            for sample in of_source:
+                sample.datasource = source
+            samples += of_source
         return samples
 
 
@@ -60,45 +78,29 @@ def compute_eval_metrics(
     """The measures of each source, as `<source>/<measure>` with its 95% interval `.../low` and `.../high`; `accuracy`,
     the mean over the sources; and upstream's metrics, which averaged rewards, from scores.
 
-    Scores outside [0, 1] do not say what is right (a reward function without scores has its rewards in their place):
-    such a source has upstream's metrics alone.
+    A source whose reward function returns no scores has upstream's metrics alone: rewards do not say what is right.
 
     Args:
-        eval_dataloader: batches of sources, prompts, labels and images.
+        eval_dataloader: upstream's; not needed.
         samples_list: of `SourceSamplesGenerator`.
         n_samples_per_prompt: upstream's; the specifications say more.
     """
-    source_of = {
-        (prompt, label): source
-        for sources, prompts, labels, _images in eval_dataloader
-        for source, prompt, label in zip(sources, prompts, labels, strict=True)
-    }
-    problems: dict[str, list[list[Experience]]] = defaultdict(list)
-    position = 0
-    while position < len(samples_list):
-        first = samples_list[position]
-        source = source_of[first.prompts[0], first.labels[0]]
-        n = sampling_of(source, specs).n
-        problems[source].append(list(samples_list[position : position + n]))
-        position += n
-
     logs: dict[str, float] = {}
-    for source, samples in problems.items():
-        tells_right = all(s.scores is not None and 0 <= s.scores.item() <= 1 for p in samples for s in p)
-        if tells_right:
-            samples = [[replace(s, rewards=s.scores) for s in problem] for problem in samples]
-            for name, estimate in measure([[_response(s) for s in problem] for problem in samples]).items():
+    accuracies = []
+    for source, group in itertools.groupby(samples_list, key=lambda sample: sample.datasource):
+        samples, n = list(group), sampling_of(source, specs).n
+        if all(sample.scores is not None and SCORES_ARE_REWARDS not in sample.info for sample in samples):
+            samples = [replace(sample, rewards=sample.scores) for sample in samples]
+            responses = list(map(_response, samples))
+            for name, estimate in measure([responses[i : i + n] for i in range(0, len(responses), n)]).items():
                 logs[f"{source}/{name}"] = estimate.value
                 logs[f"{source}/{name}/low"], logs[f"{source}/{name}/high"] = estimate.low, estimate.high
-        flat = [s for problem in samples for s in problem]
-        # Upstream finds a sample's source by its prompt alone.
-        own_data = [([source], s.prompts, s.labels, [None]) for s in flat]
-        upstream = _upstream_metrics(own_data, flat, len(samples[0]))
+            accuracies.append(logs[f"{source}/accuracy"])
+        # Upstream finds a sample's source by its prompt, which another source may have too.
+        own_data = [([source], sample.prompts, sample.labels, [None]) for sample in samples]
+        upstream = _upstream_metrics(own_data, samples, n)
         logs |= {name: value for name, value in upstream.items() if name.startswith(f"eval_{source}_")}
-    accuracies = [logs[f"{source}/accuracy"] for source in problems if f"{source}/accuracy" in logs]
-    if accuracies:
-        logs["accuracy"] = sum(accuracies) / len(accuracies)
-    return logs
+    return logs | ({"accuracy": sum(accuracies) / len(accuracies)} if accuracies else {})
 
 
 def _response(sample: Experience) -> Response:

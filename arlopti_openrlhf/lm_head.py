@@ -54,12 +54,13 @@ def distribution_statistics(logits: Tensor, rows: Tensor, targets: Tensor) -> tu
         rows: (N,) which of the flattened positions.
         targets: (N,) token ids o.
     """
-    logits, size = logits.flatten(0, -2), max(1, BLOCK_ELEMENTS // logits.shape[-1])
+    logits = logits.flatten(0, -2)
     entropies, squares = [logits.new_empty(0, dtype=torch.float32)], [logits.new_empty(0, dtype=torch.float32)]
+    size = max(1, BLOCK_ELEMENTS // logits.shape[1])
     for block_rows, block_targets in zip(rows.split(size), targets.split(size), strict=True):
-        block = logits[block_rows].float()
-        sums = _BlockSums.of(block, torch.ones_like(block_targets, dtype=torch.bool), block_targets[:, None])
-        entropies.append(sums.log_total - sums.mean_logit)
+        inside = torch.ones_like(block_targets, dtype=torch.bool)
+        sums = _BlockSums.of(logits[block_rows].float(), inside, block_targets[:, None], with_statistics=True)
+        entropies.append(sums.entropy)
         squares.append(sums.squares)
     return torch.cat(entropies), torch.cat(squares)
 
@@ -68,36 +69,42 @@ class _BlockSums(NamedTuple):
     """Of each row's logits in one block of the vocabulary, with p their softmax within the block: (N,) each."""
 
     log_total: Tensor  # log Σ exp(logits)
-    mean_logit: Tensor  # Σ p · logits
-    squares: Tensor  # Σ p² without the target
+    entropy: Tensor | None  # −Σ p log p
+    squares: Tensor | None  # Σ p² without the target
 
     @classmethod
-    def of(cls, logits: Tensor, inside: Tensor, column: Tensor) -> "_BlockSums":
+    def of(cls, logits: Tensor, inside: Tensor, column: Tensor, with_statistics: bool) -> "_BlockSums":
+        """The sums of (N, block) logits, which are overwritten; without statistics the first alone, bit for bit."""
         greatest = logits.amax(dim=1)
-        odds = (logits - greatest[:, None]).exp_()
+        logits.sub_(greatest[:, None])
+        odds = logits.exp()
         total = odds.sum(dim=1)
-        mean_logit = torch.einsum("nv,nv->n", odds, logits) / total
+        log_total = total.log() + greatest
+        if not with_statistics:
+            return cls(log_total, None, None)
+        entropy = total.log() - logits.mul_(odds).sum(dim=1) / total
         # Taken out before it is squared: where π is near 1 the others would be lost in its rounding.
         odds.scatter_(1, column, torch.where(inside[:, None], 0.0, odds.gather(1, column)))
-        return cls(total.log() + greatest, mean_logit, torch.einsum("nv,nv->n", odds, odds) / total.square())
+        return cls(log_total, entropy, (torch.linalg.vector_norm(odds, dim=1) / total).square())
 
 
 class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_statistics):
         target_logits = hidden.new_zeros(len(targets), dtype=torch.float32)
-        log_totals, blocks = [], []
+        blocks = []
         for block, logits in _blocks_of_logits(hidden, weight, bias, temperature):
             inside, column = _locate(targets, block)
             target_logits = torch.where(inside, logits.gather(1, column)[:, 0], target_logits)
-            if with_entropy or with_statistics:
-                blocks.append(_BlockSums.of(logits, inside, column))
-            log_totals.append(blocks[-1].log_total if blocks else logits.logsumexp(dim=1))
-        log_total = torch.stack(log_totals).logsumexp(dim=0)
+            blocks.append(_BlockSums.of(logits, inside, column, with_entropy or with_statistics))
+        log_totals = torch.stack([b.log_total for b in blocks])
+        log_total = log_totals.logsumexp(dim=0)
         log_probs, entropy, squares = target_logits - log_total, None, None
-        if blocks:
-            shares = (torch.stack(log_totals) - log_total).exp_()
-            entropy = log_total - (shares * torch.stack([b.mean_logit for b in blocks])).sum(dim=0)
+        if with_entropy or with_statistics:
+            log_shares = log_totals - log_total
+            shares = log_shares.exp()
+            entropy = (shares * (torch.stack([b.entropy for b in blocks]) - log_shares)).sum(dim=0)
+        if with_statistics:
             squares = (shares.square() * torch.stack([b.squares for b in blocks])).sum(dim=0)
             ctx.mark_non_differentiable(squares, *(() if with_entropy else (entropy,)))
         ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy if with_entropy else None)

@@ -31,13 +31,13 @@ def mean(values: Sequence[float], bounded: bool = True) -> Estimate:
 
     Args:
         values: (problems,).
-        bounded: the values lie in [0, 1]. The interval is then Wilson's, at the number of independent samples that
-            would have this standard error: it stays within [0, 1], and is not a point where all values are equal.
-            Otherwise it is the normal one.
+        bounded: the values lie in [0, 1], as far as they are rates. The interval is then Wilson's, at the number of
+            independent samples that would have this standard error: it stays within [0, 1], and is not a point where
+            all values are equal. Otherwise, and for scores outside [0, 1], it is the normal one.
     """
     n, p = len(values), fmean(values)
     error = stdev(values) / math.sqrt(n) if n > 1 else 0.0
-    if not bounded:
+    if not bounded or not all(0 <= value <= 1 for value in values):
         return Estimate(p, p - _Z * error, p + _Z * error, error)
     n = p * (1 - p) / error**2 if error and 0 < p < 1 else n
     center = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n)

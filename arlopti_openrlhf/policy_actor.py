@@ -20,7 +20,6 @@ from torch import nn
 from arlopti_openrlhf.actor import SelectiveActor, replaced_attribute
 from arlopti_openrlhf.lm_head import distribution_statistics
 from arlopti_openrlhf.probability_stats import HISTOGRAMS, TokenUpdates, UpdateStatistics
-from arlopti_openrlhf.shared_prompt import pack
 from arlopti_openrlhf.token_update import (
     HIGH,
     LOW,
@@ -170,8 +169,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             for name, value in self.actor.hf_config.to_dict().items()
         )
         balancing_loss = self.aux_loss and self._uses_lopti()  # an empty group would have a gradient
-        by_quartile = self.args.logger.probability_stats == "quartiles"
-        in_advance = in_the_reward or self.lopti.quantile is not None or by_quartile
+        in_advance = in_the_reward or self.lopti.quantile is not None
         return not (in_advance or random or balancing_loss or self.actor.is_vlm)
 
     # --- the update ------------------------------------------------------------------------------------------
@@ -445,13 +443,14 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
 
     def _threshold(self) -> float:
         """η: as given, or the quantile of the whole rollout batch, over all ranks."""
-        return self.lopti.eta if self.lopti.quantile is None else self.quantiles([self.lopti.quantile])[0]
+        if self.lopti.quantile is None:
+            return self.lopti.eta
+        return self.quantiles(self._response_log_probs(self.replay_buffer.items), [self.lopti.quantile])[0]
 
-    def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Below which probability each share of the rollout batch's tokens lies, over all ranks."""
-        log_probs = self._response_log_probs(self.replay_buffer.items)
+    def quantiles(self, log_probs: torch.Tensor, shares: Sequence[float]) -> list[float]:
+        """Below which probability each share of the tokens lies, over all ranks; (1, N) `log_probs` of this rank."""
         gathered: list = [None] * self.strategy.ds_device_mesh["dp"].size()
-        dist.all_gather_object(gathered, log_probs, group=self.strategy.ds_device_mesh["dp"].get_group())
+        dist.all_gather_object(gathered, log_probs.cpu(), group=self.strategy.ds_device_mesh["dp"].get_group())
         log_probs = torch.cat(gathered, dim=1)
         if not log_probs.numel():  # without a token there are no groups to divide, and any threshold will do
             return [1.0] * len(shares)
@@ -503,12 +502,14 @@ class _UpdateObserver:
 
     def begin(self) -> None:
         """Starts a rollout batch."""
-        quartiles = self.trainer.quantiles([0.25, 0.5, 0.75]) if self.by_quartile else None
-        self.statistics = UpdateStatistics(quartiles, torch.cuda.current_device())
+        self.statistics = UpdateStatistics(torch.cuda.current_device(), self.by_quartile)
         self.first_step = self._steps_taken()
 
     def metrics(self) -> dict:
         """Of the rollout batch, over all ranks."""
+        if self.by_quartile:
+            log_probs = self.statistics.log_probs()[None]
+            self.statistics.set_quartiles(self.trainer.quantiles(log_probs, [0.25, 0.5, 0.75]))
         group = self.trainer.strategy.ds_device_mesh["dp"].get_group()
         dist.all_reduce(self.statistics.sums, group=group)
         dist.all_reduce(self.statistics.histograms, group=group)
@@ -544,16 +545,20 @@ class _UpdateObserver:
         self.log_probs, result = output
         if self.trainer.selective and actor.statistics is not None:
             self.distribution = actor.statistics
-            return
-        sequences, action_mask, attention_mask = args[0], args[1], kwargs["attention_mask"]
-        packed = pack(sequences, attention_mask, action_mask, share=False)
-        rows = packed.rows
-        if not actor.packing_samples:  # the logits are those of the padded batch
-            length, width = sequences.shape[1], action_mask.shape[1]
-            rows = packed.places // width * length + length - width + packed.places % width - 1
+        else:
+            self.measure(result["logits"], args[0], args[1], kwargs["attention_mask"])
+
+    def measure(self, logits, sequences, action_mask, attention_mask) -> None:
+        """Takes the statistics of the distributions from the logits of upstream's actor."""
+        length, width = sequences.shape[1], action_mask.shape[1]
+        row, column = action_mask.bool().nonzero(as_tuple=True)
+        before = row * length + length - width + column - 1  # the position that predicts the token
+        targets = sequences.flatten()[before + 1]
+        if self.trainer.actor.packing_samples:  # there is no padding among the logits
+            before = (attention_mask.flatten().long().cumsum(0) - 1)[before]
         self.distribution = tuple(
-            values.new_zeros(action_mask.numel()).index_copy(0, packed.places, values).view(action_mask.shape)
-            for values in distribution_statistics(result["logits"], rows, packed.targets)
+            values.new_zeros(action_mask.shape).index_put_((row, column), values)
+            for values in distribution_statistics(logits, before, targets)
         )
 
     def _keep_loss_arguments(self, loss_fn: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -571,10 +576,10 @@ class _UpdateObserver:
         whole, policy = torch.autograd.grad(loss, [self.log_probs, self.policy_log_probs], retain_graph=True)
         old_log_probs, advantages = experience.action_log_probs, experience.advantages
         before_ar = whole
-        if self.with_ar:
+        if trainer.alpha:
             factor = advantage_weights(old_log_probs, trainer.alpha).clamp(min=torch.finfo(torch.float32).tiny)
             before_ar, advantages = whole - policy + policy / factor, advantages / factor
-        selected = trainer.group.bool()
+        selected = trainer.group.flatten().nonzero()[:, 0]
         is_computed = experience.action_mask.bool()
         entropies, squared_rest = self.distribution
         tokens = TokenUpdates(
@@ -589,7 +594,7 @@ class _UpdateObserver:
             squared_rest=squared_rest,
         )
         is_moved = self._steps_taken() > self.first_step
-        self.statistics.add(TokenUpdates(*(values[selected] for values in tokens)), is_moved)
+        self.statistics.add(TokenUpdates(*(values.flatten()[selected] for values in tokens)), is_moved)
 
 
 class _OnPolicyPass:

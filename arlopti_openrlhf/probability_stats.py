@@ -46,13 +46,13 @@ def logit_gradient_bounds(probabilities: Tensor, vocabulary: int) -> tuple[Tenso
     return rest * math.sqrt(vocabulary / (vocabulary - 1)), rest * math.sqrt(2)
 
 
-def bin_index(probabilities: Tensor, edges: tuple[float, ...] = EDGES) -> Tensor:
+def bin_index(probabilities: Tensor, edges: Sequence[float] | Tensor = EDGES) -> Tensor:
     """(...,) index of each token's bin: bin i is [edges[i], edges[i + 1]), the last one closed.
 
     An edge belongs to the bin above it, as η belongs to Lopti's high group.
     """
-    inner = torch.tensor(edges[1:-1], dtype=probabilities.dtype, device=probabilities.device)
-    return torch.bucketize(probabilities, inner, right=True)
+    edges = torch.as_tensor(edges, dtype=probabilities.dtype, device=probabilities.device)
+    return torch.bucketize(probabilities, edges[1:-1].contiguous(), right=True)
 
 
 class TokenUpdates(NamedTuple):
@@ -64,7 +64,7 @@ class TokenUpdates(NamedTuple):
     old_log_probs: Tensor  # log π_old, of the policy that sampled
     log_probs: Tensor  # log π as the update finds it
     advantages: Tensor  # before AR
-    weights: Tensor  # of the whole loss, KL included
+    weights: Tensor  # of the whole loss, KL included; not of an entropy bonus, which has no weight for each token
     weights_before_ar: Tensor
     is_clipped: Tensor  # bool: an advantage, but no policy gradient
     is_computed: Tensor  # bool: not so for responses that the update passes over; `log_probs`, ... are then of no use
@@ -76,8 +76,9 @@ class UpdateStatistics:
     """Sums over a rollout batch's token updates, by probability π_old; each rank has its own, to be added up.
 
     Args:
-        quartiles: the three inner edges of bins that hold a quarter of the tokens each; None for the bins of `EDGES`.
         device: where the tokens are.
+        by_quartile: in bins that hold a quarter of the tokens each, known when all have been seen (`set_quartiles`);
+            else in those of `EDGES`.
 
     Attributes:
         sums: (bins, sums) and `histograms`: (2, 50) counts and gradient norms, float64, to be added up over the ranks.
@@ -85,14 +86,14 @@ class UpdateStatistics:
 
     HISTOGRAM_BINS = 50
 
-    def __init__(self, quartiles: Sequence[float] | None = None, device: torch.device | str = "cpu") -> None:
-        self.edges = EDGES if quartiles is None else (0.0, *quartiles, 1.0)
-        self.by_quartile = quartiles is not None
-        width = 1 / self.HISTOGRAM_BINS
-        self.histogram_edges = tuple(i * width for i in range(self.HISTOGRAM_BINS)) + (1.0,)
+    def __init__(self, device: torch.device | str = "cpu", by_quartile: bool = False) -> None:
+        self.by_quartile = by_quartile
+        self.edges = torch.tensor(EDGES, device=device)
+        self.histogram_edges = torch.arange(self.HISTOGRAM_BINS + 1, device=device) / self.HISTOGRAM_BINS
         # Rows are bins, columns are sums. In float64: in float32 a million tokens' sum would lose the small ones.
-        self.sums = torch.zeros(len(self.edges) - 1, len(_SUMS), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(EDGES) - 1, len(_SUMS), dtype=torch.float64, device=device)
         self.histograms = torch.zeros(2, self.HISTOGRAM_BINS, dtype=torch.float64, device=device)
+        self._kept: list[tuple[Tensor, Tensor]] = []  # (N,) log π_old and (N, sums) values, until there are quartiles
 
     @torch.no_grad()
     def add(self, tokens: TokenUpdates, is_moved: bool) -> None:
@@ -116,11 +117,25 @@ class UpdateStatistics:
             "positive": is_positive,
             "rose": is_positive & (change > 0),
         }
-        values = torch.stack([columns[name].double() for name in _SUMS], dim=1)
-        self.sums.index_add_(0, bin_index(probabilities, self.edges), values)
+        values = torch.stack([columns[name].float() for name in _SUMS], dim=1)
         fine_bins = bin_index(probabilities, self.histogram_edges)
         for i, name in enumerate(("count", "logit_grad_norm")):
-            self.histograms[i].index_add_(0, fine_bins, values[:, _SUMS.index(name)])
+            self.histograms[i].index_add_(0, fine_bins, values[:, _SUMS.index(name)].double())
+        if self.by_quartile:
+            self._kept.append((tokens.old_log_probs, values))
+        else:
+            self.sums.index_add_(0, bin_index(probabilities, self.edges), values.double())
+
+    def log_probs(self) -> Tensor:
+        """(N,) log π_old of the tokens seen so far, for their quartiles over all ranks."""
+        return torch.cat([self.edges.new_empty(0), *(log_probs for log_probs, _ in self._kept)])
+
+    def set_quartiles(self, quartiles: Sequence[float]) -> None:
+        """Adds up the tokens in the bins between these three edges."""
+        self.edges[1:-1] = torch.tensor(quartiles)
+        for log_probs, values in self._kept:
+            self.sums.index_add_(0, bin_index(token_probabilities(log_probs), self.edges), values.double())
+        self._kept.clear()
 
     def metrics(self, with_ar: bool) -> dict[str, float]:
         """By bin, as `tokens/<bin>/<name>`; a bin without such tokens has no mean.
@@ -143,7 +158,7 @@ class UpdateStatistics:
             "rose": ("rose", "positive"),
         }
         metrics = {}
-        for i, (low, high) in enumerate(pairwise(self.edges)):
+        for i, (low, high) in enumerate(pairwise(self.edges.tolist())):
             name = f"tokens/q{i + 1}" if self.by_quartile else f"tokens/p{low:.2f}-{high:.2f}"
             metrics |= {f"{name}/max_probability": high} if self.by_quartile else {}
             metrics |= {f"{name}/{key}": sums[key][i] for key in ("count", "logit_grad_norm")}

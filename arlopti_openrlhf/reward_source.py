@@ -21,6 +21,8 @@ logger = init_logger(__name__)
 _ATTEMPT = aiohttp.ClientTimeout(total=180)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, doubling
 _SAY_EVERY = 60.0  # seconds
+# The entry of a sample's `extra_logs` that says that its source returned no scores: upstream puts rewards there.
+SCORES_ARE_REWARDS = "scores_are_rewards"
 
 
 class RewardError(Exception):
@@ -79,7 +81,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
             output["scores"] = reward if scores is None else _number("scores", scores)
             output["extra_logs"] = {
                 name: _number(name, value, finite=False) for name, value in (result.get("extra_logs") or {}).items()
-            }
+            } | ({SCORES_ARE_REWARDS: 1.0} if scores is None else {})
         except ValueError as error:
             raise RewardError(f"{self.sources[0]} returned {error}{_about(query, label)}") from None
         return output

@@ -86,8 +86,9 @@ def main() -> None:
     print(f"matrix products: {rate / 1e9:,.0f} GFLOP/s")
     print(f"AR itself takes {bench.seconds_of_reweighting() * 1e3:.2f} ms of its update")
     statistics_seconds = bench.seconds_of_statistics()
-    statistics_share = statistics_seconds / results["AR + Lopti"]["seconds"]
-    print(f"statistics by probability take {statistics_seconds:.3f} s of AR + Lopti's update, {statistics_share:.2%}")
+    statistics_share = {v: s / results[v]["seconds"] for v, s in statistics_seconds.items()}
+    for variant, share in statistics_share.items():
+        print(f"statistics by probability take {statistics_seconds[variant]:.3f} s of {variant}'s update, {share:.2%}")
     print(f"an update of next to no tokens takes {memory['floor']:.1f} GiB")
     print("AR + Lopti by tokens: " + ", ".join(f"{p['tokens']} in {p['seconds']:.2f} s" for p in growth))
     if args.json:
@@ -150,7 +151,9 @@ class Bench:
         self.tokens = sum(len(s.sequences[0]) for s in self.rollout)
         eta = self.prepare_log_probs(selective)
         self.trainers = {}
-        for variant in VARIANTS:
+        # The last is only looked at for what its statistics cost.
+        self.actors["observed stock GRPO"] = stock
+        for variant in (*VARIANTS, "observed stock GRPO"):
             own = copy.copy(strategy)
             own.args = copy.deepcopy(self.flags)
             own.args.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
@@ -265,44 +268,40 @@ class Bench:
             reweight_advantages(advantages, log_probs, 0.3)
         return time.perf_counter() - start
 
-    def seconds_of_statistics(self) -> float:
-        """Of all that `--logger.probability_stats` adds to an update of AR + Lopti.
+    def seconds_of_statistics(self) -> dict[str, float]:
+        """Of all that `--logger.probability_stats` adds to an update, by variant.
 
-        What follows the forward pass is timed in an update. Within it the head sums up its blocks of logits with
-        entropies and squares instead of without: that difference is timed on one block, by turns.
+        What follows the forward pass is timed in an update. In the selective one, the head also sums up its blocks of
+        logits with entropies and squares instead of without: that difference is timed on one block, by turns.
         """
-        from arlopti_openrlhf.actor import replaced_attribute
-        from arlopti_openrlhf.lm_head import BLOCK_ELEMENTS, _BlockSums
-
-        observer, seconds = self.trainers["AR + Lopti"].observer, [0.0]
-        record = observer._record
-
-        def timed(*args) -> None:
-            synchronize()
-            start = time.perf_counter()
-            record(*args)
-            synchronize()
-            seconds[0] += time.perf_counter() - start
-
-        with replaced_attribute(observer, "_record", timed):
-            self.step("AR + Lopti")
-        # The first pass is on-policy, and computes the high group too.
+        # The first pass of Lopti is on-policy, and computes the high group too.
         rows = int(sum(s.action_mask.sum().item() for s in self.rollout) * (2 - LOW_SHARE))
-        device = torch.cuda.current_device()
-        block = torch.randn(min(rows, 512), BLOCK_ELEMENTS // min(rows, 512), device=device)
-        targets = torch.zeros(len(block), 1, dtype=torch.long, device=device)
-        inside = torch.ones(len(block), dtype=torch.bool, device=device)
-        differences = []
-        for _ in range(9):
-            durations = []
-            for sums in (lambda: block.logsumexp(dim=1), lambda: _BlockSums.of(block, inside, targets)):
+        return {
+            "stock GRPO": self._seconds_of_observer("observed stock GRPO"),
+            "AR + Lopti": self._seconds_of_observer("AR + Lopti") + rows * seconds_of_statistics_per_row(),
+        }
+
+    def _seconds_of_observer(self, variant: str) -> float:
+        from arlopti_openrlhf.actor import replaced_attribute
+
+        observer, seconds = self.trainers[variant].observer, [0.0]
+
+        def timed(function):
+            def call(*args) -> None:
                 synchronize()
                 start = time.perf_counter()
-                sums()
+                function(*args)
                 synchronize()
-                durations.append(time.perf_counter() - start)
-            differences.append(durations[1] - durations[0])
-        return seconds[0] + statistics.median(differences) * rows * VOCABULARY / block.numel()
+                seconds[0] += time.perf_counter() - start
+
+            return call
+
+        with (
+            replaced_attribute(observer, "_record", timed(observer._record)),
+            replaced_attribute(observer, "measure", timed(observer.measure)),
+        ):
+            self.step(variant)
+        return seconds[0]
 
     def operations(self, lopti: bool) -> float:
         """FLOPs of the published method on real tokens: forward 2, forward and backward 6 per weight and token."""
@@ -321,6 +320,28 @@ class Bench:
             f"prompts, {self.tokens} tokens ({prompt} of prompts), {self.args.mini_batches} optimizer steps, "
             f"lengths of K&K x {self.args.scale:.4g}{', packed' if self.args.packing else ''}"
         )
+
+
+def seconds_of_statistics_per_row() -> float:
+    """What entropies and squares add to the sums over one row of the vocabulary's logits."""
+    from arlopti_openrlhf.lm_head import BLOCK_ELEMENTS, _BlockSums
+
+    device, rows = torch.cuda.current_device(), 512
+    logits = torch.randn(rows, BLOCK_ELEMENTS // rows, device=device)
+    targets = torch.zeros(rows, 1, dtype=torch.long, device=device)
+    inside = torch.ones(rows, dtype=torch.bool, device=device)
+    differences = []
+    for _ in range(9):
+        durations = []
+        for with_statistics in (False, True):
+            block = logits.clone()
+            synchronize()
+            start = time.perf_counter()
+            _BlockSums.of(block, inside, targets, with_statistics)
+            synchronize()
+            durations.append(time.perf_counter() - start)
+        differences.append(durations[1] - durations[0])
+    return statistics.median(differences) * VOCABULARY / logits.numel()
 
 
 def training_flags(args: argparse.Namespace) -> SimpleNamespace:

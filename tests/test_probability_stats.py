@@ -41,20 +41,23 @@ def test_metrics_by_hand():
     assert found["tokens/p0.25-0.50/count"] == 0 and "tokens/p0.25-0.50/entropy" not in found
     assert not any(name.endswith(("/rose", "/probability_change")) for name in found)
     assert not any("before_ar" in name for name in statistics.metrics(with_ar=False))
-    assert statistics.histograms[0, [5, 25, 45]].tolist() == [1, 1, 2]
-    assert statistics.histograms[1, [5, 25, 45]].tolist() == pytest.approx([1.0, 0.6, 0.1], rel=1e-5)
+    fifths = statistics.histograms.view(2, 5, 10).sum(dim=2)  # 0.1, 0.5 and 0.9 lie in the middle of one each
+    assert fifths[0].tolist() == [1, 0, 1, 0, 2]
+    assert fifths[1].tolist() == pytest.approx([1.0, 0, 0.6, 0, 0.1], rel=1e-5)
 
 
 def test_change_since_the_rollout():
-    statistics = UpdateStatistics(quartiles=(0.3, 0.6, 0.8))
+    statistics = UpdateStatistics(by_quartile=True)
     statistics.add(tokens(), is_moved=False)  # tells nothing of change
     statistics.add(tokens(log_probs=torch.tensor([0.05, 0.7, 0.95, 1.0]).log()), is_moved=True)
+    assert statistics.log_probs().exp().tolist() == pytest.approx(2 * [0.1, 0.5, 0.9, 0.9])
+    statistics.set_quartiles((0.3, 0.6, 0.8))
     found = statistics.metrics(with_ar=False)
     assert found["tokens/q1/probability_change"] == pytest.approx(-0.05)
     assert found["tokens/q2/probability_change"] == pytest.approx(0.2)
     assert found["tokens/q4/probability_change"] == pytest.approx(0.05)
     assert (found["tokens/q1/rose"], found["tokens/q4/rose"]) == (0, 1) and "tokens/q2/rose" not in found
-    assert [found[f"tokens/q{i}/max_probability"] for i in (1, 2, 3, 4)] == [0.3, 0.6, 0.8, 1.0]
+    assert [found[f"tokens/q{i}/max_probability"] for i in (1, 2, 3, 4)] == pytest.approx([0.3, 0.6, 0.8, 1.0])
 
 
 def test_ranks_add_up():

@@ -106,7 +106,8 @@ def test_lists_of_one_are_one_number(server, answer):
 def test_scores_default_to_the_rewards(server):
     http = server(lambda n, message: (200, {"rewards": 0.5}))
     [output] = execute(RewardExecutor([http.url]))
-    assert (output["reward"], output["scores"], output["extra_logs"]) == (0.5, 0.5, {})
+    # The evaluation must not take them for what is right.
+    assert (output["reward"], output["scores"], output["extra_logs"]) == (0.5, 0.5, {"scores_are_rewards": 1.0})
 
 
 @pytest.mark.parametrize("failure", [(500, {"error": "down"}), (503, b""), (429, b""), (200, b"<html>starting")])
@@ -192,9 +193,10 @@ def write(path, body):
 
 
 def test_a_reward_function(tmp_path):
-    path = write(tmp_path / "r.py", 'return {"rewards": torch.tensor([2.5]), "extra_logs": {"n": torch.ones(1)}}')
+    answer = '{"rewards": torch.tensor([2.5]), "scores": torch.zeros(1), "extra_logs": {"n": torch.ones(1)}}'
+    path = write(tmp_path / "r.py", f"return {answer}")
     [output] = execute(RewardExecutor([path]))
-    assert (output["reward"], output["scores"], output["extra_logs"]) == (2.5, 2.5, {"n": 1.0})
+    assert (output["reward"], output["scores"], output["extra_logs"]) == (2.5, 0.0, {"n": 1.0})
 
 
 def test_a_reward_function_that_raises(tmp_path):

@@ -176,7 +176,9 @@ def test_statistics_by_quartile_and_off(at_one_theta):
     edges = [quartiles.status[f"tokens/q{i}/max_probability"] for i in (1, 2, 3, 4)]
     assert edges == sorted(edges) and edges[3] == 1
     assert {name: value for name, value in bins.status.items() if not name.startswith("tokens/")} == off.status
-    assert all(map(torch.equal, bins.gradients[0], off.gradients[0])), "the statistics touch the gradients"
+    for watched in (bins, quartiles):
+        assert all(map(torch.equal, watched.gradients[0], off.gradients[0])), "the statistics touch the gradients"
+        assert watched.forwards == off.forwards, "the statistics take a forward pass"
 
 
 def test_nothing_is_computed_that_is_known(tiny_model):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arlopti_openrlhf import cpu
+from arlopti_openrlhf.generation import generate, load_engine
 from rewards import kk_reward, math_reward
 
 Row = dict[str, Any]
@@ -86,26 +86,13 @@ def sample(model: str, rows: Sequence[Row], n: int, temperature: float, max_new_
 
 
 def _sample(model: str, prompts: list, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[Sampled]:
-    cpu.enable()
-    from vllm import LLM, SamplingParams
+    engine = load_engine(model, seed)
+    from vllm import SamplingParams
 
-    # Few CPUs have bf16 instructions: float32 is the fast type there.
-    dtype = "float32" if cpu.uses_cpu() else "auto"
-    engine = LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
-    tokenizer = engine.get_tokenizer()
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        for prompt in prompts
-    ]
-    # Tokenized here, as OpenRLHF does it: the text already holds every special token.
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     parameters = SamplingParams(n=n, temperature=temperature, max_tokens=max_new_tokens, skip_special_tokens=False)
-    outputs = engine.generate([{"prompt_token_ids": i} for i in ids], parameters)
     return [
-        Sampled(text, list(prompt_ids), [(o.text, list(o.token_ids)) for o in output.outputs])
-        for text, prompt_ids, output in zip(texts, ids, outputs, strict=True)
+        Sampled(text, list(output.prompt_token_ids), [(o.text, list(o.token_ids)) for o in output.outputs])
+        for text, output in generate(engine, prompts, parameters)
     ]
 
 

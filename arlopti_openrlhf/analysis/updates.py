@@ -12,12 +12,11 @@ from openrlhf.models import PolicyLoss
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from arlopti_openrlhf.actor import SelectiveActor
+from arlopti_openrlhf.actor import SelectiveActor, replaced_attribute
 from arlopti_openrlhf.analysis.rollouts import Batch
 from arlopti_openrlhf.policy_actor import GroupPolicyLoss
 
 MINI_BATCHES = 4  # whose gradients give AdamW's second moments
-_LOGITS = 2**27  # elements of one micro-batch's logits, where all of them are needed
 _EPSILON = 1e-8  # AdamW's
 
 
@@ -87,24 +86,16 @@ class Policy:
 
     @torch.no_grad()
     def tokens(self, batch: Batch) -> Tokens:
-        """The statistics of every response token that need its whole distribution."""
+        """The statistics of every response token."""
         results = [torch.zeros(batch.action_mask.shape) for _ in Tokens._fields]
         lengths = batch.attention_mask.sum(dim=1)
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        limit = min(self.micro_batch_tokens, _LOGITS // vocabulary)
-        for rows in self.micro_batches(torch.arange(len(lengths)), lengths, limit):
-            sequences, _, attention_mask = self._inputs(batch, rows, batch.action_mask)
-            first = int(batch.action_mask[rows].long().argmax(dim=1).min())
-            keep = sequences.shape[1] - first
-            logits = self.model(sequences, attention_mask=attention_mask, logits_to_keep=keep).logits[:, :-1].float()
-            log_probs = (logits / self.temperature).log_softmax(dim=-1)
-            targets = sequences[:, first + 1 :, None]
-            sampled, probabilities = log_probs.gather(-1, targets)[..., 0], log_probs.exp()
-            entropy = -(probabilities * log_probs).sum(dim=-1)
-            squared_rest = probabilities.scatter_(-1, targets, 0.0).square_().sum(dim=-1)
-            for result, values in zip(results, (sampled, squared_rest, entropy), strict=True):
-                result[rows, first : sequences.shape[1] - 1] = values.cpu()
-        return Tokens(*(result * batch.action_mask for result in results))
+        with replaced_attribute(self.actor, "records_statistics", True):
+            for rows in self.micro_batches(torch.arange(len(lengths)), lengths, self.micro_batch_tokens):
+                log_probs = self.actor(*self._inputs(batch, rows, batch.action_mask))
+                entropy, squared_rest = self.actor.statistics
+                for result, values in zip(results, (log_probs, squared_rest, entropy), strict=True):
+                    result[rows, : values.shape[1]] = values.cpu()
+        return Tokens(*results)
 
     def gradient(
         self,

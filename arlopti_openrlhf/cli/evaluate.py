@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from arlopti_openrlhf import cpu
+from arlopti_openrlhf.generation import generate, load_engine
 from arlopti_openrlhf.measures import Estimate, Response, measure
 from arlopti_openrlhf.sampling import Sampling, parse_sampling, sampling_of
 from rewards import kk_reward, math_reward
@@ -143,18 +143,10 @@ def evaluate(model: str, rows: Sequence[Row], args: argparse.Namespace, out: Pat
 
 def _engine(model: str, args: argparse.Namespace) -> Callable[[Sequence[Row], list], Iterator]:
     """answer(rows, jobs) gives (job, prompt text, vLLM's outputs) for each job."""
-    cpu.enable()
-    from vllm import LLM, SamplingParams
-
-    # Few CPUs have bf16 instructions: float32 is the fast type there.
-    dtype = "float32" if cpu.uses_cpu() else "auto"
-    engine = LLM(model, seed=args.seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
-    tokenizer = engine.get_tokenizer()
+    engine = load_engine(model, args.seed)
+    from vllm import SamplingParams
 
     def answer(rows: Sequence[Row], jobs: list) -> Iterator:
-        prompts = [_prompt_text(rows[i]["prompt"], tokenizer) for i, _, _ in jobs]
-        # Tokenized here, as OpenRLHF does it: the text already holds every special token.
-        inputs = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in prompts]
         parameters = [
             SamplingParams(
                 max_tokens=args.max_new_tokens,
@@ -164,8 +156,8 @@ def _engine(model: str, args: argparse.Namespace) -> Callable[[Sequence[Row], li
             )
             for _, n, temperature in jobs
         ]
-        outputs = engine.generate(inputs, parameters)
-        for job, prompt, output in zip(jobs, prompts, outputs, strict=True):
+        answered = generate(engine, [rows[i]["prompt"] for i, _, _ in jobs], parameters)
+        for job, (prompt, output) in zip(jobs, answered, strict=True):
             yield job, prompt, output.outputs
 
     return answer
@@ -220,12 +212,6 @@ def _chunks(jobs: list[tuple[int, int, float]]) -> Iterator[list]:
             chunk, responses = [], 0
     if chunk:
         yield chunk
-
-
-def _prompt_text(prompt: str | list[dict], tokenizer) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
 
 
 def _name(model: str) -> str:

@@ -211,8 +211,14 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
             f"argument --train.batch_size: {batch} does not divide the rollout batch, which Lopti needs: "
             f"it must be a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
         )
-    if value["eval.sampling"] and not value["eval.dataset"]:
-        parser.error("argument --eval.sampling: needs --eval.dataset")
+    evaluates = value["eval.dataset"] and value["eval.steps"] != -1
+    if value["eval.sampling"] and not evaluates:
+        parser.error("argument --eval.sampling: needs --eval.dataset and --eval.steps")
+    if evaluates and not value["reward.remote_url"] and not value["train.agent_func_path"]:
+        parser.error(
+            "argument --eval.dataset: needs --reward.remote_url or --train.agent_func_path: OpenRLHF's evaluation "
+            "asks no reward model"
+        )
     flag = _needs_stock_update(args)
     if value["actor.update"] == "selective" and flag:
         parser.error(

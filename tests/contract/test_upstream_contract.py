@@ -121,6 +121,18 @@ SIGNATURES = [
     ),
     (
         "openrlhf.trainer.ppo_trainer",
+        "BasePPOTrainer._detect_eval_metric_key",
+        "self eval_metrics",
+        "controller.Controller",
+    ),
+    (
+        "openrlhf.trainer.ppo_trainer_async",
+        "GenerateSamplesActor._run_eval",
+        "self",
+        "controller.GenerateSamplesActor",
+    ),
+    (
+        "openrlhf.trainer.ppo_trainer",
         "BasePPOTrainer.save_best_checkpoint",
         "self eval_metrics global_step client_states",
         "controller.Controller",
