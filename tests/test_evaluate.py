@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from arlopti_openrlhf.cli import evaluate
-from arlopti_openrlhf.cli.evaluate import grade, markdown
+from arlopti_openrlhf.cli.evaluate import markdown
 from arlopti_openrlhf.sampling import Sampling, parse_sampling, sampling_of
+from rewards.sources import grade
 
 
 def test_sampling():
@@ -26,9 +27,9 @@ def test_sampling():
 
 def test_sources_have_their_grader():
     label = "(1) Zoey is a knight"
-    assert grade("kk_2ppl", f"<think></think><answer>{label}</answer>", label) == (1.0, True)
-    assert grade("aime", "It is \\boxed{025}", "25") == (1.0, True)
-    assert grade("aime", "It is 25", "25") == (1.0, False)
+    assert grade("kk_2ppl", f"<think></think><answer>{label}</answer>", label) == (3.0, 1.0, True)
+    assert grade("aime", "It is \\boxed{025}", "25") == (1.0, 1.0, True)
+    assert grade("aime", "It is 25", "25") == (1.0, 1.0, False)
 
 
 def test_tables(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arlopti_openrlhf.generation import generate, load_engine
-from rewards import kk_reward, math_reward
+from rewards import kk_reward, sources
 
 Row = dict[str, Any]
 
@@ -97,19 +97,14 @@ def _sample(model: str, prompts: list, n: int, temperature: float, max_new_token
 
 
 def grade(rows: Sequence[Row], sampled: Sequence[Sampled]) -> list[Graded]:
-    """Every response by its source's rule: K&K's sources by Logic-RL's, others as math. Empty ones are left out."""
+    """Every response by its source's rule. Empty ones are left out."""
     graded = []
     for number, (row, one) in enumerate(zip(rows, sampled, strict=True)):
         for text, response_ids in one.responses:
             turn = kk_reward.assistant_turn(one.prompt + text, one.prompt)
-            if row["datasource"].startswith("kk_"):
-                result = kk_reward.grade(turn, row["label"])
-                reward = result.reward
-            else:
-                result = math_reward.grade(turn, row["label"])
-                reward = result.score
+            result = sources.grade(row["datasource"], turn, row["label"])
             if response_ids:
-                graded.append(Graded(number, text, one.prompt_ids, response_ids, reward, result.score))
+                graded.append(Graded(number, text, one.prompt_ids, response_ids, result.reward, result.score))
     return graded
 
 

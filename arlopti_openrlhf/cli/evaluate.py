@@ -22,7 +22,8 @@ from typing import Any
 from arlopti_openrlhf.generation import generate, load_engine
 from arlopti_openrlhf.measures import Estimate, Response, measure
 from arlopti_openrlhf.sampling import Sampling, parse_sampling, sampling_of
-from rewards import kk_reward, math_reward
+from rewards import kk_reward
+from rewards.sources import grade
 
 Row = dict[str, Any]
 _CHUNK = 4096  # responses that are generated before they are written
@@ -83,15 +84,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     return parser
-
-
-def grade(source: str, response: str, label: str) -> tuple[float, bool]:
-    """(score, well-formed): K&K's sources by Logic-RL's rule, others as math."""
-    if source.startswith("kk_"):
-        result = kk_reward.grade(response, label)
-        return result.score, result.well_formed
-    result = math_reward.grade(response, label)
-    return result.score, result.boxed
 
 
 def evaluate(model: str, rows: Sequence[Row], args: argparse.Namespace, out: Path) -> None:
@@ -167,12 +159,12 @@ def _graded(row: Row, job: tuple[int, int, float], prompt: str, outputs) -> dict
     responses = []
     for output in outputs:
         turn = kk_reward.assistant_turn(prompt + output.text, prompt)
-        score, well_formed = grade(row["datasource"], turn, row["label"])
+        result = grade(row["datasource"], turn, row["label"])
         responses.append(
             {
                 "text": output.text,
-                "score": score,
-                "well_formed": well_formed,
+                "score": result.score,
+                "well_formed": result.well_formed,
                 "tokens": len(output.token_ids),
                 "truncated": output.finish_reason == "length",
             }
