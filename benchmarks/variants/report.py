@@ -370,7 +370,7 @@ def _plot_differences(axis, results: dict[str, dict]) -> None:
     axis.axvline(0, color="0.5", linewidth=1)
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.invert_yaxis()
-    axis.set(title="accuracy minus the baseline's, paired by seed (bars: 95%)")
+    axis.set(title="accuracy minus baseline, by seed (bars: 95%)")
 
 
 if __name__ == "__main__":
