@@ -10,7 +10,7 @@ Everything is deterministic by seed, in any process: nothing depends on hash() o
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 Statement = tuple  # ("telling-truth" | "lying", person) or (connective, statement, ...)
@@ -236,9 +236,7 @@ def chatml(quiz: str) -> str:
     return f"{turns}<|im_start|>assistant\n<think>"
 
 
-def worked_solution(
-    puzzle: Puzzle, rng: random.Random, *, guess_share: float = 0.0, solution_first: float = 0.5
-) -> str:
+def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float = 0.5) -> str:
     """What an assistant who solves the puzzle writes after a prefilled `<think>`; the answer is always right.
 
     It tries assignments in random order and checks each statement until one contradicts the speaker's role:
@@ -247,18 +245,29 @@ def worked_solution(
     Args:
         puzzle: the puzzle to solve.
         rng: the only source of chance.
-        guess_share: how often, in [0, 1], the answer is given without any trial.
         solution_first: how often, in [0, 1], the first trial is the solution; otherwise it comes at a random place,
             after at most 7 wrong trials.
     """
     trials: list[tuple[bool, ...]] = []
-    if rng.random() >= guess_share:
-        wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
-        if rng.random() >= solution_first:
-            trials = rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS)))
-        trials.append(puzzle.solution)
+    wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
+    if rng.random() >= solution_first:
+        trials = rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS)))
+    trials.append(puzzle.solution)
     thoughts = "".join(_trial(puzzle, knights) for knights in trials)
     return f"{thoughts}</think><answer>{puzzle.solution_text}</answer>"
+
+
+def hasty_answer(puzzle: Puzzle, rng: random.Random) -> str:
+    """What an assistant who does not think writes after a prefilled `<think>`: no trial, and any roles.
+
+    It is well-formed, and right by chance: once in 2^N for N people.
+
+    Args:
+        puzzle: the puzzle to answer.
+        rng: the only source of chance.
+    """
+    roles = tuple(rng.random() < 0.5 for _ in puzzle.names)
+    return f"</think><answer>{replace(puzzle, solution=roles).solution_text}</answer>"
 
 
 def _trial(puzzle: Puzzle, knights: tuple[bool, ...]) -> str:

@@ -47,9 +47,7 @@ _BOILERPLATE = (knights_knaves.INSTRUCTION, knights_knaves.ISLAND, knights_knave
 _VOCAB_SIZE = 512  # of the BPE, its 256 bytes included; the texts above and the names come on top
 _TOKENIZER_TEXTS = 4000
 _BATCH_SIZE = 24
-# What is left to learn: the policy gives a share of its probability to tokens that nobody wrote. It knows more than
-# its samples show, and reinforcement has low-probability tokens to act on.
-_LABEL_SMOOTHING = 0.08
+_HASTY_PART = 0.15  # the last part of the steps, in which answers may be hasty
 
 
 def make_policy(
@@ -59,11 +57,16 @@ def make_policy(
     seed: int = 0,
     steps: int = 1600,
     learning_rate: float = 3e-3,
-    guess_share: float = 0.0,
+    muon: bool = False,
+    label_smoothing: float = 0.08,
+    hasty_share: float = 0.0,
     solution_first: float = 0.5,
     names: Sequence[str] = NAMES,
 ) -> None:
     """Make the small policy, warm-start it on worked solutions of training puzzles, and save it to `out_dir`.
+
+    What it leaves to reinforcement: with label smoothing the policy gives a share of its probability to tokens that
+    nobody wrote, and knows more than its samples show. With hasty answers it may think or not, and thinking pays.
 
     Args:
         out_dir: receives config, float32 safetensors, tokenizer with chat template, and generation config.
@@ -71,24 +74,34 @@ def make_policy(
         seed: of the puzzles, the initial weights and the order of training.
         steps: optimizer steps, of 24 puzzles each.
         learning_rate: peak of AdamW's cosine schedule.
-        guess_share: how often the worked solution answers without a trial.
+        muon: train the layers' matrices with Muon, at twice that rate: solutions are learned in far fewer steps.
+        label_smoothing: of the cross-entropy, in [0, 1).
+        hasty_share: how often the answer is a hasty one, in the last 15% of the steps.
         solution_first: how often the worked solution's first trial is the right one.
         names: the pool the people's names are drawn from.
     """
     rng = random.Random(seed)
     count = steps * _BATCH_SIZE
     puzzles = list(islice(_training_puzzles(people, rng, names), max(count, _TOKENIZER_TEXTS)))
-    answers = [
-        knights_knaves.worked_solution(p, rng, guess_share=guess_share, solution_first=solution_first) for p in puzzles
-    ]
+    careful = round(steps * (1 - _HASTY_PART)) * _BATCH_SIZE if hasty_share else count
+
+    def answer(i: int) -> str:
+        if rng.random() < hasty_share and i >= careful:
+            return knights_knaves.hasty_answer(puzzles[i], rng)
+        return knights_knaves.worked_solution(puzzles[i], rng, solution_first=solution_first)
+
+    answers = [answer(i) for i in range(len(puzzles))]
     tokenizer = make_tokenizer(
         [knights_knaves.chatml(p.quiz) + a for p, a in zip(puzzles, answers, strict=True)][:_TOKENIZER_TEXTS]
     )
     torch.manual_seed(seed)
     model = make_model(tokenizer)
-    rows = _in_batches_of_like_length(_encode(tokenizer, puzzles[:count], answers[:count]), rng)
+    rows = _encode(tokenizer, puzzles[:count], answers[:count])
+    # Hasty answers are the short ones: in batches of their own the last such batch would decide how often they come.
+    rows = _in_batches_of_like_length(rows[:careful], rng) + rng.sample(rows[careful:], len(rows) - careful)
+    optimizer = MuonAndAdamW(model, learning_rate) if muon else None
     with _quiet_transformers():
-        _fine_tune(model, tokenizer, rows, Path(out_dir), seed, steps, learning_rate)
+        _fine_tune(model, tokenizer, rows, Path(out_dir), seed, steps, learning_rate, label_smoothing, optimizer)
         model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
         model.save_pretrained(out_dir)
         tokenizer.save_pretrained(out_dir)
@@ -190,6 +203,8 @@ def _fine_tune(
     seed: int,
     steps: int,
     learning_rate: float,
+    label_smoothing: float,
+    optimizer: torch.optim.Optimizer | None,
 ) -> None:
     arguments = TrainingArguments(
         output_dir=str(out_dir),
@@ -199,7 +214,7 @@ def _fine_tune(
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
         warmup_steps=30,
-        label_smoothing_factor=_LABEL_SMOOTHING,
+        label_smoothing_factor=label_smoothing,
         train_sampling_strategy="sequential",
         use_cpu=True,
         seed=seed,
@@ -216,9 +231,34 @@ def _fine_tune(
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
         callbacks=[_ProgressBar],
+        optimizers=(optimizer, None),  # None: Trainer's own
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon (arXiv 2502.16982's scaling) for the layers' matrices and AdamW for the rest, as one optimizer.
+
+    Args:
+        model: the policy.
+        learning_rate: AdamW's; Muon's is twice that.
+    """
+
+    def __init__(self, model: Qwen2ForCausalLM, learning_rate: float) -> None:
+        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        self.parts = (
+            torch.optim.Muon(matrices, lr=2 * learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+        super().__init__([dict(part.param_groups[0]) for part in self.parts], {})
+
+    def step(self, closure: None = None) -> None:
+        """One step of both, with the learning rates that a schedule has set in this optimizer's groups."""
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups[0]["lr"] = group["lr"]
+            part.step()
 
 
 class _ProgressBar(TrainerCallback):

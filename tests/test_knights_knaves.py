@@ -13,6 +13,7 @@ from arlopti_openrlhf.knights_knaves import (
     NAMES,
     chatml,
     generate,
+    hasty_answer,
     is_held_out,
     is_true,
     messages,
@@ -232,11 +233,10 @@ def test_prompt_is_the_published_one():
 
 
 @pytest.mark.parametrize("num_people", range(2, 9))
-@pytest.mark.parametrize("guess_share", [0.0, 0.5, 1.0])
-def test_worked_solution_earns_the_full_reward(num_people, guess_share):
+def test_worked_solution_earns_the_full_reward(num_people):
     rng = random.Random(0)
     for puzzle in some(num_people, 20):
-        text = worked_solution(puzzle, rng, guess_share=guess_share)
+        text = worked_solution(puzzle, rng)
         assert grade(f"<think>{text}", puzzle.solution_text).reward == 3.0
 
 
@@ -254,12 +254,19 @@ def test_worked_solution_by_hand():
     assert any(" Try Emma knight, James knight: Emma false no. Try" in text for text in texts)
 
 
-def test_share_of_guesses_and_of_solutions_first():
+def test_share_of_solutions_first():
     puzzle = some(3, 1)[0]
     rng = random.Random(0)
-    texts = [worked_solution(puzzle, rng, guess_share=0.3, solution_first=0.5) for _ in range(2000)]
-    guesses = [text for text in texts if text.startswith("</think>")]
-    assert abs(len(guesses) / 2000 - 0.3) < 0.05
+    texts = [worked_solution(puzzle, rng, solution_first=0.5) for _ in range(2000)]
     # Besides the half that goes first, one in eight of the others finds the solution at once: 0.5 + 0.5 / 8.
-    at_once = sum(text.count("Try") == 1 for text in texts) / (2000 - len(guesses))
-    assert abs(at_once - 0.5625) < 0.06
+    at_once = sum(text.count("Try") == 1 for text in texts) / 2000
+    assert abs(at_once - 0.5625) < 0.05
+
+
+@pytest.mark.parametrize("num_people", [2, 3])
+def test_a_hasty_answer_is_well_formed_and_right_by_chance(num_people):
+    rng = random.Random(0)
+    puzzle = some(num_people, 1)[0]
+    grades = [grade(f"<think>{hasty_answer(puzzle, rng)}", puzzle.solution_text) for _ in range(2000)]
+    assert all(found.well_formed and found.answered for found in grades)
+    assert abs(sum(found.score for found in grades) / 2000 - 0.5**num_people) < 0.04
