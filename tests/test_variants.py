@@ -41,6 +41,7 @@ def result(of: runs.Run, accuracy: float = 0.5) -> dict:
     return made | {
         "seconds": {"run": 120.0, "warm_start": 60.0, "step": 2.0, "generation": 1.0, "update": 0.5},
         "machine": {"cpu": "some CPU", "cores": 2, "parallel": 1},
+        "warm_start_sha256": "a",
     }
 
 
@@ -216,13 +217,23 @@ def test_report_of_an_unfinished_study(tmp_path):
     page = (tmp_path / "study.md").read_text()
     assert page.startswith("Before.\n") and page.endswith("\nAfter.\n") and "old" not in page
     # GRPO: mean 0.52, s = 0.02, 4.303 · 0.02 / √3 = 0.050. By puzzle: 0.03 in each of 3 x 2, 0.03 / √6 = 0.012.
-    assert "| GRPO | 3 of 5 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.012 |" in page
+    row = "| GRPO | 3 of 5 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.012 | 0.500 ± 0.000 | 0.500 ± 0.000 |"
+    assert f"{row} 1.500 ± 0.000 |" in page
     # Both: differences 0.05 and 0.07: mean 0.06, s = 0.0141, t(1) = 12.706, so ± 0.127; t = 6: p = 1 - 2/π · atan 6.
-    assert "| + AR + Lopti | 2 of 5 | +0.060 ± 0.127 |" in page and "| 0.105 |" in page
+    assert "| + AR + Lopti | 2 of 5 | +0.060 ± 0.127 | 0.105 | 0.105 | +0.060 ± 0.127 |" in page
     assert "| + Lopti (η = 0.5) | 0 of 5 | missing |" in page
     assert "Runs that are missing: ar-0, lopti-0, ar-1," in page
     assert "Run on: some CPU, 2 cores." in page
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_from_different_warm_starts_are_no_pair():
+    results = {f"{v}-{seed}": result(of_name(f"{v}-{seed}")) for v in ("grpo", "ar") for seed in (0, 1)}
+    grpo, ar = report.rows_of(["grpo", "ar"], results)
+    assert report.differences(ar, grpo, report.accuracy).difference.n == 2
+    results["ar-1"]["warm_start_sha256"] = "b"
+    grpo, ar = report.rows_of(["grpo", "ar"], results)
+    assert report.differences(ar, grpo, report.accuracy).difference.n == 1
 
 
 def test_report_of_nothing_says_so():

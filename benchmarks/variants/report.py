@@ -8,7 +8,8 @@ since runs of one seed share the warm start, the puzzles and their order.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -96,14 +97,14 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(fmean(values), half, n)
 
 
-def paired_test(values: dict[int, float], baseline: dict[int, float]) -> Test | None:
-    """The test over the seeds that both have; None where there is none.
+def paired_test(values: dict, baseline: dict) -> Test | None:
+    """The test over the keys that both have; None where there is none.
 
     Args:
-        values: by seed.
-        baseline: by seed.
+        values: by seed, or whatever makes a pair.
+        baseline: the same.
     """
-    differences = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
+    differences = [values[key] - baseline[key] for key in sorted(values.keys() & baseline.keys())]
     if not differences:
         return None
     found = interval(differences)
@@ -200,9 +201,9 @@ def _cell(values: Sequence[float], digits: int = 3) -> str:
 
 
 def accuracy_table(rows: Sequence[Row]) -> str:
-    """Sampled accuracy by number of people, then greedy and pass@k, as mean ± 95% over seeds."""
+    """Sampled accuracy by number of people, then greedy, pass@k and reward, as mean ± 95% over seeds."""
     head = ["held out, after training", "seeds", *(f"{people} people" for people in runs.PEOPLE)]
-    lines = [[*head, "average", "± by puzzle", "greedy", PASS]]
+    lines = [[*head, "average", "± by puzzle", "greedy", PASS, "reward over training"]]
     baseline = rows[0]
     entries = [("warm start", "before", baseline), *((TITLES[row.name], "after", row) for row in rows)]
     for title, when, row in entries:
@@ -213,6 +214,7 @@ def accuracy_table(rows: Sequence[Row]) -> str:
             + [_cell([_average(measured, "accuracy") for measured in found])]
             + [f"{_by_puzzle(found):.3f}" if found else "missing"]
             + [_cell([_average(measured, measure) for measured in found]) for measure in ("greedy", PASS)]
+            + ["" if when == "before" else _cell([mean_reward(r) for r in row.results.values()])]
         )
     return _table(lines)
 
@@ -223,28 +225,45 @@ def _by_puzzle(found: Sequence[dict]) -> float:
     return math.sqrt(sum(half**2 for half in halves)) / len(halves)
 
 
-def differences(row: Row, baseline: Row, measure: str, sources: Sequence[str] = SOURCES) -> Test | None:
-    """The test of a measure's mean over the sources, after training, against the baseline."""
+def differences(row: Row, baseline: Row, measure: Callable[[dict], float]) -> Test | None:
+    """The test of a result's measure against the baseline's, between runs of one seed and one warm start.
 
-    def by_seed(of: Row) -> dict[int, float]:
-        return {seed: fmean(r["after"][s][measure][0] for s in sources) for seed, r in of.results.items()}
+    Another kind of machine may make another warm start from a seed: its hash is part of the key.
+    """
 
-    return paired_test(by_seed(row), by_seed(baseline))
+    def by_pair(of: Row) -> dict[tuple, float]:
+        return {(seed, r["warm_start_sha256"]): measure(r) for seed, r in of.results.items()}
+
+    return paired_test(by_pair(row), by_pair(baseline))
+
+
+def accuracy(result: dict, sources: Sequence[str] = SOURCES) -> float:
+    """Sampled accuracy after training, a mean over the numbers of people."""
+    return fmean(result["after"][source]["accuracy"][0] for source in sources)
 
 
 def difference_table(rows: Sequence[Row]) -> str:
     """Differences to the baseline, paired by seed."""
     baseline, others = rows[0], rows[1:]
-    columns = {"average": SOURCES} | {f"{p} people": [s] for p, s in zip(runs.PEOPLE, SOURCES, strict=True)}
-    lines = [[f"accuracy minus {TITLES[baseline.name]}'s", "pairs", *columns, "p", "p (Holm)", "greedy", PASS]]
-    tests = [differences(row, baseline, "accuracy") for row in others]
+    further: dict[str, Callable[[dict], float]] = {
+        f"{people} people": partial(accuracy, sources=[source])
+        for people, source in zip(runs.PEOPLE, SOURCES, strict=True)
+    }
+    further |= {name: lambda r, name=name: _average(r["after"], name) for name in ("greedy", PASS)}
+    further["reward over training"] = mean_reward
+    lines = [[f"minus {TITLES[baseline.name]}'s", "pairs", "accuracy", "p", "p (Holm)", *further]]
+    tests = [differences(row, baseline, accuracy) for row in others]
     corrected = holm([test.p if test else math.nan for test in tests])
     for row, test, p in zip(others, tests, corrected, strict=True):
-        cells = [_difference(differences(row, baseline, "accuracy", sources)) for sources in columns.values()]
-        cells += [_p(test.p if test else math.nan), _p(p)]
-        cells += [_difference(differences(row, baseline, measure)) for measure in ("greedy", PASS)]
+        cells = [_difference(test), _p(test.p if test else math.nan), _p(p)]
+        cells += [_difference(differences(row, baseline, measure)) for measure in further.values()]
         lines.append([TITLES[row.name], f"{test.difference.n if test else 0} of {row.planned}", *cells])
     return _table(lines)
+
+
+def mean_reward(result: dict) -> float:
+    """Mean reward of all rollouts: higher for a run that learns sooner."""
+    return fmean(result["curves"]["reward"])
 
 
 def _difference(test: Test | None) -> str:
@@ -362,7 +381,7 @@ def _plot_differences(axis, results: dict[str, dict]) -> None:
     for place, (row, baseline) in enumerate(
         (row, rows[0]) for rows in (rows_of(g, results) for g in groups) for row in rows[1:]
     ):
-        test = differences(row, baseline, "accuracy")
+        test = differences(row, baseline, accuracy)
         labels.append(f"{TITLES[row.name]}{', R++' if baseline.name == 'rpp' else ''} ({len(row.results)})")
         if test:
             half = 0 if math.isnan(test.difference.half) else test.difference.half

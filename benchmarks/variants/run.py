@@ -22,9 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +32,7 @@ from benchmarks.variants import runs
 from benchmarks.variants.runs import ROOT, Run
 
 RESULTS = ROOT / "benchmarks" / "variants" / "results"
+_STAMP = "configuration.json"  # in the folder of a seed's inputs: what they were made from
 _GIB_PER_RUN = 8  # resident memory of a run's processes, and what a warm start adds
 _CURVE_POINTS = 20
 # Scalars of the run's TensorBoard log -> their names in the result. Which of them there are depends on the methods.
@@ -102,7 +101,6 @@ class Study:
     def __init__(self, work: Path, results: Path, parallel: int, timeout: float) -> None:
         self.work, self.results, self.parallel, self.timeout = work, results, parallel, timeout
         self.stopped, self.processes = False, set()
-        self.seed_locks: dict[int, threading.Lock] = defaultdict(threading.Lock)
         self.commit = _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s", "-uno") else "")
 
     def run(self, open_runs: list[Run]) -> int:
@@ -127,6 +125,8 @@ class Study:
                 print(f"{run.name}: {', '.join(after)}, {time.time() - start:.0f} s", flush=True)
 
         with ThreadPoolExecutor(self.parallel) as pool:
+            # All warm starts first: runs of one seed would wait for theirs side by side.
+            list(pool.map(self._make_inputs, sorted({run.seed for run in open_runs})))
             list(pool.map(attempt, open_runs))
         print(f"{'stopped' if self.stopped else 'finished'}; failed: {', '.join(failed) or 'none'}", flush=True)
         return 1 if failed else 0
@@ -164,7 +164,8 @@ class Study:
         os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]
 
     def _train(self, run: Run) -> dict:
-        inputs, warm_start_seconds = self._inputs(run.seed)
+        inputs = self._inputs(run.seed)
+        made = json.loads((inputs / _STAMP).read_text("utf-8"))
         out = self.work / run.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
@@ -190,30 +191,34 @@ class Study:
         shutil.rmtree(out / "model")
         scalars = read_scalars(out / "tensorboard")
         return summarize(run, scalars) | {
-            "seconds": {"run": round(seconds, 1), "warm_start": warm_start_seconds} | step_seconds(scalars),
+            "seconds": {"run": round(seconds, 1), "warm_start": made["seconds"]} | step_seconds(scalars),
             "commit": self.commit,
             "machine": _machine() | {"parallel": self.parallel},
             "warm_start_sha256": _sha256(inputs / "model" / "model.safetensors"),
         }
 
-    def _inputs(self, seed: int) -> tuple[Path, float]:
-        """Folder of the seed's puzzles and warm-started model, made once; and the seconds that took."""
-        folder, stamp = self.work / f"inputs-{seed}", self.work / f"inputs-{seed}" / "configuration.json"
-        configuration = runs.inputs_configuration(seed)
-        with self.seed_locks[seed]:
-            made = json.loads(stamp.read_text("utf-8")) if stamp.exists() else {}
-            if made.get("configuration") != configuration:
-                shutil.rmtree(folder, ignore_errors=True)
-                start = time.time()
-                # In a process of its own, which gives back the memory.
-                maker = multiprocessing.get_context("spawn").Process(target=make_inputs, args=(seed, folder))
-                maker.start()
-                maker.join()
-                if maker.exitcode:
-                    raise RuntimeError(f"the warm start of seed {seed} failed with status {maker.exitcode}")
-                made = {"configuration": configuration, "seconds": round(time.time() - start, 1)}
-                stamp.write_text(json.dumps(made), "utf-8")
-        return folder, made["seconds"]
+    def _inputs(self, seed: int) -> Path:
+        """Folder of the seed's puzzles and warm-started model."""
+        return self.work / f"inputs-{seed}"
+
+    def _make_inputs(self, seed: int) -> None:
+        """Makes the seed's inputs, unless they are there; says so where that fails, and its runs will."""
+        folder, configuration = self._inputs(seed), runs.inputs_configuration(seed)
+        stamp = folder / _STAMP
+        made = json.loads(stamp.read_text("utf-8")) if stamp.exists() else {}
+        if made.get("configuration") == configuration or self.stopped:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        start = time.time()
+        # In a process of its own, which gives back the memory.
+        maker = multiprocessing.get_context("spawn").Process(target=make_inputs, args=(seed, folder))
+        maker.start()
+        maker.join()
+        if maker.exitcode:
+            print(f"the warm start of seed {seed} failed with status {maker.exitcode}", flush=True)
+            return
+        made = {"configuration": configuration, "seconds": round(time.time() - start, 1)}
+        stamp.write_text(json.dumps(made), "utf-8")
 
 
 def make_inputs(seed: int, folder: Path) -> None:
