@@ -117,3 +117,38 @@ def test_warm_start_shows_one_progress_bar_and_nothing_else(tmp_path, capfd):
     shown = capfd.readouterr()
     assert shown.out == ""
     assert {line.split(":")[0] for line in shown.err.replace("\r", "\n").splitlines() if line} == {"warm start"}
+
+
+def test_hasty_answers_come_last(tokenizer, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tiny_policy, "_fine_tune", lambda model, tokenizer, rows, *rest: seen.extend(rows))
+    tiny_policy.make_policy(tmp_path, steps=40, hasty_share=0.5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [tokenizer.decode([token for token in row["labels"] if token != -100]) for row in seen]
+    hasty = [text.startswith("</think>") for text in texts]
+    assert len(hasty) == 40 * 24 and not any(hasty[: 34 * 24])  # 85% of the steps
+    assert abs(sum(hasty[34 * 24 :]) / (6 * 24) - 0.5) < 0.15
+    # Not in batches of their own: the last of them would decide how often the policy is hasty.
+    assert all(0 < sum(hasty[start : start + 24]) < 24 for start in range(34 * 24, 40 * 24, 24))
+
+
+def test_muon_and_adamw_are_torchs(tokenizer):
+    torch.manual_seed(0)
+    model, twin = (tiny_policy.make_model(tokenizer) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizer = tiny_policy.MuonAndAdamW(model, 3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    layers = {name: p for name, p in twin.named_parameters() if ".layers." in name and p.ndim == 2}
+    others = [p for name, p in twin.named_parameters() if name not in layers]
+    assert len(layers) == 4 * 7
+    muon = torch.optim.Muon(layers.values(), lr=6e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(3):
+        for of, steps in ((model, [optimizer]), (twin, [muon, adamw])):
+            of.zero_grad()
+            of(input_ids=torch.arange(20)[None] + step, labels=torch.arange(20)[None]).loss.backward()
+            for one in steps:
+                one.step()
+        schedule.step()
+        muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"] = 6e-3 / (2 + step), 3e-3 / (2 + step)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

@@ -63,8 +63,8 @@ def _of_each_seed(family: str, variants: dict[str, str], estimator: str, seeds: 
 TUNING = [Run("tuning", f"lr-{rate:g}", seed, _GRPO, rate) for seed in (100, 101) for rate in LEARNING_RATES]
 STUDY = [
     *_of_each_seed("GRPO", GRPO, _GRPO, 5),
-    *_of_each_seed("GRPO", ABLATIONS, _GRPO, 3),
     *_of_each_seed("REINFORCE++", REINFORCE, _REINFORCE, 3),
+    *_of_each_seed("GRPO", ABLATIONS, _GRPO, 3),
 ]
 
 
