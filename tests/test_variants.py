@@ -223,7 +223,7 @@ def test_report_of_an_unfinished_study(tmp_path):
     assert "| + AR + Lopti | 2 of 5 | +0.060 ± 0.127 | 0.105 | 0.105 | +0.060 ± 0.127 |" in page
     assert "| + Lopti (η = 0.5) | 0 of 5 | missing |" in page
     assert "Runs that are missing: ar-0, lopti-0, ar-1," in page
-    assert "Run on: some CPU, 2 cores." in page
+    assert "Run on: some CPU, 2 cores, runs at a time: 1." in page
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -168,9 +168,13 @@ def tables(results: dict[str, dict]) -> str:
     parts += ["## The learning rate, chosen for GRPO alone\n", tuning_table(results)]
     missing = [run.name for run in [*runs.STUDY, *runs.TUNING] if run.name not in results]
     parts.append(f"Runs that are missing: {', '.join(missing) or 'none'}.\n")
-    machines = sorted({f"{r['machine']['cpu']}, {r['machine']['cores']} cores" for r in results.values()})
+    machines = sorted({_machine(r["machine"]) for r in results.values()})
     parts.append(f"Run on: {'; '.join(machines) or 'nothing yet'}.\n")
     return "\n".join(parts)
+
+
+def _machine(machine: dict) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores, runs at a time: {machine['parallel']}"
 
 
 def setting() -> str:
