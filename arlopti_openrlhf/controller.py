@@ -1,5 +1,5 @@
-"""OpenRLHF's single controller, which leads a run: it evaluates before the first step and after the last too, chooses
-the best checkpoint by accuracy, and logs histograms.
+"""OpenRLHF's single controller, which leads a run: it takes the prompts in the seed's order, evaluates before the
+first step and after the last too, chooses the best checkpoint by accuracy, and logs histograms.
 """
 
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
 import ray
+import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.utils.logging_utils import init_logger
 
@@ -30,6 +31,14 @@ def install() -> None:
 def _plain(actor_class) -> type:
     """The class behind a Ray actor class."""
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+class SeededOrder:
+    """What reads the prompts: in the order of `--train.seed`. Upstream shuffles them in a process without a seed."""
+
+    def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
+        torch.manual_seed(strategy.args.train.seed)
+        super().__init__(pretrain, strategy, *args, **kwargs)
 
 
 class Controller:
@@ -122,8 +131,9 @@ class Controller:
 
 
 @ray.remote
-class PPOTrainer(Controller, _plain(ppo_trainer.PPOTrainer)):
-    """`PPOTrainer`; the only change: it also evaluates before the first step and after the last."""
+class PPOTrainer(SeededOrder, Controller, _plain(ppo_trainer.PPOTrainer)):
+    """`PPOTrainer`; changed: the prompts' order is the seed's; it also evaluates before the first step and after the
+    last."""
 
     def fit(self, global_step: int = 0) -> None:
         evaluates = self.eval_dataloader is not None and self.args.eval.steps != float("inf")
@@ -145,8 +155,9 @@ class PPOTrainer(Controller, _plain(ppo_trainer.PPOTrainer)):
 
 
 @ray.remote
-class GenerateSamplesActor(_plain(ppo_trainer_async.GenerateSamplesActor)):
-    """`GenerateSamplesActor`; the only change: it evaluates before the first step too, and when asked to."""
+class GenerateSamplesActor(SeededOrder, _plain(ppo_trainer_async.GenerateSamplesActor)):
+    """`GenerateSamplesActor`; changed: the prompts' order is the seed's; it evaluates before the first step too, and
+    when asked to."""
 
     is_resumed = False
 

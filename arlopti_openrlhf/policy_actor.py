@@ -640,9 +640,10 @@ class _PassMetrics:
         self.passes[group].append((num_tokens, status))
 
     def summary(self, args) -> dict[str, float]:
-        """Means over the passes: of a pass's own metrics by stage, weighted by tokens; of the samples' overall."""
+        """Means over the passes: of a pass's own metrics by stage, weighted by tokens; of the samples' overall. The
+        learning rate and the norm of the gradient are the last pass's."""
         of_pass = {"policy_loss", "entropy_loss", "ppo_clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio"}
-        of_pass |= {"actor_grad_norm"} | ({"kl", "logprobs_diff"} if args.algo.kl.use_loss else set())
+        of_pass |= {"kl", "logprobs_diff"} if args.algo.kl.use_loss else set()
         # GSPO's loss is the sequences', in both stages: it has no sum.
         summed = ADDITIVE_METRICS[1:] if args.actor.policy_loss_type == "gspo" else ADDITIVE_METRICS
         summary: dict[str, float] = {}
@@ -653,8 +654,12 @@ class _PassMetrics:
                 summary[f"lopti/{group}/num_tokens"] = total
             for name in set().union(*statuses):
                 mean = sum(status.get(name, 0.0) for status in statuses) / len(statuses)
-                if name == "actor_lr" or (name == "actor_grad_norm" and group is None):
+                if name == "actor_lr":
                     summary[name] = statuses[-1][name]
+                    continue
+                if name == "actor_grad_norm":  # of the last step that was taken, as upstream's
+                    last = [status[name] for status in statuses if name in status][-1]
+                    summary[name if group is None else f"lopti/{group}/{name}"] = last
                     continue
                 if name not in of_pass:
                     summary[name] = mean  # of the samples: the same in both stages

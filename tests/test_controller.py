@@ -1,9 +1,11 @@
-"""What the controller hands to the trackers: the statistics by probability, which the console does not show."""
+"""What the controller hands to the trackers, the statistics by probability; in which order it takes the prompts."""
 
 from types import SimpleNamespace
 
 import pytest
-from openrlhf.trainer import ppo_trainer
+import torch
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -46,3 +48,37 @@ def test_statistics_go_to_the_trackers_alone(tmp_path, monkeypatch):
     assert scalars["train/tokens/p0.00-0.25/share"] == 0.1 and scalars["train/global_step"] == 1
     assert list(by_probability["train/tokens/probability"].histogram) == counts
     assert list(by_norm["train/tokens/logit_grad_norm_by_probability"].histogram) == norms
+
+
+@pytest.mark.parametrize("trainer", [controller.PPOTrainer, controller.GenerateSamplesActor])
+def test_prompts_come_in_the_order_of_the_seed(trainer, monkeypatch):
+    """Upstream builds its loader in a process of its own, without torch.distributed and without a seed."""
+
+    class ItIsBuilt(Exception):
+        pass
+
+    def order(seed: int) -> list[int]:
+        def build(strategy, tokenizer):
+            loader = DeepspeedStrategy.setup_dataloader(strategy, list(range(40)), batch_size=1)
+            raise ItIsBuilt([int(item) for batch in loader for item in batch])
+
+        for module in (ppo_trainer, ppo_trainer_async):
+            monkeypatch.setattr(module, "prepare_datasets", build)
+            monkeypatch.setattr(module, "get_tokenizer", lambda *args, **kwargs: None)
+        args = {"train": {"seed": seed}, "eval": {"steps": -1}, "ckpt": {"save_steps": -1}}
+        args["data"] = {"disable_fast_tokenizer": True}
+        args = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in args.items()})
+        rest = {"vllm_engines": None} | dict.fromkeys(
+            ("vllm_lock", "rollout_queue", "rollout_slots")
+            if trainer is controller.GenerateSamplesActor
+            else (f"{model}_model_group" for model in ("actor", "critic", "reward", "reference"))
+        )
+        with pytest.raises(ItIsBuilt) as built:
+            controller._plain(trainer)("", SimpleNamespace(args=args), **rest)
+        return built.value.args[0]
+
+    torch.seed()
+    first = order(1)
+    torch.seed()
+    assert order(1) == first != order(2)
+    assert sorted(first) == list(range(40)) != first

@@ -42,6 +42,7 @@ def result(of: runs.Run, accuracy: float = 0.5) -> dict:
         "seconds": {"run": 120.0, "warm_start": 60.0, "step": 2.0, "generation": 1.0, "update": 0.5},
         "machine": {"cpu": "some CPU", "cores": 2, "parallel": 1},
         "warm_start_sha256": "a",
+        "commit": "c",
     }
 
 
@@ -52,9 +53,9 @@ def test_the_study_is_what_it_says():
     seeds = {
         variant: {r.seed for r in runs.STUDY if r.variant == variant} for variant in {r.variant for r in runs.STUDY}
     }
-    assert len(runs.STUDY) == len({r.name for r in runs.STUDY}) == 53
+    assert len(runs.STUDY) == len({r.name for r in runs.STUDY}) == 56
     assert all(seeds[variant] == set(range(5)) for variant in runs.GRPO)
-    assert all(seeds[variant] == set(range(3)) for variant in (*runs.ABLATIONS, *runs.REINFORCE))
+    assert all(seeds[variant] == set(range(3)) for variant in (*runs.ABLATIONS, *runs.REINFORCE, runs.CONTROL))
     assert [r.variant for r in runs.STUDY[:5]] == ["grpo", "ar", "lopti", "both", "grpo"]  # seed by seed
     assert set(report.TITLES) == set(seeds)
     assert runs.LEARNING_RATE in runs.LEARNING_RATES
@@ -140,9 +141,19 @@ def test_summary_of_a_run():
     }  # without the 9 s of the first
 
 
-def test_a_gradient_norm_of_two_stages_is_their_mean():
-    stages = {"train/lopti/low/actor_grad_norm": [1.0, 3.0], "train/lopti/high/actor_grad_norm": [3.0, 5.0]}
-    assert run.summarize(of_name("lopti-0"), scalars(**stages))["grad_norm"] == {"median": 3.0, "max": 4.0}
+def test_lopti_has_a_gradient_norm_for_each_stage():
+    found = scalars(**{f"train/lopti/{group}/actor_grad_norm": [1.0, 2.0, 3.0, 9.0] for group in ("low", "high")})
+    del found["train/lopti/low/actor_grad_norm"][2]  # a step without low tokens
+    summary = run.summarize(of_name("lopti-0"), found)
+    assert summary["grad_norm_low"] == {"median": 2.0, "max": 9.0} and "grad_norm" not in summary
+    assert summary["curves"]["grad_norm_low"] == [1.0, 2.0, None, 9.0]
+    assert summary["curves"]["grad_norm_high"] == [1.0, 2.0, 3.0, 9.0] and not summary["collapsed"]
+
+
+def test_one_group_alone_has_no_statistics_of_all_tokens():
+    summary = run.summarize(of_name("only-low-0"), scalars(**{"train/lopti/low_share": [0.1, 0.2, 0.3, 0.4]}))
+    assert summary["curves"]["low_share"] == [0.1, 0.2, 0.3, 0.4]
+    assert not {"entropy", "low_grad_share"} & summary["curves"].keys()
 
 
 def test_shares_and_means_over_the_bins():
@@ -161,7 +172,8 @@ def test_shares_and_means_over_the_bins():
 def test_collapse():
     assert not run.collapsed([1.0, 1.0, 1.0, 1.0, 1.0], [0.1])
     assert run.collapsed([1.0, 2.0, 2.0, 2.0, 0.9], [0.1])
-    assert run.collapsed([1.0, 2.0], [math.nan])
+    assert run.collapsed([1.0, 2.0], [math.nan]) and run.collapsed([1.0, 2.0], [math.inf])
+    assert run.collapsed([1.0, 2.0], [0.1, -1.0])  # what DeepSpeed says of a norm that is not finite
     # A fifth of 10 steps are 2: -1 + 3 at the end against 0 + 1.
     assert not run.collapsed([0, 1, 2, 2, 2, 2, 2, 2, -1, 3], [0.1])
 
@@ -170,6 +182,7 @@ def test_curves_are_means_of_stretches():
     assert run.thinned([1.0, 2.0]) == [1.0, 2.0]
     assert run.thinned([1.0] * 20 + [2.0] * 20) == [1.0] * 10 + [2.0] * 10
     assert run.thinned([1 / 3] * 41)[-1] == 0.3333
+    assert run.thinned([1.0, math.nan, math.inf]) == [1.0, None, None]
 
 
 # --- statistics ----------------------------------------------------------------------------------------------

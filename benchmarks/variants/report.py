@@ -26,6 +26,7 @@ TITLES = {
     "ar": "+ AR (α = 0.3)",
     "lopti": "+ Lopti (η = 0.5)",
     "both": "+ AR + Lopti",
+    runs.CONTROL: "GRPO, twice as many steps",
     "high-first": "Lopti, high group first",
     "only-low": "low group only",
     "only-high": "high group only",
@@ -91,8 +92,10 @@ def t_quantile(degrees: int) -> float:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Mean and 95% half-width of independent values, one per seed."""
+    """Mean and 95% half-width of independent values, one per seed; nan if one of them is not finite."""
     n = len(values)
+    if not all(map(math.isfinite, values)):
+        return Interval(math.nan, math.nan, n)
     half = t_quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.nan
     return Interval(fmean(values), half, n)
 
@@ -108,7 +111,7 @@ def paired_test(values: dict, baseline: dict) -> Test | None:
     if not differences:
         return None
     found = interval(differences)
-    if found.n < 2:
+    if found.n < 2 or math.isnan(found.mean):
         return Test(found, math.nan)
     error = stdev(differences) / math.sqrt(found.n)
     if not error:
@@ -153,7 +156,7 @@ def tables(results: dict[str, dict]) -> str:
     parts = [setting()]
     sections = (
         ("GRPO", list(runs.GRPO)),
-        ("Ablations (Section 5.3)", ["grpo", *runs.ABLATIONS]),
+        ("Ablations (Section 5.3)", ["grpo", runs.CONTROL, *runs.ABLATIONS]),
         ("REINFORCE++ (Appendix D)", list(runs.REINFORCE)),
     )
     for title, variants in sections:
@@ -170,6 +173,7 @@ def tables(results: dict[str, dict]) -> str:
     parts.append(f"Runs that are missing: {', '.join(missing) or 'none'}.\n")
     machines = sorted({_machine(r["machine"]) for r in results.values()})
     parts.append(f"Run on: {'; '.join(machines) or 'nothing yet'}.\n")
+    parts.append(f"At the commits: {', '.join(sorted({r['commit'] for r in results.values()}))}.\n")
     return "\n".join(parts)
 
 
@@ -187,8 +191,8 @@ def setting() -> str:
         f"others, answered greedily. Warm start ({warm_start}), one per seed, shared by the seed's runs. Then "
         f"{runs.STEPS} steps of {runs.PROMPTS_PER_STEP} puzzles x {runs.SAMPLES_PER_PROMPT} answers of at most "
         f"{runs.MAX_NEW_TOKENS} tokens at temperature {runs.TEMPERATURE}, the same puzzles in the same order for all; "
-        f"two mini-batches a step; learning rate {runs.LEARNING_RATE:g}, constant. `benchmarks/variants/runs.py` has "
-        "every flag.\n"
+        "two mini-batches a step, each an optimizer step, and two with Lopti; learning rate "
+        f"{runs.LEARNING_RATE:g}, constant. `benchmarks/variants/runs.py` has every flag.\n"
     )
 
 
@@ -197,10 +201,12 @@ def _average(measured: dict, measure: str) -> float:
     return fmean(measured[source][measure][0] for source in SOURCES)
 
 
-def _cell(values: Sequence[float], digits: int = 3) -> str:
-    if not values:
-        return "missing"
-    found = interval(values)
+def _cell(values: Sequence[float | None], digits: int = 3) -> str:
+    """Mean ± half-width, of the values that there are."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-" if values else "missing"
+    found = interval(known)
     return f"{found.mean:.{digits}f}" + ("" if math.isnan(found.half) else f" ± {found.half:.{digits}f}")
 
 
@@ -267,7 +273,7 @@ def difference_table(rows: Sequence[Row]) -> str:
 
 def mean_reward(result: dict) -> float:
     """Mean reward of all rollouts: higher for a run that learns sooner."""
-    return fmean(result["curves"]["reward"])
+    return fmean(math.nan if value is None else value for value in result["curves"]["reward"])
 
 
 def _difference(test: Test | None) -> str:
@@ -296,19 +302,29 @@ def stability_table(rows: Sequence[Row]) -> str:
     lines = [[*head, "s per step", "s per update", "min per run"]]
     for row in rows:
         found = list(row.results.values())
+        if not found:
+            lines.append([TITLES[row.name], f"0 of {row.planned}", *["missing"] * (len(lines[0]) - 2)])
+            continue
         lines.append(
             [
                 TITLES[row.name],
                 f"{len(found)} of {row.planned}",
                 f"{sum(r['collapsed'] for r in found)} of {len(found)}",
             ]
-            + [_cell([r["grad_norm"][name] for r in found], 2) for name in ("median", "max")]
-            + [_cell([r["curves"][name][-1] for r in found]) for name in ("low_share", "entropy")]
+            + [_norms(found, name) for name in ("median", "max")]
+            + [_cell([r["curves"].get(name, [None])[-1] for r in found]) for name in ("low_share", "entropy")]
             + [_cell([r["curves"]["response_length"][-1] for r in found], 1)]
             + [_cell([r["seconds"][name] for r in found], 2) for name in ("step", "update")]
             + [_cell([r["seconds"]["run"] / 60 for r in found], 1)]
         )
     return _table(lines)
+
+
+def _norms(found: Sequence[dict], measure: str) -> str:
+    """The gradient's norm; with Lopti each stage's."""
+    stages = {"grad_norm": "", "grad_norm_low": "low ", "grad_norm_high": "high "}
+    cells = [title + _cell([r[name][measure] for r in found], 2) for name, title in stages.items() if name in found[0]]
+    return ", ".join(cells)
 
 
 def tuning_table(results: dict[str, dict]) -> str:
@@ -346,12 +362,14 @@ def picture(results: dict[str, dict], path: Path) -> None:
     _plot_accuracy(by_people, rows)
     _plot_differences(against, results)
     for i, row in enumerate(rows):
-        for axis, name in ((reward, "reward"), (norm, "grad_norm")):
-            curves = [r["curves"][name] for r in row.results.values() if name in r["curves"]]
-            if curves:
-                mean = [fmean(values) for values in zip(*curves, strict=True)]
-                steps = [(k + 0.5) * runs.STEPS / len(mean) for k in range(len(mean))]
-                axis.plot(steps, mean, color=f"C{i}", label=f"{TITLES[row.name]}, n = {len(curves)}")
+        found = list(row.results.values())
+        _plot_curve(reward, found, "reward", f"C{i}", "-", f"{TITLES[row.name]}, n = {len(found)}")
+        for name, style, stage in (
+            ("grad_norm", "-", ""),
+            ("grad_norm_low", ":", ", low"),
+            ("grad_norm_high", "--", ", high"),
+        ):
+            _plot_curve(norm, found, name, f"C{i}", style, TITLES[row.name] + stage)
     reward.set(title="mean reward of the rollouts, mean over seeds", xlabel="step")
     norm.set(title="gradient norm (before clipping), mean over seeds", xlabel="step", ylim=(0, None))
     for axis in (by_people, reward, norm):
@@ -362,6 +380,15 @@ def picture(results: dict[str, dict], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _plot_curve(axis, found: Sequence[dict], name: str, color: str, style: str, label: str) -> None:
+    """The mean over seeds, where all have a value."""
+    curves = [r["curves"][name] for r in found if name in r["curves"]]
+    if curves:
+        mean = [math.nan if None in values else fmean(values) for values in zip(*curves, strict=True)]
+        steps = [(k + 0.5) * runs.STEPS / len(mean) for k in range(len(mean))]
+        axis.plot(steps, mean, color=color, linestyle=style, label=label)
 
 
 def _plot_accuracy(axis, rows: Sequence[Row]) -> None:
@@ -381,7 +408,7 @@ def _plot_accuracy(axis, rows: Sequence[Row]) -> None:
 
 def _plot_differences(axis, results: dict[str, dict]) -> None:
     labels = []
-    groups = ([*runs.GRPO, *runs.ABLATIONS], list(runs.REINFORCE))
+    groups = ([*runs.GRPO, runs.CONTROL, *runs.ABLATIONS], list(runs.REINFORCE))
     for place, (row, baseline) in enumerate(
         (row, rows[0]) for rows in (rows_of(g, results) for g in groups) for row in rows[1:]
     ):

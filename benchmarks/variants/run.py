@@ -15,6 +15,7 @@ import argparse
 import fnmatch
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -40,11 +41,14 @@ CURVES = {
     "train/rollout/reward_mean": "reward",
     "train/rollout/response_length_mean": "response_length",
     "train/rollout/truncated_rate": "truncated",
+    "train/kl": "kl",
+    "train/ppo_clip_ratio": "clip_ratio",
+}
+# The same of the gradient's norm before clipping, in a step's last mini-batch; Lopti has one for each stage.
+NORMS = {
     "train/actor_grad_norm": "grad_norm",
     "train/lopti/low/actor_grad_norm": "grad_norm_low",
     "train/lopti/high/actor_grad_norm": "grad_norm_high",
-    "train/kl": "kl",
-    "train/ppo_clip_ratio": "clip_ratio",
 }
 # The statistics by probability: tokens below and above 0.5.
 LOW_BINS, HIGH_BINS = ("p0.00-0.25", "p0.25-0.50"), ("p0.50-0.75", "p0.75-1.00")
@@ -101,10 +105,9 @@ class Study:
     def __init__(self, work: Path, results: Path, parallel: int, timeout: float) -> None:
         self.work, self.results, self.parallel, self.timeout = work, results, parallel, timeout
         self.stopped, self.processes = False, set()
-        self.commit = _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s", "-uno") else "")
 
     def run(self, open_runs: list[Run]) -> int:
-        """0, or 1 if a run failed. SIGTERM and SIGINT end it, and the runs that are going."""
+        """0, or 1 if a run failed or the study was stopped. SIGTERM and SIGINT end it, and the runs that are going."""
         self._start_cluster()
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
@@ -129,7 +132,7 @@ class Study:
             list(pool.map(self._make_inputs, sorted({run.seed for run in open_runs})))
             list(pool.map(attempt, open_runs))
         print(f"{'stopped' if self.stopped else 'finished'}; failed: {', '.join(failed) or 'none'}", flush=True)
-        return 1 if failed else 0
+        return 1 if failed or self.stopped else 0
 
     def _stop(self, *_) -> None:
         self.stopped = True
@@ -173,7 +176,7 @@ class Study:
         out.mkdir(parents=True)
         command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *runs.flags(run, inputs, out)]
         log = out / "train.log"
-        start = time.time()
+        start, commit = time.time(), _commit()
         with open(log, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0
@@ -194,7 +197,7 @@ class Study:
         scalars = read_scalars(out / "tensorboard")
         return summarize(run, scalars) | {
             "seconds": {"run": round(seconds, 1), "warm_start": made["seconds"]} | step_seconds(scalars),
-            "commit": self.commit,
+            "commit": commit,
             "machine": _machine() | {"parallel": self.parallel},
             "warm_start_sha256": _sha256(inputs / "model" / "model.safetensors"),
         }
@@ -207,20 +210,20 @@ class Study:
         """Makes the seed's inputs, unless they are there; says so where that fails, and its runs will."""
         folder, configuration = self._inputs(seed), runs.inputs_configuration(seed)
         stamp = folder / _STAMP
-        made = json.loads(stamp.read_text("utf-8")) if stamp.exists() else {}
-        if made.get("configuration") == configuration or self.stopped:
+        if self.stopped or (stamp.exists() and json.loads(stamp.read_text("utf-8"))["configuration"] == configuration):
             return
         shutil.rmtree(folder, ignore_errors=True)
         start = time.time()
         # In a process of its own, which gives back the memory.
         maker = multiprocessing.get_context("spawn").Process(target=make_inputs, args=(seed, folder))
         maker.start()
+        maker.join(self.timeout)
+        maker.kill()
         maker.join()
         if maker.exitcode:
             print(f"the warm start of seed {seed} failed with status {maker.exitcode}", flush=True)
             return
-        made = {"configuration": configuration, "seconds": round(time.time() - start, 1)}
-        stamp.write_text(json.dumps(made), "utf-8")
+        write_whole(json.dumps({"configuration": configuration, "seconds": round(time.time() - start, 1)}), stamp)
 
 
 def make_inputs(seed: int, folder: Path) -> None:
@@ -260,13 +263,14 @@ def read_scalars(folder: Path) -> Scalars:
 
 def summarize(run: Run, scalars: Scalars) -> dict:
     """What a result says of the policy: held-out measures before and after, curves, whether it collapsed."""
-    curves = {short: [value for _, value in scalars[name]] for name, short in CURVES.items() if name in scalars}
-    curves["low_share"] = over_bins(scalars, LOW_BINS, "share")
-    curves["low_grad_share"] = over_bins(scalars, LOW_BINS, "grad_share")
-    curves["entropy"] = over_bins(scalars, LOW_BINS + HIGH_BINS, "entropy")
-    # With Lopti there is one for each stage: the stages' mean is what compares with the others.
-    norms = [curves[name] for name in ("grad_norm", "grad_norm_low", "grad_norm_high") if name in curves]
-    norms = curves["grad_norm"] = [fmean(of_stages) for of_stages in zip(*norms, strict=False)]
+    curves = {short: along(scalars, name) for name, short in (CURVES | NORMS).items() if name in scalars}
+    if "--algo.lopti.groups" in run.flags:  # the statistics by probability know the tokens of that group alone
+        curves["low_share"] = along(scalars, "train/lopti/low_share")
+    else:
+        curves["low_share"] = over_bins(scalars, LOW_BINS, "share")
+        curves["low_grad_share"] = over_bins(scalars, LOW_BINS, "grad_share")
+        curves["entropy"] = over_bins(scalars, LOW_BINS + HIGH_BINS, "entropy")
+    norms = {short: [value for _, value in scalars[name]] for name, short in NORMS.items() if name in scalars}
     return {
         "run": run.name,
         "family": run.family,
@@ -275,10 +279,18 @@ def summarize(run: Run, scalars: Scalars) -> dict:
         "configuration": runs.configuration(run),
         "before": held_out(scalars, 0),
         "after": held_out(scalars, -1),
-        "collapsed": collapsed(curves["reward"], norms),
+        "collapsed": collapsed(
+            [value for _, value in scalars["train/rollout/reward_mean"]], [v for of in norms.values() for v in of]
+        ),
         "curves": {name: thinned(values) for name, values in curves.items()},
-        "grad_norm": {"median": rounded(median(norms)), "max": rounded(max(norms))},
+        **{name: {"median": rounded(median(values)), "max": rounded(max(values))} for name, values in norms.items()},
     }
+
+
+def along(scalars: Scalars, name: str) -> list[float]:
+    """A scalar at each step; nan where it has no value."""
+    values = dict(scalars[name])
+    return [values.get(step, math.nan) for step, _ in scalars["train/rollout/reward_mean"]]
 
 
 def over_bins(scalars: Scalars, bins: Sequence[str], measure: str) -> list[float]:
@@ -314,19 +326,20 @@ def held_out(scalars: Scalars, evaluation: int) -> dict[str, dict]:
     return measured
 
 
-def collapsed(reward: list[float], grad_norm: list[float]) -> bool:
+def collapsed(reward: list[float], grad_norms: list[float]) -> bool:
     """Whether training collapsed: the mean reward of the last fifth of the steps is below that of the first fifth, or
-    a reward or a gradient norm is not finite."""
+    a reward or a gradient norm is not finite. (DeepSpeed says -1 of such a norm.)"""
     fifth = max(1, len(reward) // 5)
-    values = [*reward, *grad_norm]
-    return not all(abs(v) < float("inf") for v in values) or sum(reward[-fifth:]) < sum(reward[:fifth])
+    is_finite = all(map(math.isfinite, reward)) and all(0 <= norm < math.inf for norm in grad_norms)
+    return not is_finite or sum(reward[-fifth:]) < sum(reward[:fifth])
 
 
-def thinned(values: list[float]) -> list[float]:
-    """Means of up to 20 equal stretches, to four digits."""
+def thinned(values: list[float]) -> list[float | None]:
+    """Means of up to 20 equal stretches, to four digits; None for one without a finite value."""
     size = -(-len(values) // _CURVE_POINTS)
     stretches = [values[start : start + size] for start in range(0, len(values), size)]
-    return [rounded(fmean(stretch)) for stretch in stretches]
+    finite = [[value for value in stretch if math.isfinite(value)] for stretch in stretches]
+    return [rounded(fmean(stretch)) if stretch else None for stretch in finite]
 
 
 def rounded(value: float) -> float:
@@ -341,11 +354,15 @@ def step_seconds(scalars: Scalars) -> dict[str, float]:
 
 
 def write(result: dict, folder: Path) -> None:
-    """Writes a run's result, whole or not at all."""
+    """Writes a run's result."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result['run']}.json"
+    write_whole(_json(result) + "\n", folder / f"{result['run']}.json")
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Writes a file, whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text(_json(result) + "\n", "utf-8")
+    partial.write_text(text, "utf-8")
     partial.replace(path)
 
 
@@ -376,6 +393,11 @@ def _package_file() -> str:
 def _git(*arguments: str) -> str:
     result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     return result.stdout.strip()
+
+
+def _commit() -> str:
+    """The checkout's commit, with a + if there are changes to it."""
+    return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s", "-uno") else "")
 
 
 def _sha256(path: Path) -> str:

@@ -24,6 +24,7 @@ class Run(NamedTuple):
     seed: int
     flags: str  # the estimator's and the methods'
     learning_rate: float = LEARNING_RATE
+    mini_batches: int = 2  # of a step; an optimizer step each, two with Lopti
 
     @property
     def name(self) -> str:
@@ -47,6 +48,8 @@ ABLATIONS = {
     "eta-0.3": "--algo.lopti.eta 0.3",
     "eta-0.7": "--algo.lopti.eta 0.7",
 }
+# Lopti takes twice as many optimizer steps, at equal data and learning rate. So does this, without it.
+CONTROL = "double-steps"
 BASELINE = {"GRPO": "grpo", "REINFORCE++": "rpp"}
 LEARNING_RATES = (1e-4, 3e-4, 1e-3)
 
@@ -64,6 +67,7 @@ TUNING = [Run("tuning", f"lr-{rate:g}", seed, _GRPO, rate) for seed in (100, 101
 STUDY = [
     *_of_each_seed("GRPO", GRPO, _GRPO, 5),
     *_of_each_seed("REINFORCE++", REINFORCE, _REINFORCE, 3),
+    *(Run("GRPO", CONTROL, seed, _GRPO, mini_batches=4) for seed in range(3)),
     *_of_each_seed("GRPO", ABLATIONS, _GRPO, 3),
 ]
 
@@ -88,7 +92,7 @@ def flags(run: Run, inputs: Path, out: Path) -> list[str]:
         --ds.zero_stage 2 --ds.attn_implementation sdpa
         --rollout.batch_size {PROMPTS_PER_STEP} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
         --rollout.micro_batch_size 128 --rollout.temperature {TEMPERATURE} --rollout.max_new_tokens {MAX_NEW_TOKENS}
-        --train.batch_size {PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // 2} --train.micro_batch_size 64
+        --train.batch_size {PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // run.mini_batches} --train.micro_batch_size 64
         --train.max_epochs 1 --train.num_episodes 1
         --train.seed {run.seed + 1}
         --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 512
@@ -119,7 +123,10 @@ def inputs_configuration(seed: int) -> dict:
 
 
 def configuration(run: Run) -> dict:
-    """All that decides a run's result: a result with another configuration is not this run's."""
+    """What is trained on what, with which flags: a result with another configuration is not this run's.
+
+    The code is no part of it; a result says at which commit it was made.
+    """
     here = Path("INPUTS"), Path("OUT")
     return {
         "inputs": inputs_configuration(run.seed),
