@@ -245,8 +245,8 @@ def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float
     Args:
         puzzle: the puzzle to solve.
         rng: the only source of chance.
-        solution_first: how often, in [0, 1], the first trial is the solution; otherwise it comes at a random place,
-            after at most 7 wrong trials.
+        solution_first: how often, in [0, 1], the first trial is the solution by choice; otherwise it comes at a
+            random place, which can be the first too, after at most 7 wrong trials.
     """
     trials: list[tuple[bool, ...]] = []
     wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]

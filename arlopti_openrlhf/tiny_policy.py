@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 )
 # A dozen names are learned in half the steps that all 51 take; puzzles for this policy use the same ones.
 NAMES = knights_knaves.NAMES[:12]
-MAX_LENGTH = 1024  # positions; a prompt of 8 people takes about 150, the longest 3-person solution about 120
+MAX_LENGTH = 1024  # positions; a prompt of 8 people takes about 150, the longest 3-person solution about 100
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # Texts that every prompt repeats to the letter are one token each: the prompt states the whole published instruction,
@@ -77,7 +77,7 @@ def make_policy(
         muon: train the layers' matrices with Muon, at twice that rate: solutions are learned in far fewer steps.
         label_smoothing: of the cross-entropy, in [0, 1).
         hasty_share: how often the answer is a hasty one, in the last 15% of the steps.
-        solution_first: how often the worked solution's first trial is the right one.
+        solution_first: how often the worked solution's first trial is the right one by choice, not by chance.
         names: the pool the people's names are drawn from.
     """
     rng = random.Random(seed)

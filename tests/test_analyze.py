@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from transformers import AutoTokenizer
 
-from arlopti_openrlhf.analysis import curves, figures, report, rollouts, suggest, updates
+from arlopti_openrlhf.analysis import curves, figures, plots, report, rollouts, suggest, updates
 from arlopti_openrlhf.cli import analyze
 from arlopti_openrlhf.token_update import HIGH, LOW, group_mask
 
@@ -237,6 +237,26 @@ def test_suggestions_by_hand():
     assert found["low_gradient_by_alpha"]["1"] == pytest.approx(0.1875 / 0.2775, rel=1e-4)
 
 
+def test_an_interval_of_eta_needs_a_gradient():
+    """Resamples without a prompt that has an advantage have no η, instead of the smallest."""
+    log_probs = torch.tensor([[0.25, 0.9]] * 8).log()
+    mask = torch.ones(8, 2, dtype=torch.bool)
+    advantages = torch.zeros(8, 2)
+    advantages[0] = 1
+    found = suggest.suggest(
+        updates.Batch(mask, mask, mask, advantages, torch.arange(8)),
+        updates.Tokens(log_probs, (1 - log_probs.exp()).square(), torch.zeros(8, 2)),
+    )
+    assert found["eta"] == {"value": 0.255, "low": 0.255, "high": 0.255}
+
+
+def test_figure_2_of_a_policy_that_is_sure(policy, batch, tokens):
+    sure = tokens._replace(log_probs=torch.zeros_like(tokens.log_probs))
+    data = figures.figure_2(policy, batch, sure, count=40, layers=[1])
+    assert all(panel["slope"] is None and panel["correlation"] is None for panel in data["layers"])
+    assert plots.png("fig2", data).startswith(b"\x89PNG")
+
+
 # --- curves --------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +301,15 @@ def test_curves_have_a_band_over_seeds_and_say_what_is_missing(logs):
     # 0.25 · 3 + 0.75 · 0.2 = 0.9; at step 2 one bin has all the tokens that have an entropy.
     assert found["fig7"][1]["lines"]["GRPO"]["mean"] == [pytest.approx(0.9), pytest.approx(3.0)]
     assert [panel["missing"] for panel in found["fig8"]] == [["Lopti"], ["GRPO"], ["GRPO"]]
+
+
+def test_curves_of_a_run_that_diverged(tmp_path, capsys):
+    norms = {1: 0.5, 2: -1.0, 3: math.nan}  # -1 is what DeepSpeed says of a norm that is not finite
+    log = write_log(tmp_path, {"train/actor_grad_norm": norms, "train/rollout/reward_mean": {1: -1.0, 3: math.inf}})
+    scalars = curves.read_scalars(curves.find_log(log))
+    assert scalars["train/actor_grad_norm"] == {1: 0.5} and scalars["train/rollout/reward_mean"] == {1: -1.0}
+    said = capsys.readouterr().out
+    assert "train/actor_grad_norm is not finite at 2 steps, first at step 2: left out" in said
 
 
 # --- the command ---------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Training curves of several runs from their TensorBoard logs (Fig. 6-8): mean and range over seeds."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,12 +38,20 @@ def find_log(folder: str) -> Path:
 
 
 def read_scalars(log: Path) -> dict[str, Series]:
-    """Every scalar of a run. Of a step that was logged twice, as after a resume, the later value counts."""
+    """Every scalar of a run. Of a step that was logged twice, as after a resume, the later value counts.
+
+    What is not finite (DeepSpeed logs such a gradient norm as -1) is left out, and said.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(log), size_guidance={"scalars": 0})
     events.Reload()
     scalars = {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    for name, series in scalars.items():
+        wrong = [s for s, v in series.items() if not math.isfinite(v) or (name.endswith("actor_grad_norm") and v < 0)]
+        if wrong:
+            print(f"{log}: {name} is not finite at {len(wrong)} steps, first at step {wrong[0]}: left out", flush=True)
+            scalars[name] = {step: value for step, value in series.items() if step not in wrong}
     return scalars | {"train/entropy": entropy(scalars)}
 
 

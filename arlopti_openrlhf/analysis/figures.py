@@ -1,5 +1,6 @@
 """What Fig. 1-3 show, measured: each function returns its figure's data, ready for JSON."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -125,12 +126,13 @@ def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: S
     for name, values in norms.items():
         # Near 1 - π = 0 the quotient is rounding.
         slopes = (values / rest)[rest > 1e-3]
+        correlation = torch.corrcoef(torch.stack([rest, values]))[0, 1].item()
         panels.append(
             {
                 "layer": name,
                 "norm": values.tolist(),
                 "slope": _quantiles(slopes),
-                "correlation": torch.corrcoef(torch.stack([rest, values]))[0, 1].item(),
+                "correlation": correlation if math.isfinite(correlation) else None,  # where one of the two is constant
             }
         )
     return {

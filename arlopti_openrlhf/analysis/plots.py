@@ -101,12 +101,13 @@ def _figure_2(data: dict) -> Figure:
     rest = data["one_minus_probability"]
     for axis, panel in zip(axes[0], panels, strict=True):
         is_logits = panel["layer"] == "logits"
-        low, high = data["logit_slopes"] if is_logits else (panel["slope"]["p5"], panel["slope"]["p95"])
+        slope = panel["slope"] or {"p5": 0.0, "p95": 0.0}  # none where all probabilities are 1
+        low, high = data["logit_slopes"] if is_logits else (slope["p5"], slope["p95"])
         axis.fill_between([0, 1], [0, low], [0, high], alpha=0.2, color=_COLOURS[1], linewidth=0)
         axis.plot([0, 1], [0, low], [0, 1], [0, high], color=_COLOURS[1], linewidth=1)
         axis.scatter(rest, panel["norm"], s=6, alpha=0.6)
         cone = "cone: Proposition 4.2" if is_logits else "cone: 5-95% of the slopes"
-        axis.set(title=f"{panel['layer']}\n{cone}", xlabel="1 - π", ylim=(0, 1.05 * max(*panel["norm"], high)))
+        axis.set(title=f"{panel['layer']}\n{cone}", xlabel="1 - π", ylim=(0, 1.05 * max(*panel["norm"], high, 1e-9)))
     axes[0][0].set_ylabel("norm of one token's gradient")
     return figure
 

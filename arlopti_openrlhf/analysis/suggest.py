@@ -72,8 +72,10 @@ def _alpha(plain: Tensor, weighted: Tensor) -> float | None:
     return min(1.0, (GAIN - 1) / slope) if slope > 0 else 1.0
 
 
-def _eta(plain: Tensor) -> float:
+def _eta(plain: Tensor) -> float | None:
     total = plain.cumsum(0)
+    if not total[-1]:  # a resample of prompts without advantages
+        return None
     return (int((total < total[-1] / 2).sum()) + 1) / _BINS
 
 
