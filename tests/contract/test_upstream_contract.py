@@ -436,6 +436,13 @@ SOURCES = [
         if self.wandb_logger: self.wandb_logger.close()""",
         "controller.PPOTrainer.fit: what is evaluated last, and the trackers closed at the end",
     ),
+    *(
+        (module, f"{trainer}.__init__", "= prepare_datasets(strategy, tokenizer)", "controller.SeededOrder")
+        for module, trainer in (
+            ("openrlhf.trainer.ppo_trainer", "PPOTrainer"),
+            ("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor"),
+        )
+    ),
     (
         "openrlhf.trainer.ppo_trainer_async",
         "TrainingActor.fit",
