@@ -150,6 +150,13 @@ def test_lopti_has_a_gradient_norm_for_each_stage():
     assert summary["curves"]["grad_norm_high"] == [1.0, 2.0, 3.0, 9.0] and not summary["collapsed"]
 
 
+def test_a_norm_that_is_not_finite_is_no_number_of_the_result():
+    summary = run.summarize(of_name("grpo-0"), scalars(**{"train/actor_grad_norm": [0.5, -1.0, math.nan, 1.5]}))
+    assert summary["collapsed"] and summary["grad_norm"] == {"median": 1.0, "max": 1.5}
+    assert summary["curves"]["grad_norm"] == [0.5, None, None, 1.5]
+    assert run.median_and_max([-1.0]) == {"median": None, "max": None}
+
+
 def test_one_group_alone_has_no_statistics_of_all_tokens():
     summary = run.summarize(of_name("only-low-0"), scalars(**{"train/lopti/low_share": [0.1, 0.2, 0.3, 0.4]}))
     assert summary["curves"]["low_share"] == [0.1, 0.2, 0.3, 0.4]

@@ -283,13 +283,21 @@ def summarize(run: Run, scalars: Scalars) -> dict:
             [value for _, value in scalars["train/rollout/reward_mean"]], [v for of in norms.values() for v in of]
         ),
         "curves": {name: thinned(values) for name, values in curves.items()},
-        **{name: {"median": rounded(median(values)), "max": rounded(max(values))} for name, values in norms.items()},
+        **{name: median_and_max(values) for name, values in norms.items()},
     }
 
 
+def median_and_max(grad_norms: list[float]) -> dict[str, float | None]:
+    """Of the norms that are finite; None where none is."""
+    finite = [norm for norm in grad_norms if 0 <= norm < math.inf]
+    return (
+        {"median": rounded(median(finite)), "max": rounded(max(finite))} if finite else {"median": None, "max": None}
+    )
+
+
 def along(scalars: Scalars, name: str) -> list[float]:
-    """A scalar at each step; nan where it has no value."""
-    values = dict(scalars[name])
+    """A scalar at each step; nan where it has no value, or is a gradient norm of -1, which is not finite."""
+    values = {step: math.nan if name in NORMS and value < 0 else value for step, value in scalars[name]}
     return [values.get(step, math.nan) for step, _ in scalars["train/rollout/reward_mean"]]
 
 
