@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="PATTERN", help='runs by name, as in "both-*" (default: all)')
     parser.add_argument("--tuning", action="store_true", help="the runs that chose the baseline's learning rate")
     parser.add_argument("--dry-run", action="store_true", help="list the runs, and start none")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time, a core each")
+    parser.add_argument(
+        "--parallel", type=int, metavar="N", help="runs at a time, a core each (default: as cores and memory allow)"
+    )
     parser.add_argument("--timeout-minutes", type=float, default=90, help="a run that takes longer has failed")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "variants", help="for models and logs")
@@ -81,9 +83,11 @@ def main() -> None:
             print(f"{'open' if run in open_runs else 'done'}  {run.name:<16} {run.flags}")
     elif open_runs:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        if not 1 <= args.parallel <= max(1, memory // _GIB_PER_RUN):
-            parser.error(f"argument --parallel: {args.parallel} runs need {_GIB_PER_RUN} GiB each, of {memory:.0f}")
-        sys.exit(Study(args.work.resolve(), args.results, args.parallel, args.timeout_minutes * 60).run(open_runs))
+        most = max(1, int(memory // _GIB_PER_RUN))
+        parallel = min(most, os.cpu_count() or 1) if args.parallel is None else args.parallel
+        if not 1 <= parallel <= most:
+            parser.error(f"argument --parallel: {parallel} runs need {_GIB_PER_RUN} GiB each, of {memory:.0f}")
+        sys.exit(Study(args.work.resolve(), args.results, parallel, args.timeout_minutes * 60).run(open_runs))
 
 
 def is_done(run: Run, folder: Path) -> bool:
