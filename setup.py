@@ -16,14 +16,14 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*", "rewards"]),
     install_requires=[
-        "openrlhf>=0.11.2,<0.12",
+        "openrlhf==0.11.2",
         "math-verify[antlr4_13_2]>=0.9",
         "fastapi",
         "uvicorn",
         "prometheus-client",
     ],
     extras_require={
-        "gpu": ["openrlhf[vllm]>=0.11.2,<0.12", "flash-attn==2.8.3"],
+        "gpu": ["openrlhf[vllm]==0.11.2", "flash-attn==2.8.3"],
         "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
         "dev": ["matplotlib", "pre-commit", "pytest", "pytest-timeout", "ruff", "simplemma", "websockets"],
     },

@@ -143,7 +143,8 @@ async def _post(url: str, message: dict) -> Any:
     async with aiohttp.ClientSession(timeout=_ATTEMPT) as session, session.post(url, json=message) as response:
         if 400 <= response.status < 500 and response.status not in (408, 429):
             text = (await response.text())[:500]
-            raise RewardError(f"{url} refuses the request with status {response.status}: {text}")
+            about = _about(message["query"][0], message["labels"][0])
+            raise RewardError(f"{url} refuses the request with status {response.status}: {text}{about}")
         if response.status >= 400:
             raise OSError(f"status {response.status}: {(await response.text())[:500]}")
         return await response.json(content_type=None)

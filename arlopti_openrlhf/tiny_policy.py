@@ -1,4 +1,4 @@
-"""A policy small enough to learn Knights-and-Knaves on two CPU cores: 0.9M parameters, Qwen2 architecture.
+"""A policy small enough to learn Knights-and-Knaves on two CPU cores: 1.0M parameters, Qwen2 architecture.
 
 `make_policy` makes tokenizer and model from nothing and warm-starts them by supervised fine-tuning on worked solutions
 with transformers' Trainer. The directory it leaves loads like any published model, in transformers and in vLLM.

@@ -177,13 +177,14 @@ def _checked(result: object, count: int) -> dict:
 
 
 def _as_refusal(error: Exception) -> Refused:
+    """5xx where a second attempt may succeed; 422 where it would end the same way, and clients need not try."""
     if isinstance(error, TimedOut):
         return Refused(504, f"the reward function took too long: {error}")
     if isinstance(error, Died):
         return Refused(500, f"the reward function's process died: {error}")
     if isinstance(error, Raised):
-        return Refused(500, f"the reward function raised: {str(error).strip().splitlines()[-1][:500]}")
-    return Refused(500, str(error)[:500] or type(error).__name__)
+        return Refused(422, f"the reward function raised: {str(error).strip().splitlines()[-1][:500]}")
+    return Refused(422 if isinstance(error, ValueError) else 500, str(error)[:500] or type(error).__name__)
 
 
 def read_request(body: bytes, limits: Limits) -> tuple[list, list, list]:

@@ -160,8 +160,9 @@ def test_it_is_said_once_a_minute(server, said, monkeypatch):
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_request_that_is_refused_is_not_repeated(server, status):
     http = server(lambda n, message: (status, {"error": "labels is missing"}))
-    with pytest.raises(RewardError, match=f"status {status}.*labels is missing"):
+    with pytest.raises(RewardError, match=f"status {status}.*labels is missing") as error:
         execute(RewardExecutor([http.url]))
+    assert "query: prompt answer" in str(error.value)
     assert len(http.messages) == 1
 
 

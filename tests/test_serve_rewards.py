@@ -138,9 +138,9 @@ def test_unknown_paths(custom):
 @pytest.mark.parametrize(
     "query, status, said",
     [
-        ("raise", 500, "KeyError: 'from the reward function'"),
-        ("nan", 500, "not finite"),
-        ("short", 500, "rewards"),
+        ("raise", 422, "KeyError: 'from the reward function'"),
+        ("nan", 422, "not finite"),
+        ("short", 422, "rewards"),
         ("exit", 500, "died"),
         ("sleep 20", 504, "too long"),
     ],
@@ -156,7 +156,8 @@ def test_one_bad_request_among_many_fails_alone(custom):
     with ThreadPoolExecutor(50) as threads:
         answers = list(threads.map(lambda q: post(custom.url + "/length/get_reward", ask(q)), queries))
     for query, (status, answer) in zip(queries, answers, strict=True):
-        assert (status, answer.get("rewards")) == ((200, len(query)) if query[0] == "a" else (500, None))
+        expected = 200 if query[0] == "a" else 500 if query == "exit" else 422
+        assert (status, answer.get("rewards")) == (expected, len(query) if expected == 200 else None)
 
 
 def test_killed_grader_processes_drop_no_request(custom):

@@ -1,4 +1,4 @@
-"""Training curves of several runs from their TensorBoard logs (Fig. 6-8): mean and range over seeds."""
+"""Training curves of several runs from their TensorBoard logs, as in Fig. 6-8: mean and range over seeds."""
 
 import math
 import re

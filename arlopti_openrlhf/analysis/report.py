@@ -40,13 +40,13 @@ _CAPTIONS = {
         "Two panels by category of words: correlation with reward, and frequency per 1000 words.",
     ),
     "fig6": (
-        "Fig. 6: reward and accuracy",
+        "Training: reward and accuracy",
         _SEEDS,
         "Curves of training reward and held-out accuracy over training steps.",
     ),
-    "fig7": ("Fig. 7: length and entropy", _SEEDS, "Curves of response length and entropy over training steps."),
+    "fig7": ("Training: length and entropy", _SEEDS, "Curves of response length and entropy over training steps."),
     "fig8": (
-        "Fig. 8: gradient norm",
+        "Training: gradient norm",
         f"Before clipping; Lopti's two stages each have their own. {_SEEDS}",
         "Curves of gradient norms over training steps.",
     ),

@@ -191,7 +191,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--dataset", nargs="+", choices=published.DATA_SETS, metavar="NAME", help=f"{', '.join(_named_sets())}"
     )
     parser.add_argument("--out", required=True, help="--generate: the folder; else the .jsonl or .parquet file")
-    parser.add_argument("--prompt-format", choices=PROMPT_FORMATS, default="messages", help="default: messages")
+    parser.add_argument(
+        "--prompt-format",
+        choices=PROMPT_FORMATS,
+        default="messages",
+        help="chat messages (the default), or final text; a file that this command wrote keeps its own",
+    )
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="FILE", help="drop prompts of these files, such as test sets"
     )
@@ -206,8 +211,15 @@ def make_parser() -> argparse.ArgumentParser:
         default=[2, 3],
         help="--generate: numbers of people (default: 2 3)",
     )
-    parser.add_argument("--train", type=_count, default=4000, help="--generate: training puzzles per number of people")
-    parser.add_argument("--test", type=_count, default=256, help="--generate: held-out puzzles per number of people")
+    parser.add_argument(
+        "--train",
+        type=_count,
+        default=4000,
+        help="--generate: training puzzles of each number of people (default: 4000)",
+    )
+    parser.add_argument(
+        "--test", type=_count, default=256, help="--generate: held-out puzzles of each number of people (default: 256)"
+    )
     parser.add_argument(
         "--names",
         type=int,
@@ -226,10 +238,9 @@ def _named_sets() -> list[str]:
 
 
 def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return count
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 0")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -238,6 +249,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.max_prompt_tokens is not None and not args.tokenizer:
         parser.error("argument --max-prompt-tokens: needs --tokenizer")
+    for flag in ("exclude", "tokenizer", "strict"):
+        if args.generate and getattr(args, flag):
+            parser.error(f"argument --{flag}: not with --generate, whose puzzles are new, short and all usable")
     try:
         if args.generate:
             for name, count, held_out in (("train", args.train, False), ("test", args.test, True)):

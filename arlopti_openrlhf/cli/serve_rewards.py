@@ -90,9 +90,12 @@ def _grader(text: str) -> tuple[str, str]:
 
 def _positive(number: type):
     def parse(text: str):
-        value = number(text)
+        try:
+            value = number(text)
+        except ValueError:
+            value = 0
         if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not positive")
+            raise argparse.ArgumentTypeError(f"{text} is not {'an integer' if number is int else 'a number'} above 0")
         return value
 
     return parse

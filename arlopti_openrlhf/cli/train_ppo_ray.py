@@ -129,20 +129,20 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--algo.lopti.scope",
         choices=["batch", "minibatch"],
         default="batch",
-        help="batch: all mini-batches of an epoch with the first group, then all with the second; minibatch: both "
-        "groups within each mini-batch.",
+        help="batch (default): all mini-batches of an epoch with the first group, then all with the second; "
+        "minibatch: both groups within each mini-batch.",
     )
     group.add_argument(
         "--algo.lopti.order",
         choices=["low_first", "high_first"],
         default="low_first",
-        help="Which group is updated first; high_first is the ablation of Fig. 6b.",
+        help="Which group is updated first (default: low_first); high_first is the ablation of Fig. 6b.",
     )
     group.add_argument(
         "--algo.lopti.groups",
         choices=["both", "low", "high"],
         default="both",
-        help="Update only one group: the ablation of Fig. 6a.",
+        help="Update both groups (default), or only one: the ablation of Fig. 6a.",
     )
     group.add_argument(
         "--actor.update",
@@ -155,15 +155,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--logger.probability_stats",
         choices=["bins", "quartiles", "off"],
         default="bins",
-        help="Statistics of each update's tokens by their probability, in bins of 0.25 or in quartiles of the rollout "
-        "batch, to wandb and TensorBoard.",
+        help="Statistics of each update's tokens by their probability, in bins of 0.25 (default) or in quartiles of "
+        "the rollout batch, to wandb and TensorBoard.",
     )
     parser.add_argument(
         "--reward.retry_minutes",
         type=_number(0, float("inf"), closed=True),
         default=10.0,
         metavar="FLOAT",
-        help="How long a sample waits for a reward server that does not answer, before the run stops.",
+        help="How long a sample waits for a reward server that does not answer, before the run stops (default: 10).",
     )
     parser.add_argument(
         "--eval.sampling",

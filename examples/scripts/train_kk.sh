@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # The paper's Knights-and-Knaves run (arXiv 2505.12929, Tables 2 and 3) on one node with 4 GPUs of 80 GB.
 #
-# Data, from the published parquet files of 3 to 7 people; prompts keep their published text:
-#   python -m arlopti_openrlhf.cli.prepare_data --from kk/3ppl_train.parquet kk/4ppl_train.parquet kk/5ppl_train.parquet kk/6ppl_train.parquet kk/7ppl_train.parquet --prompt-format text --out data/kk/train.jsonl
-#   python -m arlopti_openrlhf.cli.prepare_data --from kk/3ppl_test.parquet kk/4ppl_test.parquet kk/5ppl_test.parquet kk/6ppl_test.parquet kk/7ppl_test.parquet --prompt-format text --out data/kk/test.jsonl
+# Data: the authors' files of 3 to 7 people (git clone https://github.com/zhyang2226/AR-Lopti); prompts keep their text:
+#   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/kk/instruct/merge_34567ppl/train.parquet --prompt-format text --out data/kk/train.jsonl
+#   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/kk/instruct/[3-7]ppl/test_new.parquet --prompt-format text --out data/kk/test.jsonl
+# or new puzzles, 900 and 100 of each number of people as there:
+#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 #
 # Then, from the repository's root:
 #   bash examples/scripts/train_kk.sh
@@ -49,6 +51,6 @@ python -m arlopti_openrlhf.cli.train_ppo_ray \
   --eval.n_samples_per_prompt 4 \
   --eval.temperature 0.7 \
   --ckpt.path "$OUT/checkpoints" \
-  --ckpt.output_dir "$OUT/model" \
+  --ckpt.output_dir "$OUT/$(basename "$OUT")" \
   --logger.tensorboard_dir "$OUT/tensorboard" \
   "$@"

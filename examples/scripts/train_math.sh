@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The paper's math run (arXiv 2505.12929, Tables 2 and 3) on one node with 8 GPUs of 80 GB.
 #
-# Data: DSR-Uniform as the paper's authors published it (or --dataset orz, with EPOCHS=1), without the test sets' problems,
-# and the test sets. Prompts are plain text: a base model has no chat template to follow.
-#   python -m arlopti_openrlhf.cli.prepare_data --from math/math500.parquet math/minerva.parquet math/olympiad_bench.parquet math/amc.parquet math/aime.parquet --prompt-format text --out data/math/test.jsonl
-#   python -m arlopti_openrlhf.cli.prepare_data --from math/dsr_uniform_train.parquet --exclude data/math/test.jsonl --prompt-format text --out data/math/train.jsonl
+# Data: the authors' files (git clone https://github.com/zhyang2226/AR-Lopti): DSR-Uniform without the test sets' problems
+# (or --dataset orz, with EPOCHS=1), and the test sets. Prompts are plain text: a base model has no chat template to follow.
+#   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/math/MATH-500.parquet AR-Lopti/data/deepscaler/minerva_dsr.parquet AR-Lopti/data/deepscaler/olympiad_bench_dsr.parquet AR-Lopti/data/deepscaler/amc_dsr.parquet AR-Lopti/data/deepscaler/aime_dsr.parquet --prompt-format text --out data/math/test.jsonl
+#   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/deepscaler_c/deepscaler_uniform_train.parquet --exclude data/math/test.jsonl --prompt-format text --out data/math/train.jsonl
 #
 # Then, from the repository's root; the paper recommends either method alone:
 #   METHOD=ar bash examples/scripts/train_math.sh
@@ -38,6 +38,6 @@ python -m arlopti_openrlhf.cli.train_ppo_ray \
   --eval.dataset "$EVAL_DATA" \
   --eval.sampling "*:n=1,t=0" --eval.sampling "amc:n=16,t=1" --eval.sampling "aime:n=16,t=1" \
   --ckpt.path "$OUT/checkpoints" \
-  --ckpt.output_dir "$OUT/model" \
+  --ckpt.output_dir "$OUT/$(basename "$OUT")" \
   --logger.tensorboard_dir "$OUT/tensorboard" \
   "$@"
