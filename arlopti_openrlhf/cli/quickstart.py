@@ -43,10 +43,17 @@ PEOPLE = (2, 3)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of puzzles, weights and sampling (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/quickstart"),
+        help="folder for everything; an earlier quickstart there is replaced (default: outputs/quickstart)",
+    )
     parser.add_argument("--reduced", action="store_true", help="a few steps of everything, for a test of the set-up")
     args = parser.parse_args()
     size, out, seed = REDUCED if args.reduced else FULL, args.out, args.seed
+    if out.exists() and any(out.iterdir()) and not (out / "quickstart.log").exists():
+        parser.error(f"argument --out: {out} holds something else than an earlier quickstart")
 
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the warm start's Trainer imports DeepSpeed, which would warn
@@ -60,7 +67,7 @@ def main() -> None:
 
     files = write_puzzles(out / "data", size, seed)
     print(f"1/5 puzzles of {' and '.join(map(str, PEOPLE))} people: {files.train}, held out: {files.test}")
-    print("2/5 a policy of 0.9M parameters, warm-started by supervised fine-tuning on worked solutions")
+    print("2/5 a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions")
     tiny_policy.make_policy(out / "model", people=PEOPLE, seed=seed, steps=size.warm_start_steps)
     before = measure(out / "model", files.test, out / "evaluation" / "before", log, "3/5 accuracy before")
     train(out, files, size, seed, log)
