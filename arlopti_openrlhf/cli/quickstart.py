@@ -309,7 +309,7 @@ def report(summary: dict, out: Path) -> str:
         f"Curves:  {out / 'curves.png'}",
         f"Trained: {out / 'checkpoint'}",
         "Next:    SEED=1 make quickstart",
-        f"         tensorboard --logdir {out / 'tensorboard'}",
+        f"         {os.path.relpath(Path(sys.executable).with_name('tensorboard'))} --logdir {out / 'tensorboard'}",
         "         examples/scripts/train_kk.sh    # the paper's run, on 4 GPUs",
     ]
     return "\n".join(lines)
