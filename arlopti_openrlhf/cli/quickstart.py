@@ -157,8 +157,8 @@ def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
         --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
         --ds.zero_stage 2 --ds.attn_implementation sdpa
         --rollout.batch_size {PROMPTS_PER_STEP} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
-        --rollout.micro_batch_size 128 --rollout.temperature 1.0 --rollout.max_new_tokens {MAX_NEW_TOKENS}
-        --train.batch_size 128 --train.micro_batch_size 64 --train.seed {seed + 1}
+        --rollout.micro_batch_size 64 --rollout.temperature 1.0 --rollout.max_new_tokens {MAX_NEW_TOKENS}
+        --train.batch_size 128 --train.micro_batch_size 32 --train.seed {seed + 1}
         --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 512
         --eval.steps {size.eval_every} --eval.temperature 1.0 --eval.n_samples_per_prompt 4
         --ckpt.best_metric_key none
