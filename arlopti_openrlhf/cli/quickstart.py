@@ -24,7 +24,7 @@ from arlopti_openrlhf import cpu, measures, tiny_policy
 from arlopti_openrlhf.cli import evaluate, prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 16, 8, 112, 8
+PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 32, 8, 112, 8
 
 
 class Size(NamedTuple):
@@ -43,10 +43,17 @@ PEOPLE = (2, 3)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of puzzles, weights and sampling (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/quickstart"),
+        help="folder for everything; an earlier quickstart there is replaced (default: outputs/quickstart)",
+    )
     parser.add_argument("--reduced", action="store_true", help="a few steps of everything, for a test of the set-up")
     args = parser.parse_args()
     size, out, seed = REDUCED if args.reduced else FULL, args.out, args.seed
+    if out.exists() and any(out.iterdir()) and not (out / "quickstart.log").exists():
+        parser.error(f"argument --out: {out} holds something else than an earlier quickstart")
 
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the warm start's Trainer imports DeepSpeed, which would warn
@@ -60,7 +67,7 @@ def main() -> None:
 
     files = write_puzzles(out / "data", size, seed)
     print(f"1/5 puzzles of {' and '.join(map(str, PEOPLE))} people: {files.train}, held out: {files.test}")
-    print("2/5 a policy of 0.9M parameters, warm-started by supervised fine-tuning on worked solutions")
+    print("2/5 a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions")
     tiny_policy.make_policy(out / "model", people=PEOPLE, seed=seed, steps=size.warm_start_steps)
     before = measure(out / "model", files.test, out / "evaluation" / "before", log, "3/5 accuracy before")
     train(out, files, size, seed, log)
@@ -151,7 +158,7 @@ def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
         --ds.zero_stage 2 --ds.attn_implementation sdpa
         --rollout.batch_size {PROMPTS_PER_STEP} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
         --rollout.micro_batch_size 64 --rollout.temperature 1.0 --rollout.max_new_tokens {MAX_NEW_TOKENS}
-        --train.batch_size 64 --train.micro_batch_size 32 --train.seed {seed + 1}
+        --train.batch_size 128 --train.micro_batch_size 32 --train.seed {seed + 1}
         --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 512
         --eval.steps {size.eval_every} --eval.temperature 1.0 --eval.n_samples_per_prompt 4
         --ckpt.best_metric_key none
@@ -302,7 +309,7 @@ def report(summary: dict, out: Path) -> str:
         f"Curves:  {out / 'curves.png'}",
         f"Trained: {out / 'checkpoint'}",
         "Next:    SEED=1 make quickstart",
-        f"         tensorboard --logdir {out / 'tensorboard'}",
+        f"         {os.path.relpath(Path(sys.executable).with_name('tensorboard'))} --logdir {out / 'tensorboard'}",
         "         examples/scripts/train_kk.sh    # the paper's run, on 4 GPUs",
     ]
     return "\n".join(lines)
