@@ -132,8 +132,19 @@ def test_files_that_are_missing_or_no_parquet(tmp_path, capsys):
         assert name in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [["--people", "9"], ["--people", "1"], ["--train", "-1"], ["--names", "3"]])
-def test_values_out_of_range(tmp_path, capsys, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--people", "9"],
+        ["--people", "1"],
+        ["--train", "-1"],
+        ["--test", "many"],
+        ["--names", "3"],
+        ["--exclude", "test.jsonl"],  # nothing to exclude from new puzzles: refused, not ignored
+        ["--strict"],
+    ],
+)
+def test_options_that_generated_puzzles_cannot_have(tmp_path, capsys, options):
     with pytest.raises(SystemExit):
         main(["--generate", "--out", str(tmp_path), *options])
     assert options[0] in capsys.readouterr().err

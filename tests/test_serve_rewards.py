@@ -256,3 +256,13 @@ def test_bad_flags(flags, said):
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.serve_rewards", *flags]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--workers", "two"), ("--workers", "0"), ("--max-seconds", "-1")])
+def test_a_wrong_number_is_refused_by_its_flag(capsys, flag, value):
+    from arlopti_openrlhf.cli import serve_rewards
+
+    with pytest.raises(SystemExit):
+        serve_rewards.main(["--grader", "kk", flag, value])
+    error = capsys.readouterr().err
+    assert f"argument {flag}: {value} is not a" in error and "above 0" in error
