@@ -21,11 +21,12 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 _START_SECONDS = 300  # to import the function; only the first call waits for it
+_DIGITS = 18  # of a request's number, before its arguments
 _GRACE_SECONDS = 10  # how long after its limit a call is given up whose worker the kernel did not end
 
 
@@ -88,8 +89,8 @@ class WorkerPool:
             template = self.start()
             try:
                 reply = template.ask(self._thread.slot, args, self.timeout + _GRACE_SECONDS)
-            except (OSError, ValueError):  # a socket's time-out or end: the worker is stuck, or all are gone
-                reply = {"ended": "timed_out" if template.is_alive() else "died"}
+            except (OSError, ValueError) as error:  # a socket's time-out or end: the worker is stuck, or all are gone
+                reply = {"ended": "timed_out" if isinstance(error, TimeoutError) else "died"}
                 template.kill()
             if "raised" in reply:
                 raise Raised(reply["raised"])
@@ -141,6 +142,7 @@ class _Template:
         )
         for s in theirs:
             s.close()
+        self.killed = False
         self.sockets = [pair[0] for pair in pairs]
         self.files = [s.makefile("rb") for s in self.sockets]
         self.requests = itertools.count(1)
@@ -153,19 +155,21 @@ class _Template:
         """The reply of the slot's worker. Raises OSError or ValueError when there will be none."""
         request = next(self.requests)
         self.sockets[slot].settimeout(seconds)
-        self.sockets[slot].sendall(json.dumps([request, args]).encode() + b"\n")
+        self.sockets[slot].sendall(b"%0*d%s\n" % (_DIGITS, request, json.dumps(args).encode()))
         while True:
             line = self.files[slot].readline()
             if not line:
                 raise ConnectionResetError
             reply = json.loads(line)
-            if reply["request"] in (request, None):  # others are about a worker that died when it had answered
+            if reply["request"] == request:  # others are about a worker that died when it had answered, or come twice
                 return reply
 
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        # `poll` says None of an ended process too, while another thread waits for its end.
+        return not self.killed and self.process.poll() is None
 
     def kill(self) -> None:
+        self.killed = True
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -234,13 +238,7 @@ def _serve(call: Callable, connection: socket.socket, current: mmap.mmap, timeou
     limit = data + int(memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in connection.makefile("rb"):
-        try:
-            request, args = json.loads(line)
-        except ValueError:  # the rest of a request whose first part a killed worker had read
-            _send(connection, {"request": None, "ended": "died"})
-            continue
-        current[:] = struct.pack("q", request)
+    for request, args in _requests(connection, current):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
@@ -250,6 +248,25 @@ def _serve(call: Callable, connection: socket.socket, current: mmap.mmap, timeou
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.sendall(message.encode() + b"\n")
         current[:] = bytes(8)
+
+
+def _requests(connection: socket.socket, current: mmap.mmap) -> Iterator[tuple[int, list]]:
+    """Requests, until the caller closes its end. Each is noted in `current` before any of it leaves the socket: one
+    whose worker is killed in between is there for the next worker, or known to the template."""
+    while number := connection.recv(_DIGITS, socket.MSG_PEEK | socket.MSG_WAITALL):
+        if not number.isdigit():  # the rest of a request of which a killed worker had read the first part
+            _read_line(connection)
+            continue
+        current[:] = struct.pack("q", int(number))
+        yield int(number), json.loads(_read_line(connection)[_DIGITS:])
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """One line, and not a byte of the next, which may be another worker's."""
+    line = b""
+    while not line.endswith(b"\n") and (part := connection.recv(2**16, socket.MSG_PEEK)):
+        line += connection.recv(part.find(b"\n") + 1 or len(part))
+    return line
 
 
 def _send(connection: socket.socket, message: dict) -> None:

@@ -352,8 +352,11 @@ class RewardServer:
         return JSONResponse({"status": "ok"})
 
     async def get_ready(self, request: Request) -> Response:
-        """GET: whether every grader can grade."""
-        ready = bool(self.graders) and all(grader.pool.is_alive() for grader in self.graders.values())
+        """GET: whether every grader can grade. One whose processes are gone starts again, without waiting for work."""
+        gone = [grader.pool for grader in self.graders.values() if not grader.pool.is_alive()]
+        for pool in gone:
+            asyncio.get_running_loop().run_in_executor(None, pool.start)
+        ready = bool(self.graders) and not gone
         return JSONResponse({"ready": ready, "graders": list(self.sources)}, 200 if ready else 503)
 
     async def get_metrics(self, request: Request) -> Response:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 PROMPT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>"
@@ -179,6 +180,21 @@ def test_killed_grader_processes_drop_no_request(custom):
     assert sum(status == 200 for status, _ in answers) > 1400
     metrics = urllib.request.urlopen(custom.url + "/metrics").read().decode()
     assert float(re.search(r'reward_grader_deaths_total{grader="length"} (\S+)', metrics)[1]) > 0
+
+
+def test_a_grader_whose_processes_are_gone_starts_again_for_a_probe(custom):
+    """Who is not ready is sent no work: readiness must not wait for a call."""
+    [template] = [c for c in psutil.Process(custom.pid).children() if "length.py" in " ".join(c.cmdline())]
+    os.killpg(template.pid, signal.SIGKILL)
+    seen, deadline = [], time.monotonic() + 60
+    while seen[-2:] != [503, 200] and time.monotonic() < deadline:
+        try:
+            seen.append(urllib.request.urlopen(custom.url + "/ready").status)
+        except urllib.error.HTTPError as error:
+            seen.append(error.code)
+        time.sleep(0.02)
+    assert seen[-2:] == [503, 200]
+    assert post(custom.url + "/length/get_reward", ask("abc"))[0] == 200
 
 
 def test_health_metrics_and_logs(custom):
