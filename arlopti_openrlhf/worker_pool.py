@@ -261,9 +261,9 @@ def _requests(connection: socket.socket, current: mmap.mmap) -> Iterator[tuple[i
         yield int(number), json.loads(_read_line(connection)[_DIGITS:])
 
 
-def _read_line(connection: socket.socket) -> bytes:
+def _read_line(connection: socket.socket) -> bytearray:
     """One line, and not a byte of the next, which may be another worker's."""
-    line = b""
+    line = bytearray()
     while not line.endswith(b"\n") and (part := connection.recv(2**16, socket.MSG_PEEK)):
         line += connection.recv(part.find(b"\n") + 1 or len(part))
     return line
