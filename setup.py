@@ -14,7 +14,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*", "rewards"]),
+    packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*"]),
     install_requires=[
         "openrlhf==0.11.2",
         "math-verify[antlr4_13_2]>=0.9",

@@ -14,8 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from arlopti_openrlhf import knights_knaves
-from rewards import kk_reward, math_reward
+from arlopti_openrlhf.data import knights_knaves
+from arlopti_openrlhf.grading import kk_reward, math_reward
 
 CHARACTERS = 4000
 

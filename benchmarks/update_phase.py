@@ -116,8 +116,8 @@ class Bench:
         from openrlhf.trainer.ray import ppo_actor
         from openrlhf.utils import get_strategy
 
-        from arlopti_openrlhf.actor import SelectiveActor
-        from arlopti_openrlhf.policy_actor import TokenUpdateTrainer
+        from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+        from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
         self.args = args
         bar = ppo_actor.tqdm
@@ -282,7 +282,7 @@ class Bench:
         }
 
     def _seconds_of_observer(self, variant: str) -> float:
-        from arlopti_openrlhf.actor import replaced_attribute
+        from arlopti_openrlhf.forward.selective_actor import replaced_attribute
 
         observer, seconds = self.trainers[variant].observer, [0.0]
 
@@ -324,7 +324,7 @@ class Bench:
 
 def seconds_of_statistics_per_row() -> float:
     """What entropies and squares add to the sums over one row of the vocabulary's logits."""
-    from arlopti_openrlhf.lm_head import BLOCK_ELEMENTS, _BlockSums
+    from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS, _BlockSums
 
     device, rows = torch.cuda.current_device(), 512
     logits = torch.randn(rows, BLOCK_ELEMENTS // rows, device=device)

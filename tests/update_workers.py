@@ -99,7 +99,7 @@ def probe_class(selective):
     from openrlhf.trainer.ray import ppo_actor
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 
-    from arlopti_openrlhf.actor import SelectiveActor
+    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 
     ppo_actor.Actor = SelectiveActor if selective else Actor
 
@@ -166,7 +166,7 @@ def run_update(
 def new_trainer(probe, stock):
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
-    from arlopti_openrlhf.policy_actor import TokenUpdateTrainer
+    from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
     return (ActorPPOTrainer if stock else TokenUpdateTrainer)(
         probe.strategy,

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from arlopti_openrlhf.analysis.rollouts import Batch
 from arlopti_openrlhf.analysis.updates import Policy, Tokens
-from arlopti_openrlhf.probability_stats import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
 from arlopti_openrlhf.token_update import HIGH, LOW, group_mask, reweight_advantages, token_probabilities
+from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
 
 # Most tokens of a trained policy have a probability above 0.99: as one bin with the rest they would hide it.
 DIRECTION_EDGES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)

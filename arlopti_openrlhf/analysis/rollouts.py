@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arlopti_openrlhf.generation import generate, load_engine
-from rewards import kk_reward, sources
+from arlopti_openrlhf.grading import kk_reward, sources
+from arlopti_openrlhf.scoring.generation import generate, load_engine
 
 Row = dict[str, Any]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from arlopti_openrlhf.analysis.rollouts import Batch
 from arlopti_openrlhf.analysis.updates import Tokens
-from arlopti_openrlhf.probability_stats import logit_gradient_norm
 from arlopti_openrlhf.token_update import token_probabilities
+from arlopti_openrlhf.update.token_statistics import logit_gradient_norm
 
 PAPER_ETA = 0.5
 # With π spread evenly below 0.5, the paper's α = 0.3 lowers the weight of the low group to 1 - 0.3 · 0.75 = 0.775, and

@@ -12,9 +12,9 @@ from openrlhf.models import PolicyLoss
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from arlopti_openrlhf.actor import SelectiveActor, replaced_attribute
 from arlopti_openrlhf.analysis.rollouts import Batch
-from arlopti_openrlhf.policy_actor import GroupPolicyLoss
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor, replaced_attribute
+from arlopti_openrlhf.update.trainer import GroupPolicyLoss
 
 MINI_BATCHES = 4  # whose gradients give AdamW's second moments
 _EPSILON = 1e-8  # AdamW's

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from arlopti_openrlhf.generation import generate, load_engine
-from arlopti_openrlhf.measures import Estimate, Response, measure
-from arlopti_openrlhf.sampling import Sampling, parse_sampling, sampling_of
-from rewards import kk_reward
-from rewards.sources import grade
+from arlopti_openrlhf.grading import kk_reward
+from arlopti_openrlhf.grading.sources import grade
+from arlopti_openrlhf.scoring.generation import generate, load_engine
+from arlopti_openrlhf.scoring.measures import Estimate, Response, measure
+from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling, sampling_of
 
 Row = dict[str, Any]
 _CHUNK = 4096  # responses that are generated before they are written

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from arlopti_openrlhf import knights_knaves, published
-from arlopti_openrlhf.published import Row
-from rewards import math_reward
+from arlopti_openrlhf.data import knights_knaves, published
+from arlopti_openrlhf.data.published import Row
+from arlopti_openrlhf.grading import math_reward
 
 PROMPT_FORMATS = ("messages", "text")
 

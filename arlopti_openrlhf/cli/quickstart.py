@@ -20,8 +20,10 @@ from typing import NamedTuple
 import psutil
 from tqdm import tqdm
 
-from arlopti_openrlhf import cpu, measures, tiny_policy
+from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli import evaluate, prepare_data
+from arlopti_openrlhf.data import tiny_policy
+from arlopti_openrlhf.scoring import measures
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 32, 8, 112, 8

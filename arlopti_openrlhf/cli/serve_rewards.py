@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"argument --token-file: {error}")
     if token is not None and (not token or not token.replace("-", "").replace("_", "").isalnum()):
         parser.error("the token must be letters, digits, - and _: it can be part of a URL")
-    from rewards.serve import Limits, serve
+    from arlopti_openrlhf.grading.server import Limits, serve
 
     limits = Limits(
         int(args.max_body_mib * 2**20), args.max_batch, args.max_queue, args.max_seconds, args.grading_seconds

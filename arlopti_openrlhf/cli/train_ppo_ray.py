@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.sampling import Sampling, parse_sampling
+from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling
 
 UPSTREAM = "openrlhf.cli.train_ppo_ray"
 SUPPORTED = "0.11.2"
@@ -21,11 +21,12 @@ def main() -> None:
     _check_version()
     cpu.enable()
     # Behind enable(): both import openrlhf, which cannot be imported without CUDA and flash-attn before it.
-    from arlopti_openrlhf import controller, evaluation, policy_actor, reward_source
+    from arlopti_openrlhf.run import controller, evaluation, reward_client
+    from arlopti_openrlhf.update import trainer
 
     def install(args: argparse.Namespace) -> None:
-        policy_actor.install(selective=_is_selective(args))
-        reward_source.install(vars(args)["reward.retry_minutes"])
+        trainer.install(selective=_is_selective(args))
+        reward_client.install(vars(args)["reward.retry_minutes"])
         evaluation.install(vars(args)["eval.sampling"])
         controller.install()
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-TRAINER = "policy_actor.TokenUpdateTrainer"
+TRAINER = "update.trainer.TokenUpdateTrainer"
 PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
 BUFFER = "openrlhf.trainer.ppo_utils.replay_buffer"
 STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
 AGENT = "openrlhf.utils.agent"
-REWARDS = "reward_source.RewardExecutor"
+REWARDS = "run.reward_client.RewardExecutor"
 
 # (module, name in it, the names of its parameters in order, who leans on it)
 SIGNATURES = [
@@ -41,7 +41,7 @@ SIGNATURES = [
         "PolicyLoss.forward",
         "self log_probs old_log_probs advantages action_mask rollout_log_probs dp_size batch_num_tokens "
         "global_batch_size",
-        "policy_actor.GroupPolicyLoss",
+        "update.trainer.GroupPolicyLoss",
     ),
     (
         "openrlhf.utils.loss_utils",
@@ -176,11 +176,11 @@ SOURCES = [
         "openrlhf.cli.train_ppo_ray",
         "",
         "from openrlhf.trainer.ray.ppo_actor import PolicyModelActor",
-        "policy_actor.install",
+        "update.trainer.install",
     ),
     # The policy actor builds its trainer by global name, and is pickled with the globals it has on the driver.
-    (PPO_ACTOR, "", "@ray.remote(num_gpus=1) class PolicyModelActor(BaseModelActor):", "policy_actor.install"),
-    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "ActorPPOTrainer(", "policy_actor.install"),
+    (PPO_ACTOR, "", "@ray.remote(num_gpus=1) class PolicyModelActor(BaseModelActor):", "update.trainer.install"),
+    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "ActorPPOTrainer(", "update.trainer.install"),
     (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "scheduler_steps=max_steps", TRAINER),
     (PPO_ACTOR, "PolicyModelActor.fit", "self.trainer.ppo_train(kl_ctl)", TRAINER),
     # What the trainer keeps, under names that the subclass reads and sets.
@@ -214,7 +214,7 @@ SOURCES = [
         PPO_ACTOR,
         "ActorPPOTrainer.ppo_train",
         'if k in ("actor_grad_norm", "actor_lr"):',
-        "policy_actor._PassMetrics",
+        "update.trainer._PassMetrics",
     ),
     # One micro-batch: the mask that it uses, what it calls, what it returns.
     (
@@ -223,7 +223,7 @@ SOURCES = [
         "actor_loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio = self.actor_loss_fn( action_log_probs, "
         "old_action_log_probs, advantages, action_mask=experience.action_mask, "
         "rollout_log_probs=experience.rollout_log_probs, **loss_batch_info, )",
-        "policy_actor.GroupPolicyLoss",
+        "update.trainer.GroupPolicyLoss",
     ),
     (
         PPO_ACTOR,
@@ -267,20 +267,20 @@ SOURCES = [
         "openrlhf.models.loss",
         "PolicyLoss.forward",
         "return loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio",
-        "policy_actor.GroupPolicyLoss",
+        "update.trainer.GroupPolicyLoss",
     ),
     # The weight sync.
     (
         PPO_ACTOR,
         "ActorPPOTrainer.broadcast_to_vllm",
         "for n, p in model.named_parameters() if",
-        "policy_actor._merged_parameters",
+        "update.trainer._merged_parameters",
     ),
     (
         PPO_ACTOR,
         "ActorPPOTrainer.broadcast_to_vllm",
         "param.shape if self.strategy.args.ds.zero_stage != 3 else param.ds_shape",
-        "policy_actor._merged_parameters",
+        "update.trainer._merged_parameters",
     ),
     (
         PPO_ACTOR,
@@ -340,12 +340,12 @@ SOURCES = [
     ),
     # The selective actor takes the place of `Actor` where policy and reference are built; the tensors of a micro-batch
     # are taken before its forward, the mask after it; old log-probs are made without gradient, and not read at once.
-    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "actor = Actor(", "policy_actor.install"),
+    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "actor = Actor(", "update.trainer.install"),
     (
         "openrlhf.trainer.ray.launcher",
         "ReferenceModelActor.init_model_from_pretrained",
         "Actor(",
-        "policy_actor.install",
+        "update.trainer.install",
     ),
     (
         PPO_ACTOR,
@@ -370,13 +370,13 @@ SOURCES = [
         PPO_ACTOR,
         "ActorPPOTrainer.ppo_train",
         "batch_size=self.replay_buffer.sample_batch_size,",
-        "policy_actor._MicroBatches",
+        "update.trainer._MicroBatches",
     ),
     (
         PPO_ACTOR,
         "ActorPPOTrainer.ppo_train",
         "collate_fn=self.replay_buffer.collate_fn,",
-        "policy_actor._MicroBatches",
+        "update.trainer._MicroBatches",
     ),
     (
         "deepspeed.runtime.engine",
@@ -401,7 +401,7 @@ SOURCES = [
         "openrlhf.trainer.ray.vllm_engine",
         "RolloutRayActor.__init__",
         "self.executor = SingleTurnAgentExecutor(remote_rm_url)",
-        "reward_source.install",
+        "run.reward_client.install",
     ),
     (AGENT, "SingleTurnAgentExecutor.__init__", "self.reward_endpoints = reward_endpoints or []", REWARDS),
     (

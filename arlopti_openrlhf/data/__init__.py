@@ -1,0 +1,1 @@
+"""Puzzles, published data sets, and the tiny policy."""

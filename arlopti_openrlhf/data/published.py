@@ -1,0 +1,206 @@
+"""Published data sets as rows for OpenRLHF: verl-style parquet files, and Hugging Face data sets by name."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arlopti_openrlhf.data import knights_knaves
+from arlopti_openrlhf.grading import kk_reward, math_reward
+
+Row = dict[str, Any]
+
+# The paper's prompt for base models: the problem and this, without a chat template.
+MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+
+_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)\n?<\|im_end\|>\n?", re.DOTALL)
+# The published files' data sources whose names do not fit a metric's name.
+_SOURCES = {
+    "HuggingFaceH4/MATH-500": "math500",
+    "aime_dsr": "aime",
+    "amc_dsr": "amc",
+    "minerva_dsr": "minerva",
+    "olympiad_bench_dsr": "olympiad_bench",
+}
+
+
+class DataSet(NamedTuple):
+    """Where a data set lies on the Hugging Face hub, and what its columns are called."""
+
+    path: str
+    split: str
+    question: str
+    answer: str
+    config: str | None = None
+    files: str | None = None
+
+
+DATA_SETS = {
+    "deepscaler": DataSet("agentica-org/DeepScaleR-Preview-Dataset", "train", "problem", "answer"),
+    "orz": DataSet("Open-Reasoner-Zero/orz_math_57k_collection", "train", "0.value", "1.ground_truth.value"),
+    "math500": DataSet("HuggingFaceH4/MATH-500", "test", "problem", "answer"),
+    "amc": DataSet("AI-MO/aimo-validation-amc", "train", "problem", "answer"),
+    "aime": DataSet("HuggingFaceH4/aime_2024", "train", "problem", "answer"),
+    "minerva": DataSet("math-ai/minervamath", "test", "question", "answer"),
+    "olympiad_bench": DataSet(
+        "Hothan/OlympiadBench", "train", "question", "final_answer", config="OE_TO_maths_en_COMP"
+    ),
+} | {
+    f"kk_{n}ppl_{split}": DataSet(
+        "K-and-K/knights-and-knaves",
+        "train",
+        "quiz",
+        "solution_text_format",
+        files=f"{split}/people{n}_num{100 if split == 'test' else 200 if n == 2 else 1000}.jsonl",
+    )
+    for split in ("train", "test")
+    for n in range(2, 9)
+}
+
+
+class Read(NamedTuple):
+    """One row as it was read: `row`, or the reason why there is none."""
+
+    origin: str  # "file: row number"
+    row: Row | None
+    reason: str = ""
+
+
+def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
+    """The rows of a published verl-style parquet file, or of a file that `prepare_data` wrote.
+
+    Of verl's columns `prompt`, `reward_model` (its `ground_truth`) and `data_source` are read, of K&K's `names` too.
+    With "text" a K&K prompt is the published ChatML text to the letter, `<think>` begun; with "messages" its turns are
+    taken apart. ValueError, naming the file, where it is unreadable or a column is missing.
+    """
+    import pandas as pd
+
+    path = Path(path)
+    try:
+        if path.suffix == ".parquet":
+            table = pd.read_parquet(path)
+        else:
+            table = pd.DataFrame([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: not a readable parquet file or JSON lines ({' '.join(str(error).split())})"
+        ) from None
+    prepared = "label" in table.columns
+    missing = [name for name in ("prompt", "label" if prepared else "reward_model") if name not in table.columns]
+    if missing and len(table):
+        raise ValueError(f"{path}: no column {', '.join(missing)}; it has {', '.join(map(str, table.columns))}")
+    for number, record in enumerate(table.to_dict("records")):
+        yield _read(f"{path}: row {number}", _from_prepared if prepared else _from_verl, record, prompt_format)
+
+
+def read_data_set(name: str, prompt_format: str, load=None) -> Iterator[Read]:
+    """The rows of one of `DATA_SETS`, downloaded or from Hugging Face's cache.
+
+    Args:
+        name: one of `DATA_SETS`.
+        prompt_format: "messages" or "text".
+        load: `datasets.load_dataset`, if not that.
+
+    Raises:
+        ValueError: it cannot be had, with the cause.
+    """
+    if load is None:
+        from datasets import load_dataset as load
+    source = DATA_SETS[name]
+    try:
+        records = load(source.path, source.config, data_files=source.files, split=source.split)
+    except Exception as error:
+        raise ValueError(f"{source.path}: {' '.join(str(error).split())[:500]}") from None
+    datasource = re.sub(r"_(train|test)$", "", name)
+    make = _kk_row if name.startswith("kk_") else _math_row
+    for number, record in enumerate(records):
+        yield _read(
+            f"{source.path}: row {number}",
+            lambda record, form: make(
+                _column(record, source.question), _column(record, source.answer), datasource, form
+            ),
+            record,
+            prompt_format,
+        )
+
+
+def _read(origin: str, convert, record: dict, prompt_format: str) -> Read:
+    try:
+        return Read(origin, convert(record, prompt_format))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"a field is missing or malformed: {error!r}"
+        return Read(origin, None, reason)
+
+
+def _column(record: dict, path: str) -> Any:
+    for name in path.split("."):
+        record = record[name]
+    return record
+
+
+def _from_prepared(record: dict, prompt_format: str) -> Row:
+    prompt = record["prompt"]
+    prompt = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+    datasource = str(record.get("datasource", "default"))
+    label = _kk_label(record["label"]) if datasource.startswith("kk_") else math_reward.label_text(record["label"])
+    return {"prompt": prompt, "label": label, "datasource": datasource}
+
+
+def _from_verl(record: dict, prompt_format: str) -> Row:
+    truth, text = record["reward_model"]["ground_truth"], record["prompt"][0]["content"]
+    if isinstance(truth, dict):
+        prompt = text if prompt_format == "text" else _turns(text)
+        return {
+            "prompt": prompt,
+            "label": _kk_label(truth["solution_text_format"]),
+            "datasource": knights_knaves.datasource(len(record["names"])),
+        }
+    source = str(record.get("data_source", "math"))
+    truth = truth.tolist() if hasattr(truth, "tolist") else truth
+    return {
+        "prompt": _text(text) if prompt_format == "text" else [{"role": "user", "content": _text(text)}],
+        "label": math_reward.label_text(truth),
+        "datasource": _SOURCES.get(source, re.sub(r"[^\w.-]+", "_", source)),
+    }
+
+
+def _kk_row(quiz: str, solution: str, datasource: str, prompt_format: str) -> Row:
+    make = knights_knaves.chatml if prompt_format == "text" else knights_knaves.messages
+    return {"prompt": make(_text(quiz)), "label": _kk_label(solution), "datasource": datasource}
+
+
+def _math_row(question: str, answer: Any, datasource: str, prompt_format: str) -> Row:
+    prompt = f"{_text(question).strip()} {MATH_INSTRUCTION}"
+    return {
+        "prompt": prompt if prompt_format == "text" else [{"role": "user", "content": prompt}],
+        "label": math_reward.label_text(answer),
+        "datasource": datasource,
+    }
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("the prompt is empty")
+    return value
+
+
+def _kk_label(solution: Any) -> str:
+    kk_reward.grade("", solution)  # refuses what the reward could not read, before a training run does
+    return solution
+
+
+def _turns(text: str) -> list[dict[str, str]]:
+    turns = [{"role": role, "content": content} for role, content in _TURN.findall(_text(text))]
+    if not turns:
+        raise ValueError(f"the prompt is not ChatML text: {text[:80]!r}")
+    return turns
+
+
+def prompt_key(prompt: str | list[dict[str, str]]) -> str:
+    """What two prompts have in common that ask the same: their text without white space, template and roles."""
+    text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+    parts = _TURN.findall(text)
+    if parts:
+        text = "".join(content for _, content in parts)
+    return "".join(text.split())

@@ -1,0 +1,1 @@
+"""The Knights-and-Knaves and math graders, and the server that offers them over HTTP."""

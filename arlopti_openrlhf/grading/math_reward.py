@@ -1,0 +1,194 @@
+r"""Math reward on math-verify: 1 where the final answer equals the label, else 0. OpenRLHF takes the file by path.
+
+The final answer is what the last `\boxed{}` holds; without one, what math-verify extracts. Comparing two answers is
+symbolic mathematics, and an answer such as `9^{9^{9^9}}` can keep it busy for hours: it runs in worker processes that
+are killed at a time limit and held to a memory limit (`grading.worker_pool`), and such an answer is wrong.
+"""
+
+# OpenRLHF executes this file without entering it in sys.modules, and calls `reward_func` from threads.
+
+import functools
+import json
+import os
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from arlopti_openrlhf.grading.kk_reward import assistant_turns
+from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+
+TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds per answer
+WORKERS = int(os.environ.get("ARLOPTI_MATH_WORKERS", min(8, os.cpu_count() or 1)))
+# Characters. No label of the public sets is a fourth as long; what is longer is wrong unread.
+MAX_ANSWER = 2_000
+# Of a response without a box, the end that is searched for an answer.
+MAX_TAIL = 2_000
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
+# OpenRLHF decodes special tokens too: math-verify would find no number right before one.
+_END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
+
+
+class Grade(NamedTuple):
+    """What one response earned.
+
+    score: 1.0 where the final answer equals the label, else 0.0. It is the reward.
+    boxed: the final answer stood in a box.
+    timed_out: the comparison was ended at the time limit, or at the memory limit.
+    """
+
+    score: float
+    boxed: bool
+    timed_out: bool
+
+
+def grade(response: str, answer: object) -> Grade:
+    r"""Grade one response against its label.
+
+    Args:
+        response: any text; none raises, and each takes at most `TIMEOUT` seconds once a worker is free.
+        answer: the label: a number, or text as in the public sets (LaTeX, with or without dollars or `\boxed`), or a
+            list of alternatives, any of which is right. A list may also come as JSON of strings, as in `["0.01"]`.
+
+    Raises:
+        ValueError: the label is empty or of another type.
+    """
+    labels = _alternatives(answer)
+    box = last_box(response)
+    if box is None:
+        return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False)
+    if len(box) > MAX_ANSWER:
+        return Grade(0.0, boxed=True, timed_out=False)
+    return _compare(box.strip(), labels, boxed=True)
+
+
+def reward_func(
+    queries: Sequence[str], prompts: Sequence[str | None], labels: Sequence[object], **kwargs: Any
+) -> dict[str, Any]:
+    """OpenRLHF's reward contract (`SingleTurnAgentExecutor`): grade B decoded samples against their labels.
+
+    Args:
+        queries: prompt and response, decoded together with their special tokens.
+        prompts: the prompts after the chat template.
+        labels: as `grade` takes them.
+        kwargs: ignored; OpenRLHF passes none.
+
+    Returns:
+        `rewards` and `scores` (B,), 1 or 0; `extra_logs` with `well_formed` (which is boxed) and `timed_out` (B,). All
+        are float32 tensors.
+    """
+    turns = assistant_turns(queries, prompts, labels)
+    if len(turns) == 1:  # what OpenRLHF sends: no threads for that
+        grades = [grade(turns[0], labels[0])]
+    else:
+        with ThreadPoolExecutor(WORKERS) as threads:
+            grades = list(threads.map(grade, turns, labels))
+    scores, boxed, timed_out = torch.tensor(grades, dtype=torch.float32).reshape(-1, len(Grade._fields)).unbind(dim=1)
+    return {"rewards": scores, "scores": scores.clone(), "extra_logs": {"well_formed": boxed, "timed_out": timed_out}}
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last closed `\boxed{}` that is not inside another; None where there is none."""
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
+    opened: list[int | None] = []  # of each open brace where its box's content begins; None for other braces
+    boxes = 0
+    last = None
+    for token in _BRACES.finditer(text):
+        if token[0] == "}":
+            if opened:
+                start = opened.pop()
+                if start is not None:
+                    boxes -= 1
+                    if not boxes:
+                        last = text[start : token.start()]
+        elif token[0].endswith("{") and token[0] != "\\{":
+            start = token.end() if len(token[0]) > 1 else None
+            boxes += start is not None
+            opened.append(start)
+    return last
+
+
+def label_text(answer: object) -> str:
+    """A label as one text, for data files: alternatives as JSON. ValueError as in `grade`."""
+    labels = _alternatives(answer)
+    return labels[0] if len(labels) == 1 else json.dumps(list(labels), ensure_ascii=False)
+
+
+def is_readable(answer: object) -> bool:
+    """Whether each alternative of a label, as an answer, would be found equal to it, in time."""
+    try:
+        return all(worker_pool().call(label, [label], True) for label in _alternatives(answer))
+    except (ValueError, TimedOut, Died, Raised):
+        return False
+
+
+def _alternatives(answer: object) -> tuple[str, ...]:
+    if isinstance(answer, str) and answer.lstrip().startswith('["'):
+        try:
+            answer = json.loads(answer)
+        except ValueError:
+            pass  # a label that merely begins so
+    labels = answer if isinstance(answer, list | tuple) else [answer]
+    if not labels:
+        raise ValueError("a label is empty: a list without alternatives")
+    return tuple(map(_label, labels))
+
+
+def _label(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"a label is a number, text or a list of these; got {str(value)[:200]!r}")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = _without_dollars(str(value))
+    box = _BOX.fullmatch(text)
+    if box:
+        text = _without_dollars(box[1])
+    if not text:
+        raise ValueError("a label is empty")
+    return text
+
+
+def _without_dollars(text: str) -> str:
+    text = text.strip()
+    inner = text.strip("$")
+    return text if "$" in inner else inner.strip()
+
+
+# --- the comparison, in worker processes (`math_compare`) ------------------------------------------------------------
+
+_pool: WorkerPool | None = None
+_pool_lock = threading.Lock()
+
+
+def worker_pool(workers: int = WORKERS) -> WorkerPool:
+    """The processes in which answers are compared; the first call decides how many there are."""
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = WorkerPool("arlopti_openrlhf.grading.math_compare:compare", workers, TIMEOUT, memory_gib=1.0)
+        return _pool
+
+
+@functools.lru_cache(maxsize=2**14)  # the responses to one prompt are graded close together, and many agree
+def _compare(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
+    if boxed and any(_plain(answer) == _plain(label) for label in labels):
+        return Grade(1.0, boxed, timed_out=False)
+    try:
+        return Grade(float(worker_pool().call(answer, labels, boxed)), boxed, timed_out=False)
+    except (TimedOut, Died):
+        return Grade(0.0, boxed, timed_out=True)
+    except Raised as error:  # what math-verify lets through is about the answer: deep recursion, memory
+        return Grade(0.0, boxed, timed_out="MemoryError" in str(error))
+
+
+def _plain(text: str) -> str:
+    r"""Text without what does not change its meaning: white space, dollars, a final full stop, `\left`, `\dfrac`."""
+    text = text.replace("\\$", "").strip().strip("$").rstrip(".")
+    text = re.sub(r"\s+|\\[,;:!]|\\left(?![a-z])|\\right(?![a-z])", "", text)
+    return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")

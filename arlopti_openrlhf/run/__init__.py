@@ -1,0 +1,1 @@
+"""What surrounds the update in a training run: the controller, the evaluation, the rewards."""

@@ -1,0 +1,214 @@
+"""OpenRLHF's single controller, which leads a run: it takes the prompts in the seed's order, evaluates before the
+first step and after the last too, chooses the best checkpoint by accuracy, and logs histograms.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+
+import ray
+import torch
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.utils.logging_utils import init_logger
+
+from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
+
+logger = init_logger(__name__)
+
+
+def install() -> None:
+    """Puts these trainers in place of OpenRLHF's. Called on the driver, before the CLI's `train` imports them.
+
+    Ray pickles them, and upstream's below them, by value, with their modules' globals as they are on the driver.
+    """
+    ppo_trainer.PPOTrainer = PPOTrainer
+    ppo_trainer_async.PPOTrainerAsync = PPOTrainerAsync
+    ppo_trainer_async.GenerateSamplesActor = GenerateSamplesActor
+    ppo_trainer_async.TrainingActor = TrainingActor
+
+
+def _plain(actor_class) -> type:
+    """The class behind a Ray actor class."""
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+class SeededOrder:
+    """What reads the prompts: in the order of `--train.seed`. Upstream shuffles them in a process without a seed."""
+
+    def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
+        torch.manual_seed(strategy.args.train.seed)
+        super().__init__(pretrain, strategy, *args, **kwargs)
+
+
+class Controller:
+    """What upstream's two trainers have in common here: the best checkpoint is that of the highest accuracy, the
+    trackers stay open for an evaluation after the last step, and they get what the console does not show, the
+    statistics by probability."""
+
+    last_step, last_client_states, evaluated_step = 0, None, None
+
+    def ppo_train(self, global_steps: int) -> dict:
+        status = super().ppo_train(global_steps)
+        self.token_statistics = {name: status.pop(name) for name in list(status) if name.startswith("tokens/")}
+        return status
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        self.last_step, self.last_client_states = global_step, dict(client_states or {})
+        histograms = self.token_statistics.pop(HISTOGRAMS, None)
+        super().save_logs_and_checkpoints(global_step, (logs_dict or {}) | self.token_statistics, client_states)
+        if histograms and global_step % self.args.logger.logging_steps == 0:
+            half = len(histograms) // 2
+            self._log_histogram("train/tokens/probability", histograms[:half], global_step)
+            self._log_histogram("train/tokens/logit_grad_norm_by_probability", histograms[half:], global_step)
+
+    def _log_histogram(self, name: str, values: list[float], global_step: int) -> None:
+        """`values`: of each of the equal bins of [0, 1], how much lies there."""
+        edges = [i / len(values) for i in range(len(values) + 1)]
+        if self.wandb_logger:
+            import wandb
+
+            self.wandb_logger.handle.log({name: wandb.Histogram(np_histogram=(values, edges))})
+        if self.tensorboard_logger:
+            centers = [(low + high) / 2 for low, high in pairwise(edges)]
+            self.tensorboard_logger.writer.add_histogram_raw(
+                name,
+                min=0.0,
+                max=1.0,
+                num=sum(values),
+                sum=sum(v * c for v, c in zip(values, centers, strict=True)),
+                sum_squares=sum(v * c * c for v, c in zip(values, centers, strict=True)),
+                bucket_limits=edges[1:],
+                bucket_counts=values,
+                global_step=global_step,
+            )
+
+    def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
+        """Upstream's, called after each evaluation. Before the first step there is nothing to save.
+
+        Raises:
+            ValueError: then, if the evaluation has not the user's metric: upstream would save no best checkpoint, and
+                not say so.
+        """
+        self.evaluated_step = global_step
+        if global_step:
+            super().save_best_checkpoint(eval_metrics, global_step, client_states)
+            return
+        key = self.args.ckpt.best_metric_key
+        if key not in ("", "none", *eval_metrics):
+            raise ValueError(
+                f"argument --ckpt.best_metric_key: {key} is none of the evaluation's metrics: "
+                f"{', '.join(sorted(eval_metrics))}"
+            )
+
+    def _detect_eval_metric_key(self, eval_metrics) -> str | None:
+        """Upstream's, with `accuracy` as the default."""
+        if not self.best_eval_metric_key and "accuracy" in eval_metrics:
+            self.best_eval_metric_key = "accuracy"
+        return super()._detect_eval_metric_key(eval_metrics)
+
+    def resume(self, checkpoint_states: dict) -> None:
+        self.last_step, self.last_client_states = checkpoint_states["global_step"], dict(checkpoint_states)
+
+    @contextmanager
+    def _saving_the_model(self) -> Iterator[None]:
+        """Upstream saves the trained model at the very end: an evaluation that fails must not lose it."""
+        try:
+            yield
+        except Exception:
+            ray.get(self.actor_model_group.async_run_method(method_name="save_model"))
+            raise
+
+    def _trackers(self) -> list:
+        return [tracker for tracker in (self.wandb_logger, self.tensorboard_logger) if tracker]
+
+    def _with_open_trackers(self, fit, *args) -> None:
+        """Upstream's `fit`, which closes them at its end."""
+        with ExitStack() as stack:
+            for tracker in self._trackers():
+                stack.enter_context(replaced_attribute(tracker, "close", lambda: None))
+            fit(*args)
+
+
+@ray.remote
+class PPOTrainer(SeededOrder, Controller, _plain(ppo_trainer.PPOTrainer)):
+    """`PPOTrainer`; changed: the prompts' order is the seed's; it also evaluates before the first step and after the
+    last."""
+
+    def fit(self, global_step: int = 0) -> None:
+        evaluates = self.eval_dataloader is not None and self.args.eval.steps != float("inf")
+        self.resume(self.init_checkpoint_states())
+        try:
+            if evaluates and not self.last_step:
+                self.save_best_checkpoint(self.evaluate(0, **self._eval_kwargs()), 0)
+            self._with_open_trackers(super().fit, global_step)
+            if evaluates and self.evaluated_step != self.last_step:
+                with self._saving_the_model():
+                    logs = self.evaluate(self.last_step, **self._eval_kwargs())
+                    self.save_best_checkpoint(logs, self.last_step, self.last_client_states)
+        finally:
+            for tracker in self._trackers():
+                tracker.close()
+
+    def _eval_kwargs(self) -> dict:
+        return self.generate_kwargs | {"n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
+
+
+@ray.remote
+class GenerateSamplesActor(SeededOrder, _plain(ppo_trainer_async.GenerateSamplesActor)):
+    """`GenerateSamplesActor`; changed: the prompts' order is the seed's; it evaluates before the first step too, and
+    when asked to."""
+
+    is_resumed = False
+
+    def load_state_dict(self, state_dict) -> None:
+        self.is_resumed = True
+        super().load_state_dict(state_dict)
+
+    def evaluates(self) -> bool:
+        return self.eval_dataloader is not None and self.args.eval.steps != float("inf")
+
+    def _should_eval(self, global_step: int) -> bool:
+        is_first = global_step == 0 and self._last_eval_step < 0 and not self.is_resumed
+        return (is_first and self.evaluates()) or super()._should_eval(global_step)
+
+    def evaluate(self) -> dict[str, float]:
+        return self._run_eval()
+
+
+@ray.remote
+class TrainingActor(Controller, _plain(ppo_trainer_async.TrainingActor)):
+    """`TrainingActor`; the only change: its trackers stay open until `finish`."""
+
+    def fit(self, global_step: int = 0) -> None:
+        self.resume(self.init_checkpoint_states())
+        self._with_open_trackers(super().fit, global_step)
+
+    def step_to_evaluate(self) -> int | None:
+        """The last step, unless it has been evaluated."""
+        return None if self.evaluated_step == self.last_step else self.last_step
+
+    def finish(self, generator=None) -> None:
+        """Evaluates the last step, if there is a `GenerateSamplesActor` to do it, and closes the trackers."""
+        try:
+            if generator is not None:
+                with self._saving_the_model():
+                    eval_metrics = ray.get(generator.evaluate.remote())
+                    logger.info(f"Eval at step {self.last_step}: {eval_metrics}")
+                    for tracker in self._trackers():
+                        tracker.log_eval(self.last_step, eval_metrics)
+                    self.save_best_checkpoint(eval_metrics, self.last_step, self.last_client_states)
+        finally:
+            for tracker in self._trackers():
+                tracker.close()
+
+
+@ray.remote
+class PPOTrainerAsync(_plain(ppo_trainer_async.PPOTrainerAsync)):
+    """`PPOTrainerAsync`; the only change: it also evaluates after the last step."""
+
+    def fit(self) -> None:
+        super().fit()
+        evaluates = ray.get(self.generator_actor.evaluates.remote())
+        step = ray.get(self.trainer_actor.step_to_evaluate.remote())
+        ray.get(self.trainer_actor.finish.remote(self.generator_actor if evaluates and step is not None else None))

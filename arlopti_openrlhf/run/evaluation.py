@@ -1,0 +1,113 @@
+"""Evaluation during training: the measures of `cli.evaluate` for each data source, from the samples' `scores`.
+
+Upstream averages rewards. Here each source may also have its own number of samples and temperature.
+"""
+
+import fnmatch
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.utils.logging_utils import init_logger
+
+from arlopti_openrlhf.run.reward_client import SCORES_ARE_REWARDS
+from arlopti_openrlhf.scoring.measures import Response, measure
+from arlopti_openrlhf.scoring.sampling import Sampling, sampling_of
+
+logger = init_logger(__name__)
+
+_upstream_metrics = ppo_trainer.compute_eval_metrics
+
+
+def install(specs: Sequence[Sampling]) -> None:
+    """Makes OpenRLHF's trainers evaluate so. Called on the driver, before the CLI's `train`.
+
+    Ray pickles the trainers by value, with their modules' globals as they are on the driver.
+
+    Args:
+        specs: how each source is sampled; the first matches all.
+    """
+    for module in (ppo_trainer, ppo_trainer_async):
+        module.SamplesGenerator = functools.partial(SourceSamplesGenerator, specs=specs)
+        module.compute_eval_metrics = functools.partial(compute_eval_metrics, specs=specs)
+
+
+class SourceSamplesGenerator(SamplesGenerator):
+    """`SamplesGenerator`; the only change: evaluation samples each data source as its specification says."""
+
+    def __init__(self, *args, specs: Sequence[Sampling], **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.specs = specs
+        sources = {str(source) for sources, *_ in self.eval_dataloader or () for source in sources}
+        for spec in specs[1:] if sources else ():
+            if not fnmatch.filter(sources, spec.pattern):
+                logger.warning(
+                    f"--eval.sampling {spec.pattern}: matches none of the sources {', '.join(sorted(sources))}"
+                )
+
+    def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
+        """Upstream's samples, source by source and those of one problem together, each with its `datasource`.
+
+        `temperature` and `n_samples_per_prompt` are the specifications'.
+        """
+        problems = defaultdict(list)
+        for batch in self.eval_dataloader:
+            for source, *problem in zip(*batch, strict=True):
+                problems[str(source)].append(([source], *([part] for part in problem)))
+        samples = []
+        for source, batches in problems.items():
+            sampling = sampling_of(source, self.specs)
+            self._eval_dataloader_iter = iter(batches)
+            of_source = super().generate_eval_samples(
+                **generate_kwargs | {"n_samples_per_prompt": sampling.n, "temperature": sampling.temperature}
+            )
+            for sample in of_source:
+                sample.datasource = source
+            samples += of_source
+        return samples
+
+
+def compute_eval_metrics(
+    eval_dataloader, samples_list: Sequence[Experience], n_samples_per_prompt: int, specs: Sequence[Sampling]
+) -> dict[str, float]:
+    """The measures of each source, as `<source>/<measure>` with its 95% interval `.../low` and `.../high`; `accuracy`,
+    the mean over the sources; and upstream's metrics, which averaged rewards, from scores.
+
+    A source whose reward function returns no scores has upstream's metrics alone: rewards do not say what is right.
+
+    Args:
+        eval_dataloader: upstream's; not needed.
+        samples_list: of `SourceSamplesGenerator`.
+        n_samples_per_prompt: upstream's; the specifications say more.
+    """
+    logs: dict[str, float] = {}
+    accuracies = []
+    for source, group in itertools.groupby(samples_list, key=lambda sample: sample.datasource):
+        samples, n = list(group), sampling_of(source, specs).n
+        if all(sample.scores is not None and SCORES_ARE_REWARDS not in sample.info for sample in samples):
+            samples = [replace(sample, rewards=sample.scores) for sample in samples]
+            responses = list(map(_response, samples))
+            for name, estimate in measure([responses[i : i + n] for i in range(0, len(responses), n)]).items():
+                logs[f"{source}/{name}"] = estimate.value
+                logs[f"{source}/{name}/low"], logs[f"{source}/{name}/high"] = estimate.low, estimate.high
+            accuracies.append(logs[f"{source}/accuracy"])
+        # Upstream finds a sample's source by its prompt, which another source may have too.
+        own_data = [([source], sample.prompts, sample.labels, [None]) for sample in samples]
+        upstream = _upstream_metrics(own_data, samples, n)
+        logs |= {name: value for name, value in upstream.items() if name.startswith(f"eval_{source}_")}
+    return logs | ({"accuracy": sum(accuracies) / len(accuracies)} if accuracies else {})
+
+
+def _response(sample: Experience) -> Response:
+    well_formed = sample.info.get("well_formed")
+    return Response(
+        score=sample.scores.item(),
+        well_formed=None if well_formed is None else bool(well_formed.item()),
+        length=int(sample.response_length.item()),
+        truncated=bool(sample.truncated.item()),
+    )

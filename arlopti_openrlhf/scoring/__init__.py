@@ -1,0 +1,1 @@
+"""Accuracy with its intervals, sampling specifications, and responses from vLLM."""

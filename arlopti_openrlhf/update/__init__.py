@@ -1,0 +1,1 @@
+"""One rollout batch becomes optimizer steps."""

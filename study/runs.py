@@ -1,0 +1,134 @@
+"""The study as data: what is trained, on what, with which flags. Nothing here runs anything."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PEOPLE = (2, 3)
+STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS = 30, 32, 8, 112
+TEMPERATURE = 1.0  # of rollouts and evaluations
+HELD_OUT, EVAL_SAMPLES = 160, 8  # puzzles per number of people, and answers to each of them
+HELD_OUT_GREEDY = 256  # further puzzles per number of people, answered once at temperature 0
+# Four answers of five are hasty, and right by chance; those that try assignments first are right far more often. So
+# training can raise accuracy, greedy accuracy too, by thinking at all, by thinking better, and by taking noise out.
+WARM_START = {"steps": 1200, "muon": True, "label_smoothing": 0.0, "hasty_share": 0.8, "solution_first": 0.7}
+LEARNING_RATE = 3e-4  # the best for GRPO alone among `TUNING`'s, see docs/study.md
+
+
+class Run(NamedTuple):
+    """One training run. Runs of one seed share puzzles, warm start and seeds of sampling and order."""
+
+    family: str  # which baseline it is compared with: "GRPO" or "REINFORCE++", or "tuning"
+    variant: str
+    seed: int
+    flags: str  # the estimator's and the methods'
+    learning_rate: float = LEARNING_RATE
+    mini_batches: int = 2  # of a step; an optimizer step each, two with Lopti
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.seed}"
+
+
+_GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3"
+_REINFORCE = "--algo.advantage.estimator reinforce --algo.kl.estimator k1"
+_AR, _LOPTI = "--algo.ar.alpha 0.3", "--algo.lopti.eta 0.5"  # Table 3, K&K
+_AR_REINFORCE = "--algo.ar.alpha 0.1"  # Appendix D.2
+
+GRPO = {"grpo": "", "ar": _AR, "lopti": _LOPTI, "both": f"{_AR} {_LOPTI}"}
+REINFORCE = {"rpp": "", "rpp-ar": _AR_REINFORCE, "rpp-lopti": _LOPTI, "rpp-both": f"{_AR_REINFORCE} {_LOPTI}"}
+# Section 5.3: Fig. 6b's reversed order, Fig. 6a's groups alone, Fig. 6c's α and η.
+ABLATIONS = {
+    "high-first": f"{_LOPTI} --algo.lopti.order high_first",
+    "only-low": f"{_LOPTI} --algo.lopti.groups low",
+    "only-high": f"{_LOPTI} --algo.lopti.groups high",
+    "alpha-0.1": "--algo.ar.alpha 0.1",
+    "alpha-1": "--algo.ar.alpha 1",
+    "eta-0.3": "--algo.lopti.eta 0.3",
+    "eta-0.7": "--algo.lopti.eta 0.7",
+}
+# Lopti takes twice as many optimizer steps, at equal data and learning rate. So does this, without it.
+CONTROL = "double-steps"
+BASELINE = {"GRPO": "grpo", "REINFORCE++": "rpp"}
+LEARNING_RATES = (1e-4, 3e-4, 1e-3)
+
+
+def _of_each_seed(family: str, variants: dict[str, str], estimator: str, seeds: int) -> list[Run]:
+    # Seed by seed, so that a study that is cut short is balanced.
+    return [
+        Run(family, name, seed, f"{estimator} {flags}".strip())
+        for seed in range(seeds)
+        for name, flags in variants.items()
+    ]
+
+
+TUNING = [Run("tuning", f"lr-{rate:g}", seed, _GRPO, rate) for seed in (100, 101) for rate in LEARNING_RATES]
+STUDY = [
+    *_of_each_seed("GRPO", GRPO, _GRPO, 5),
+    *_of_each_seed("REINFORCE++", REINFORCE, _REINFORCE, 3),
+    *(Run("GRPO", CONTROL, seed, _GRPO, mini_batches=4) for seed in range(3)),
+    *_of_each_seed("GRPO", ABLATIONS, _GRPO, 3),
+]
+
+
+def flags(run: Run, inputs: Path, out: Path) -> list[str]:
+    """The run's flags for `cli.train_ppo_ray`, as a user would type them.
+
+    Args:
+        run: the run.
+        inputs: folder of the seed's model, train.jsonl and test.jsonl.
+        out: folder for what the run writes.
+    """
+    text = f"""
+        {run.flags}
+        --algo.kl.init_coef 0.001
+        --actor.eps_clip_low_high 0.2 0.24 --actor.dual_clip 10 --actor.loss_agg_mode token-mean
+        --actor.adam.lr {run.learning_rate:g} --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
+        --actor.max_norm 1.0
+        --actor.update selective
+        --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --train.colocate_all
+        --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
+        --ds.zero_stage 2 --ds.attn_implementation sdpa
+        --rollout.batch_size {PROMPTS_PER_STEP} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
+        --rollout.micro_batch_size 128 --rollout.temperature {TEMPERATURE} --rollout.max_new_tokens {MAX_NEW_TOKENS}
+        --train.batch_size {PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // run.mini_batches} --train.micro_batch_size 64
+        --train.max_epochs 1 --train.num_episodes 1
+        --train.seed {run.seed + 1}
+        --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 512
+        --eval.steps {STEPS} --eval.sampling kk_*:n={EVAL_SAMPLES},t={TEMPERATURE} --eval.sampling *_greedy:n=1,t=0
+        --ckpt.best_metric_key none
+        --logger.wandb.run_name run
+    """.split()
+    return text + [
+        f"--actor.model_name_or_path={inputs / 'model'}",
+        f"--data.prompt_dataset={inputs / 'train.jsonl'}",
+        f"--eval.dataset={inputs / 'test.jsonl'}",
+        f"--reward.remote_url={ROOT / 'rewards' / 'kk_reward.py'}",
+        f"--ckpt.output_dir={out / 'model'}",
+        f"--logger.tensorboard_dir={out / 'tensorboard'}",
+    ]
+
+
+def inputs_configuration(seed: int) -> dict:
+    """What the seed's puzzles and warm start are made from."""
+    return {
+        "people": list(PEOPLE),
+        "train": STEPS * PROMPTS_PER_STEP,
+        "held_out": HELD_OUT,
+        "held_out_greedy": HELD_OUT_GREEDY,
+        "warm_start": WARM_START,
+        "seed": seed,
+    }
+
+
+def configuration(run: Run) -> dict:
+    """What is trained on what, with which flags: a result with another configuration is not this run's.
+
+    The code is no part of it; a result says at which commit it was made.
+    """
+    here = Path("INPUTS"), Path("OUT")
+    return {
+        "inputs": inputs_configuration(run.seed),
+        "flags": " ".join(flags(run, *here)).replace(f"{ROOT}/", ""),
+    }

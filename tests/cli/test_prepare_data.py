@@ -1,0 +1,248 @@
+import json
+import os
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+from arlopti_openrlhf.cli.prepare_data import convert_rows, generate_rows, main
+from arlopti_openrlhf.data import knights_knaves
+from arlopti_openrlhf.data import published as published_sets
+from arlopti_openrlhf.data.published import MATH_INSTRUCTION
+from arlopti_openrlhf.grading.kk_reward import grade
+
+QUIZ = (
+    "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always "
+    'lie. You meet 2 inhabitants: Zoey, and Liam. Zoey said that Liam is a knave. "Zoey is not a knight" - Liam. '
+    "So who is a knight and who is a knave?"
+)
+SOLUTION = "(1) Zoey is a knight\n(2) Liam is a knave"
+TEXT = (
+    f"<|im_start|>system\n{knights_knaves.INSTRUCTION}\n<|im_end|>\n<|im_start|>user\n{QUIZ}\n<|im_end|>\n"
+    "<|im_start|>assistant\n<think>"
+)
+
+
+def published(path, drop=(), label=SOLUTION, text=TEXT):
+    """A parquet file with the columns of the published ones that matter, and some that do not."""
+    row = {
+        "quiz": QUIZ,
+        "names": ["Zoey", "Liam"],
+        "index": 0,
+        "data_source": "kk_logic",
+        "prompt": [{"content": text, "role": "user"}],
+        "reward_model": {"ground_truth": {"solution_text_format": label, "statements": "()"}, "style": "rule"},
+    }
+    pd.DataFrame([{name: value for name, value in row.items() if name not in drop}]).to_parquet(path)
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_generated_files(tmp_path, capsys):
+    main(["--generate", "--people", "2", "3", "--train", "30", "--test", "10", "--out", str(tmp_path)])
+    train, test = read(tmp_path / "train.jsonl"), read(tmp_path / "test.jsonl")
+    assert [row["datasource"] for row in train] == ["kk_2ppl", "kk_3ppl"] * 30
+    assert [row["datasource"] for row in test] == ["kk_2ppl", "kk_3ppl"] * 10
+    assert "train.jsonl: kk_2ppl 30, kk_3ppl 30" in capsys.readouterr().out
+    for row in train + test:
+        assert set(row) == {"prompt", "label", "datasource"}
+        assert row["prompt"][0] == {"role": "system", "content": knights_knaves.INSTRUCTION}
+        assert row["prompt"][1]["content"].endswith("So who is a knight and who is a knave?")
+        assert grade(f"<think></think><answer>{row['label']}</answer>", row["label"]).reward == 3.0
+
+
+def test_train_and_test_share_no_puzzle_and_no_row_twice():
+    train = [row["prompt"][1]["content"] for row in generate_rows([2], 2000, held_out=False, seed=0)]
+    test = [row["prompt"][1]["content"] for row in generate_rows([2], 500, held_out=True, seed=1)]
+    assert len(set(train)) == 2000 and len(set(test)) == 500
+    assert not set(train) & set(test)
+
+
+def test_more_rows_continue_fewer():
+    assert generate_rows([3], 20, held_out=True, seed=5)[:8] == generate_rows([3], 8, held_out=True, seed=5)
+    assert generate_rows([3], 8, held_out=True, seed=6) != generate_rows([3], 8, held_out=True, seed=5)
+
+
+def test_same_bytes_in_every_process(tmp_path):
+    for seed in ("1", "2"):
+        options = ["--generate", "--people", "3", "--train", "20", "--test", "5", "--out", str(tmp_path / seed)]
+        subprocess.run(
+            [sys.executable, "-m", "arlopti_openrlhf.cli.prepare_data", *options],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            check=True,
+        )
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+def test_names_option_limits_the_pool(tmp_path):
+    main(["--generate", "--people", "8", "--train", "3", "--test", "0", "--names", "8", "--out", str(tmp_path)])
+    for row in read(tmp_path / "train.jsonl"):
+        assert all(name in row["label"] for name in knights_knaves.NAMES[:8])
+
+
+def test_published_file_as_messages_and_as_text(tmp_path):
+    file = published(tmp_path / "2ppl.parquet")
+    rest = {"label": SOLUTION, "datasource": "kk_2ppl"}
+    assert convert_rows(file, prompt_format="text") == [{"prompt": TEXT, **rest}]
+    assert convert_rows(file) == [{"prompt": knights_knaves.messages(QUIZ), **rest}]
+    assert knights_knaves.chatml(QUIZ) == TEXT
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_several_files_into_one(tmp_path, suffix, capsys):
+    files = [str(published(tmp_path / name)) for name in ("a.parquet", "b.parquet")]
+    out = tmp_path / f"all.{suffix}"
+    main(["--from", *files, "--out", str(out), "--prompt-format", "text"])
+    rows = read(out) if suffix == "jsonl" else pd.read_parquet(out).to_dict("records")
+    assert [row["prompt"] for row in rows] == [TEXT, TEXT]
+    assert "kk_2ppl 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"drop": ["reward_model", "names"]}, "no column reward_model"),
+        ({"label": "Zoey is right"}, "row 0: .*Zoey is right"),
+        ({"text": "Who is who?"}, "row 0: .*not ChatML text: 'Who is who[?]'"),
+    ],
+)
+def test_bad_published_file_is_one_clear_line(tmp_path, capsys, change, message):
+    file = published(tmp_path / "bad.parquet", **change)
+    with pytest.raises(ValueError, match=message):
+        convert_rows(file)
+    with pytest.raises(SystemExit) as stop:
+        main(["--from", str(file), "--out", str(tmp_path / "out.jsonl")])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert str(file) in error and error.count("\n") == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_files_that_are_missing_or_no_parquet(tmp_path, capsys):
+    (tmp_path / "text.parquet").write_text("hello")
+    for name in ("missing.parquet", "text.parquet"):
+        with pytest.raises(SystemExit):
+            main(["--from", str(tmp_path / name), "--out", str(tmp_path / "out.jsonl")])
+        error = capsys.readouterr().err
+        assert name in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--people", "9"],
+        ["--people", "1"],
+        ["--train", "-1"],
+        ["--test", "many"],
+        ["--names", "3"],
+        ["--exclude", "test.jsonl"],  # nothing to exclude from new puzzles: refused, not ignored
+        ["--strict"],
+    ],
+)
+def test_options_that_generated_puzzles_cannot_have(tmp_path, capsys, options):
+    with pytest.raises(SystemExit):
+        main(["--generate", "--out", str(tmp_path), *options])
+    assert options[0] in capsys.readouterr().err
+
+
+def published_math(path, labels, source="HuggingFaceH4/MATH-500", prompts=None):
+    """A math file in the published form."""
+    prompts = prompts or [f"What is {i}? {MATH_INSTRUCTION}" for i in range(len(labels))]
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [{"content": prompt, "role": "user"}],
+            "reward_model": {"ground_truth": label, "style": "rule"},
+        }
+        for prompt, label in zip(prompts, labels, strict=True)
+    ]
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+def test_math_files(tmp_path, capsys):
+    """Labels as the public sets have them: text, numbers, lists of alternatives."""
+    files = [
+        published_math(tmp_path / "math.parquet", ["\\frac{1}{2}", "$\\boxed{7}$"]),
+        published_math(tmp_path / "amc.parquet", [142.0, 0.5], "amc_dsr"),
+        published_math(tmp_path / "minerva.parquet", [["9.6\n"], ["0.01\n", "0.02"]], "minerva_dsr"),
+    ]
+    out = tmp_path / "all.jsonl"
+    main(["--from", *map(str, files), "--out", str(out)])
+    rows = read(out)
+    assert [row["label"] for row in rows] == ["\\frac{1}{2}", "7", "142", "0.5", "9.6", '["0.01", "0.02"]']
+    assert [row["datasource"] for row in rows] == ["math500"] * 2 + ["amc"] * 2 + ["minerva"] * 2
+    assert rows[0]["prompt"] == [{"role": "user", "content": f"What is 0? {MATH_INSTRUCTION}"}]
+    printed = capsys.readouterr().out
+    assert "amc 2, math500 2, minerva 2" in printed and "labels: 6 different" in printed
+    first = out.read_bytes()
+    main(["--from", *map(str, files), "--out", str(out), "--strict"])
+    assert out.read_bytes() == first
+    main(["--from", str(files[0]), "--out", str(out), "--prompt-format", "text"])
+    assert read(out)[0]["prompt"] == f"What is 0? {MATH_INSTRUCTION}"
+
+
+def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
+    test = published_math(tmp_path / "test.parquet", ["1"], prompts=["In the test?"])
+    labels = ["1", "", "\\text{}", "2", "3", "4"]
+    prompts = ["One?", "Two?", "Three?", "In the  test?", "Five? " * 400, " "]
+    train = published_math(tmp_path / "train.parquet", labels, prompts=prompts)
+    out = tmp_path / "out.jsonl"
+    flags = ["--from", str(train), "--out", str(out), "--exclude", str(test)]
+    flags += ["--tokenizer", str(tiny_model), "--max-prompt-tokens", "300", "--prompt-format", "text"]
+    main(flags)
+    assert [row["prompt"] for row in read(out)] == ["One?"]
+    dropped = (tmp_path / "out.jsonl.dropped").read_text().splitlines()
+    for number, reason in ((1, "a label is empty"), (2, "label"), (3, "excluded"), (4, "too long"), (5, "is empty")):
+        assert [line for line in dropped if f"row {number}:" in line and reason in line], (number, dropped)
+    assert "dropped: excluded 1, label 1, too long 1, unreadable 2" in capsys.readouterr().out
+    out.unlink()
+    with pytest.raises(SystemExit):
+        main([*flags, "--strict"])
+    assert "(and 4 more)" in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.parametrize(
+    "name, record, row",
+    [
+        ("math500", {"problem": "One?", "answer": "1"}, ("One?", "1", "math500")),
+        ("amc", {"problem": "One?", "answer": 142.0}, ("One?", "142", "amc")),
+        ("olympiad_bench", {"question": "One?", "final_answer": ["$1$"]}, ("One?", "1", "olympiad_bench")),
+        (
+            "orz",
+            {"0": {"from": "human", "value": "One?"}, "1": {"from": "assistant", "ground_truth": {"value": "1"}}},
+            ("One?", "1", "orz"),
+        ),
+    ],
+)
+def test_data_sets_by_name(name, record, row):
+    asked = []
+
+    def load(path, config, data_files, split):
+        asked.append((path, config, data_files, split))
+        return [record]
+
+    [got] = published_sets.read_data_set(name, "text", load)
+    question, label, datasource = row
+    assert got.row == {"prompt": f"{question} {MATH_INSTRUCTION}", "label": label, "datasource": datasource}
+    source = published_sets.DATA_SETS[name]
+    assert asked == [(source.path, source.config, source.files, source.split)]
+
+
+def test_knights_and_knaves_by_name():
+    record = {"quiz": QUIZ, "solution_text_format": SOLUTION, "names": ["Zoey", "Liam"]}
+    [got] = published_sets.read_data_set("kk_2ppl_test", "text", lambda *args, **kwargs: [record])
+    assert got.row == {"prompt": TEXT, "label": SOLUTION, "datasource": "kk_2ppl"}
+
+
+def test_a_data_set_that_cannot_be_had(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit):
+        main(["--dataset", "math500", "--out", str(tmp_path / "out.jsonl")])
+    error = capsys.readouterr().err
+    assert "HuggingFaceH4/MATH-500" in error and error.count("\n") == 1

@@ -1,0 +1,95 @@
+"""The LM head on selected positions, against plain log_softmax in float64."""
+
+import pytest
+import torch
+
+from arlopti_openrlhf.forward import lm_head
+from arlopti_openrlhf.forward.lm_head import selected_log_probs
+
+
+def reference(hidden, weight, targets, bias, temperature):
+    logits = hidden @ weight.T
+    log_p = ((logits if bias is None else logits + bias) / temperature).log_softmax(dim=-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("block_elements", [1, 2**24])
+def test_values_and_gradients(monkeypatch, with_bias, with_entropy, block_elements):
+    """One block and several, the last one short; the third row, without a gradient, is passed over."""
+    monkeypatch.setattr(lm_head, "BLOCK_ELEMENTS", block_elements)
+    generator = torch.Generator().manual_seed(0)
+    rows, width, vocabulary = 7, 16, 2500
+    hidden = torch.randn(rows, width, generator=generator)
+    weight, bias = (
+        0.3 * torch.randn(vocabulary, width, generator=generator),
+        torch.randn(vocabulary, generator=generator),
+    )
+    targets = torch.tensor([0, 1023, 1024, 2499, 5, 5, 2048])
+    of_log_probs, of_entropy = torch.randn(2, rows, generator=generator).unbind()
+    of_log_probs[2] = of_entropy[2] = 0.0
+    bias = bias if with_bias else None
+
+    def gradients(function, dtype):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias) if x is not None]
+        log_probs, entropy, *_ = function(*inputs[:2], targets, inputs[2] if with_bias else None, 0.7)
+        loss = (log_probs * of_log_probs.to(dtype)).sum()
+        if with_entropy:
+            loss = loss + (entropy * of_entropy.to(dtype)).sum()
+        return [log_probs, *([entropy] if with_entropy else []), *torch.autograd.grad(loss, inputs)]
+
+    ours = gradients(lambda *args: selected_log_probs(*args, with_entropy), torch.float32)
+    exact = gradients(reference, torch.float64)
+    for a, b in zip(ours, exact, strict=True):
+        assert a.dtype == torch.float32
+        assert (a.double() - b).norm() <= 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize("block_elements", [1, 2**24])
+def test_statistics(monkeypatch, block_elements):
+    """They leave log-probs and gradients as they are; the sum of squares is exact also where π is next to 1."""
+    monkeypatch.setattr(lm_head, "BLOCK_ELEMENTS", block_elements)
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(6, 16, generator=generator)
+    weight = torch.randn(2500, 16, generator=generator)
+    targets = torch.tensor([0, 1023, 1024, 2499, 5, 7])
+    hidden[5] = 40 * weight[7] / weight[7].norm()  # its π is 1 - 1e-9
+    logits = hidden.double() @ weight.double().T / 0.7
+    p = logits.softmax(dim=-1)
+    rest = p.scatter(1, targets[:, None], 0.0).square().sum(dim=-1)
+    results = {}
+    for with_statistics in (False, True):
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
+        log_probs, entropy, squares = selected_log_probs(
+            *inputs, targets, temperature=0.7, with_statistics=with_statistics
+        )
+        results[with_statistics] = [log_probs, *torch.autograd.grad(log_probs.sum(), inputs)]
+    assert all(torch.equal(a, b) for a, b in zip(results[False], results[True], strict=True))
+    assert not entropy.requires_grad and not squares.requires_grad
+    torch.testing.assert_close(squares.double(), rest, rtol=1e-4, atol=0)
+    torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(dim=-1), rtol=1e-4, atol=1e-5)
+    rows = torch.arange(6)
+    for a, b in zip(lm_head.distribution_statistics(logits[None], rows, targets), (entropy, squares), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_is_no_further_from_the_truth_than_bf16_logits():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(64, 128, generator=generator).bfloat16()
+    weight = (0.2 * torch.randn(3000, 128, generator=generator)).bfloat16()
+    targets = torch.randint(0, 3000, (64,), generator=generator)
+    exact, _ = reference(hidden.double(), weight.double(), targets, None, 1.0)
+    rounded, _ = reference((hidden @ weight.T).float(), torch.eye(3000), targets, None, 1.0)
+    ours, _, _ = selected_log_probs(hidden, weight, targets)
+    assert (ours - exact).abs().mean() <= 1.01 * (rounded - exact).abs().mean()
+
+
+def test_no_rows():
+    weight = torch.randn(50, 4, requires_grad=True)
+    log_probs, entropy, squares = selected_log_probs(
+        torch.empty(0, 4, requires_grad=True), weight, torch.empty(0, dtype=torch.long), with_entropy=True
+    )
+    assert log_probs.shape == entropy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))

@@ -1,0 +1,164 @@
+"""The selective actor beside upstream's: log-probs, entropies, gradients, for every layout and kind of model."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Six sequences: two prompts with three responses each, shuffled, one of them without tokens, right-padded."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 200, (n,), generator=generator) for n in (9, 5)]
+    rows, lengths = [], []
+    for prompt, tokens in [(0, 6), (1, 11), (0, 0), (1, 3), (0, 14), (1, 1)]:
+        rows.append(torch.cat([prompts[prompt], torch.randint(1, 200, (max(tokens, 1),), generator=generator)]))
+        lengths.append((len(prompts[prompt]), tokens))
+    length = max(map(len, rows))
+    sequences, attention_mask = torch.zeros(2, 6, length, dtype=torch.long).unbind()
+    action_mask = torch.zeros(6, length - 1, dtype=torch.long)
+    for i, (row, (prompt, tokens)) in enumerate(zip(rows, lengths, strict=True)):
+        sequences[i, : len(row)], attention_mask[i, : len(row)] = row, 1
+        action_mask[i, prompt - 1 : prompt - 1 + tokens] = 1
+    return sequences, attention_mask, action_mask
+
+
+SHAPE = dict(
+    vocab_size=211,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    initializer_range=0.2,
+    attention_dropout=0.0,
+)
+MODELS = {
+    "qwen2, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "llama, untied": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "mistral, sliding window": MistralConfig(**SHAPE, sliding_window=4),
+    "gemma 2, capped logits": Gemma2Config(**SHAPE, sliding_window=4, final_logit_softcapping=2.0),
+    "granite, scaled logits": GraniteConfig(**SHAPE, logits_scaling=3.0),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    torch.manual_seed(0)
+    folder = str(tmp_path_factory.mktemp("model"))
+    AutoModelForCausalLM.from_config(MODELS[request.param]).save_pretrained(folder)
+    return folder
+
+
+def actors(folder, **kwargs):
+    """(upstream's actor, ours) with the same float32 weights."""
+    from openrlhf.models import Actor
+
+    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+
+    pair = []
+    for kind in (Actor, SelectiveActor):
+        torch.manual_seed(1)  # LoRA's
+        actor = kind(folder, attn_implementation="sdpa", param_dtype="bf16", temperature=0.7, **kwargs)
+        for name, parameter in actor.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        pair.append(actor.float())
+    return pair
+
+
+def run(actor, batch, mask=None, entropy=True):
+    """Log-probs, entropies, and the gradients of a random mix of both."""
+    sequences, attention_mask, action_mask = batch
+    mask = action_mask if mask is None else mask
+    actor.zero_grad()
+    log_probs, output = actor(
+        sequences, mask, attention_mask=attention_mask, return_output=True, return_entropy=entropy
+    )
+    results = [log_probs]
+    generator = torch.Generator().manual_seed(3)
+    loss = (log_probs * torch.randn(log_probs.shape, generator=generator)).sum()
+    if entropy:
+        results.append(output.entropy[:, -mask.shape[1] :] * mask)
+        loss = loss + (results[-1] * torch.randn(log_probs.shape, generator=generator)).sum()
+    loss.backward()
+    return results, torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
+
+
+def assert_same(stock, ours, batch, **kwargs):
+    (a, gradient_a), (b, gradient_b) = run(stock, batch, **kwargs), run(ours, batch, **kwargs)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
+    assert (gradient_a - gradient_b).norm() <= 1e-5 * gradient_a.norm() and gradient_a.norm() > 0.1
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_equals_upstream(model, batch, packing):
+    stock, ours = actors(model, packing_samples=packing)
+    assert_same(stock, ours, batch)
+    assert_same(stock, ours, batch, entropy=False)
+    some = batch[2] * (torch.rand(batch[2].shape, generator=torch.Generator().manual_seed(2)) < 0.3)
+    assert_same(stock, ours, batch, mask=some)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kwargs", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+def test_gradient_checkpointing_and_lora(tiny_model, batch, kwargs, reentrant):
+    stock, ours = actors(tiny_model, target_modules="all-linear", **kwargs)
+    for actor in (stock, ours):
+        actor.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        actor.model.enable_input_require_grads()
+        actor.train()
+    assert_same(stock, ours, batch)
+
+
+def test_an_adapted_head(tiny_model, batch):
+    """LoRA on the LM head itself: its own forward is called."""
+    assert_same(*actors(tiny_model, lora_rank=4, target_modules=["lm_head", "q_proj"]), batch)
+
+
+def test_left_padding(tiny_model, batch):
+    sequences, attention_mask, action_mask = (torch.flip(x, [1]) for x in batch)
+    sequences = torch.stack([torch.cat([row[row == 0], row[row > 0].flip(0)]) for row in sequences])
+    action_mask = torch.zeros_like(action_mask)
+    action_mask[:, -3:] = attention_mask[:, -3:]
+    assert_same(*actors(tiny_model), (sequences, attention_mask, action_mask))
+
+
+def test_nothing_selected(tiny_model, batch):
+    """All parameters get a gradient, of zeros: ranks that have something wait for it."""
+    _, ours = actors(tiny_model)
+    results, gradient = run(ours, batch, mask=torch.zeros_like(batch[2]))
+    assert not any(x.any() for x in results) and not gradient.any()
+    assert gradient.numel() == sum(p.numel() for p in ours.parameters())
+
+
+def test_no_logits_of_the_whole_batch_exist(tiny_model, batch, monkeypatch):
+    """The head sees the selected positions only, and prompts pass through the model once."""
+    _, ours = actors(tiny_model)
+    seen = {}
+    ours.model.model.embed_tokens.register_forward_hook(lambda m, args, out: seen.update(tokens=out.shape[1]))
+    ours.model.lm_head.register_forward_hook(lambda m, args, out: seen.update(head=out.shape))
+    run(ours, batch)
+    # Prompts of 9 and 5 once; of each response all but its last token.
+    assert seen["tokens"] == 9 + 5 + (5 + 13) + (10 + 2 + 0)
+    assert seen["head"] == (1, 35 + 1, 2)  # and a witness that nothing follows the head
+
+
+def test_models_say_whether_they_share(tmp_path):
+    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+
+    reasons = {}
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(tmp_path)
+        reasons[name] = SelectiveActor(str(tmp_path), attn_implementation="sdpa").reason_not_to_share
+    assert [name for name, reason in reasons.items() if reason] == [
+        "mistral, sliding window",
+        "gemma 2, capped logits",
+    ]

@@ -1,0 +1,210 @@
+r"""The math reward against the labels of the public sets' kinds, and against what keeps sympy busy."""
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from arlopti_openrlhf.grading import math_reward
+from arlopti_openrlhf.grading.math_reward import grade, last_box, reward_func
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "math"
+REWARD_FILE = Path(math_reward.__file__)
+
+EQUAL = [
+    ("204", "204"),
+    ("025", "25"),
+    (142.0, "142"),
+    (-4.0, "-4"),
+    (0.5, "\\frac{1}{2}"),
+    (2, "2.0"),
+    ("22.5", "\\frac{45}{2}"),
+    ("\\frac{14}{3}", "14/3"),
+    ("\\frac{14}{3}", "\\dfrac{14}3"),
+    ("3\\sqrt{13}", "\\sqrt{117}"),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)"),
+    ("p - q", "-q + p"),
+    ("\\text{Evelyn}", "Evelyn"),
+    ("\\text{Evelyn}", "\\text{ Evelyn }"),
+    ("90^\\circ", "90"),
+    ("8.7 \\times 10^{8}", "8.7e8"),
+    ("4.5e33", "4.5 \\times 10^{33}"),
+    ("1e-5", "0.00001"),
+    ("8.7 \\times 10^{8}", "870000000"),
+    ("870000000", "8.7e8"),
+    ("9.6\n", "9.6"),
+    (["0.01\n", "0.02\n"], "0.02"),
+    ('["0.01", "0.02"]', "0.02"),
+    ("$2^{1009}$", "2^{1009}"),
+    ("\\boxed{7}", "7"),
+    ("$f(x)=2 x$", "2x"),
+    ("1,234", "1234"),
+    ("\\$18.90", "18.9"),
+    ("18.90", "\\$18.90"),
+    ("\\$32,\\!348", "32348"),
+    ("(-\\infty, 2]", "(-\\infty,2]"),
+    ("\\{1, 2\\}", "\\{2, 1\\}"),
+]
+UNEQUAL = [
+    ("8.7e8", "8.8e8"),
+    ("8.7e8", "8.70001e8"),
+    ("204", "205"),
+    ("\\frac{14}{3}", "4.6"),
+    ("p - q", "q - p"),
+    ("\\text{Evelyn}", "Zoey"),
+    ("[1, 2]", "(1, 2)"),
+]
+HOSTILE = [
+    "9^{9^{9^9}}",
+    "9^{9^{9^{9^{9}}}} > 9^{9^{9^{9^{8}}}}",
+    "\\sqrt{" * 400 + "2" + "}" * 400,
+    "(" * 900 + "1" + ")" * 900,
+    "{" * 1_000_000,
+    "}" * 1_000_000,
+    "\\boxed{" * 100_000,
+    "\\frac{" * 300 + "1" + "}{2}" * 300,
+    "\\sum_{k=1}^{10^{12}} \\frac{\\sin k}{k^3}",
+    "\\int_0^{\\infty} \\frac{\\sin(x^{x^x})}{x^{x^x}} dx",
+    "1000000!!!!",
+    "10^{10^{10}}!",
+    "x^{1000000} + (x+1)^{100000}",
+    "\\begin{pmatrix}" + "1 & " * 400 + "1\\end{pmatrix}",
+    "__import__('os').system('touch pwned')",
+    "1" * 1_900,
+    "\x00\ud800\u202e",
+    "",
+]
+
+
+@pytest.mark.parametrize("label, answer", EQUAL)
+def test_equal_answers(label, answer):
+    assert grade(f"So it is \\boxed{{{answer}}}.", label).score == 1
+
+
+@pytest.mark.parametrize("label, answer", UNEQUAL)
+def test_unequal_answers(label, answer):
+    assert grade(f"So it is \\boxed{{{answer}}}.", label) == (0.0, True, False)
+
+
+def test_spellings_of_one_label():
+    label = "\\frac{3}{56}"
+    for text in ("\\boxed{%s}", "\\boxed{ %s }", "$\\boxed{%s}$", "\\[\\boxed{%s}\\]", "\\boxed{$%s$}", "\\fbox{%s}"):
+        assert grade(text % label, label) == (1.0, True, False), text
+    for text in ("The final answer is $%s$.", "**Answer:** \\(%s\\)", "Thus\n\\[ x = %s \\]"):
+        assert grade(text % label, label) == (1.0, False, False), text
+    for text in (label, f"${label}$", f"\\boxed{{{label}}}", f"$\\boxed{{{label}}}$", [label], [f"${label}$", "1"]):
+        assert grade("\\boxed{3/56}", text).score == 1, text
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        ("\\boxed{1} then \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{\\boxed{5}}", "\\boxed{5}"),
+        ("\\boxed{1} and \\boxed{2", "1"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("} \\boxed {3} {", "3"),
+        ("no box", None),
+        ("\\boxed{", None),
+        ("\\boxed 5", None),
+    ],
+)
+def test_the_last_closed_box(text, content):
+    assert last_box(text) == content
+
+
+def test_without_a_box_the_library_extracts():
+    assert grade("We get x = 3. The answer is 42.", "42") == (1.0, False, False)
+    assert grade("The answer is 1/2", "0.5") == (1.0, False, False)
+    for text in ("The final answer is $4.5e33$.", "Thus \\[ 4.5 \\times 10^{33} \\]", "So the answer is 4.5E+33."):
+        assert grade(text, "4.5e33") == (1.0, False, False), text
+    assert grade("I do not know.", "42") == (0.0, False, False)
+    for end in ("<|im_end|>", "<|im_end|>\n", "<|endoftext|><|endoftext|>", "</s>", ".<|eot_id|>"):
+        assert grade(f"The answer is 1/2{end}", "0.5") == (1.0, False, False), end
+        assert grade(f"It is \\boxed{{1/2}}{end}", "0.5") == (1.0, True, False), end
+
+
+@pytest.mark.parametrize("label", [None, "", "  ", [], [""], True, {"a": 1}, [["1"]]])
+def test_a_label_that_is_none(label):
+    with pytest.raises(ValueError, match="label"):
+        grade("\\boxed{1}", label)
+
+
+@pytest.mark.parametrize("answer", HOSTILE, ids=lambda answer: answer[:20].encode("ascii", "replace").decode())
+@pytest.mark.parametrize("form", ["\\boxed{%s}", "The answer is $%s$"])
+def test_hostile_answers_are_wrong_in_bounded_time(answer, form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start = time.monotonic()
+    assert grade(form % answer, "42").score == 0
+    assert time.monotonic() - start < math_reward.TIMEOUT + 1.5
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_answer_after_a_hostile_one():
+    math_reward._compare.cache_clear()
+    hostile = "9^{9^{9^{9}}} + x^{1000000} (x+1)^{100000}"
+    with ThreadPoolExecutor(16) as threads:
+        grades = list(threads.map(grade, [f"\\boxed{{{hostile}}}", "\\boxed{1/2}"] * 16, ["y^{99999}", "0.5"] * 16))
+    assert [g.score for g in grades] == [0.0, 1.0] * 16
+
+
+def test_openrlhfs_contract(tmp_path):
+    """Loaded by path and called in threads, as `SingleTurnAgentExecutor` does."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import asyncio, importlib.util
+spec = importlib.util.spec_from_file_location("reward_func", {str(REWARD_FILE)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+async def main():
+    answers = [str(i) for i in range(8)]
+    tasks = [asyncio.to_thread(module.reward_func, ["Q \\\\boxed{{%s}}" % a], ["Q "], ["3"]) for a in answers]
+    return [r["rewards"].item() for r in await asyncio.gather(*tasks)]
+
+print(asyncio.run(main()))
+""")
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == str([0.0] * 3 + [1.0] + [0.0] * 4), result.stderr
+
+
+def test_batches():
+    prompts = ["<|im_start|>user\nWrite \\boxed{8}<|im_end|>\n<|im_start|>assistant\n"] * 3
+    result = reward_func(
+        [p + a for p, a in zip(prompts, ("\\boxed{7}", "7", "none"), strict=True)], prompts, ["7"] * 3
+    )
+    for values, expected in (
+        (result["rewards"], [1, 1, 0]),
+        (result["scores"], [1, 1, 0]),
+        (result["extra_logs"]["well_formed"], [1, 0, 0]),
+        (result["extra_logs"]["timed_out"], [0, 0, 0]),
+    ):
+        assert torch.equal(values, torch.tensor(expected, dtype=torch.float32))
+    with pytest.raises(ValueError, match="equally long"):
+        reward_func(["a"], ["b"], [])
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published sets are not here")
+@pytest.mark.parametrize("name", ["aime", "amc", "math500", "minerva", "olympiad_bench"])
+def test_every_published_label_equals_itself(name):
+    import pandas as pd
+
+    labels = [row["ground_truth"] for row in pd.read_parquet(PUBLISHED / f"{name}.parquet")["reward_model"]]
+    labels = [label.tolist() if hasattr(label, "tolist") else label for label in labels]
+
+    def is_right(label) -> bool:
+        text = str(label[0] if isinstance(label, list) else label).strip()
+        bare = text.strip("$")
+        responses = (f"\\boxed{{{text}}}", f"\\boxed{{{bare}}}", f"$\\boxed{{{bare}}}$.", f"\\boxed{{ {bare} }}")
+        labels = (label, json.dumps(label)) if isinstance(label, list) else (label, str(label), f"${bare}$")
+        return all(grade(response, form).score == 1 for response in responses for form in labels)
+
+    with ThreadPoolExecutor(math_reward.WORKERS) as threads:
+        wrong = [label for label, right in zip(labels, threads.map(is_right, labels), strict=True) if not right]
+    assert not wrong

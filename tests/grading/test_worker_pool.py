@@ -1,0 +1,170 @@
+"""Calls in killable processes: limits that hold, and nothing lost when a process is killed."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+
+FUNCTIONS = """
+import os, signal, sys, time
+
+def answer(what, value=None):
+    if what == "echo":
+        return value
+    if what == "pid":
+        return os.getpid()
+    if what == "sleep":
+        time.sleep(value)
+        return value
+    if what == "busy in C":
+        return sum(range(10**12))
+    if what == "deaf":
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        time.sleep(60)
+    if what == "raise":
+        raise ValueError(value)
+    if what == "memory":
+        return len(bytearray(4 * 2**30))
+    if what == "recursion":
+        return answer(what)
+    if what == "exit":
+        os._exit(3)
+    if what == "die once":
+        if not os.path.exists(value):
+            open(value, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "second"
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pool") / "functions.py"
+    path.write_text(FUNCTIONS)
+    pool = WorkerPool(f"{path}:answer", workers=2, timeout=0.5, memory_gib=1.0)
+    yield pool
+    pool.close()
+
+
+def test_values_pass_unchanged(pool):
+    for value in (1, 0.1, "ü\n\x00\u2028", None, [1, [2.5]], {"a": [True]}, "x" * 3_000_000):
+        assert pool.call("echo", value) == value
+
+
+@pytest.mark.parametrize("what", ["sleep", "busy in C"])
+def test_a_call_is_ended_at_its_limit(pool, what):
+    before, start = pool.timed_out, time.monotonic()
+    with pytest.raises(TimedOut):
+        pool.call(what, 30)
+    assert 0.4 < time.monotonic() - start < 3 and pool.timed_out == before + 1
+    assert pool.call("echo", "next") == "next"
+
+
+def test_a_call_that_is_deaf_to_its_timer_is_ended_too(pool, monkeypatch):
+    monkeypatch.setattr("arlopti_openrlhf.grading.worker_pool._GRACE_SECONDS", 0.5)
+    with pytest.raises(TimedOut):
+        pool.call("deaf")
+    monkeypatch.undo()
+    assert pool.call("echo", "next") == "next"
+
+
+@pytest.mark.parametrize("what, name", [("raise", "ValueError: from here"), ("memory", "MemoryError")])
+def test_what_the_function_raises_comes_with_its_traceback(pool, what, name):
+    with pytest.raises(Raised, match=name) as error:
+        pool.call(what, "from here")
+    assert "in answer" in str(error.value)
+
+
+def test_endless_recursion(pool):
+    with pytest.raises(Raised, match="RecursionError"):
+        pool.call("recursion")
+
+
+def test_a_process_that_ends_is_tried_twice(pool, tmp_path):
+    assert pool.call("die once", str(tmp_path / "died")) == "second"
+    with pytest.raises(Died):
+        pool.call("exit")
+    assert pool.call("echo", "next") == "next"
+
+
+def test_killed_processes_lose_no_call(pool):
+    """Workers and then the template, killed again and again while eight threads call."""
+    stop = threading.Event()
+
+    def kill():
+        for i in range(12):
+            time.sleep(0.15)
+            try:
+                os.kill(pool.start().process.pid if i % 4 == 3 else pool.call("pid"), signal.SIGKILL)
+            except (ProcessLookupError, Died):
+                pass
+        stop.set()
+
+    def call(thread):
+        count = 0
+        while not stop.is_set():
+            try:
+                assert pool.call("echo", [thread, count]) == [thread, count]
+            except Died:
+                pass  # killed twice: said, not dropped
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(9) as threads:
+        threads.submit(kill)
+        counts = list(threads.map(call, range(8)))
+    assert min(counts) > 10
+
+
+def test_a_worker_killed_as_it_takes_a_request_loses_none(tmp_path):
+    """Killed before it has noted which request it is at: nobody else knows that there is one."""
+    (tmp_path / "function.py").write_text(
+        f"""
+import os, signal, struct
+pack = struct.pack
+
+def pack_or_die(*args):
+    if not os.path.exists({str(tmp_path / "died")!r}):
+        open({str(tmp_path / "died")!r}, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pack(*args)
+
+struct.pack = pack_or_die
+
+def answer(value):
+    return value
+"""
+    )
+    pool = WorkerPool(f"{tmp_path / 'function.py'}:answer", 1, timeout=1)
+    assert [pool.call(i) for i in range(3)] == [0, 1, 2]
+    assert (tmp_path / "died").exists() and pool.timed_out == 0
+    pool.close()
+
+
+def test_as_many_calls_at_a_time_as_workers(pool):
+    start = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: pool.call("sleep", 0.2), range(4)))
+    assert 0.4 <= time.monotonic() - start < 1.5
+
+
+def test_a_function_that_cannot_be_loaded(tmp_path, capfd):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    pool = WorkerPool(f"{tmp_path}/broken.py:answer", workers=1, timeout=1)
+    with pytest.raises(RuntimeError, match="broken.py:answer could not be loaded"):
+        pool.call()
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_nothing_is_left_behind(pool):
+    pool.call("echo", 0)
+    process = pool.start().process
+    pool.close()
+    assert process.poll() is not None
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.call("echo", 0)

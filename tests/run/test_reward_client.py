@@ -1,0 +1,213 @@
+"""A reward that is there or stops the run: the executor beside servers that are away, slow, or talk nonsense."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from arlopti_openrlhf.run import reward_client
+from arlopti_openrlhf.run.reward_client import RewardError, RewardExecutor
+
+GOOD = {"rewards": 3.0, "scores": 1.0, "extra_logs": {"answered": 1.0}}
+
+
+class Tokenizer:
+    def __call__(self, text, **kwargs):
+        return {"input_ids": torch.tensor([list(text.encode())])}
+
+    def decode(self, tokens, **kwargs):
+        return bytes(tokens).decode()
+
+
+class Engine:
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        answer = SimpleNamespace(token_ids=list(b" answer"), finish_reason="stop", logprobs=None)
+        return SimpleNamespace(outputs=[answer])
+
+
+def execute(executor, prompts=("prompt",), label="label"):
+    """The outputs of the executor for several samples at a time."""
+    parameters = SimpleNamespace(max_tokens=8, logprobs=None)
+
+    async def run():
+        samples = (executor.execute(p, label, parameters, 100, Tokenizer(), Engine()) for p in prompts)
+        return await asyncio.gather(*samples)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def server():
+    """server(answer) → URL; answer(number of the request, message) gives (status, JSON or bytes)."""
+    servers = []
+
+    def start(answer, port=0):
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.server.messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                status, result = answer(len(self.server.messages), self.server.messages[-1])
+                body = result if isinstance(result, bytes) else json.dumps(result).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+
+        class Server(ThreadingHTTPServer):
+            request_queue_size, allow_reuse_address, daemon_threads = 128, True, True
+
+        servers.append(Server(("127.0.0.1", port), Handler))
+        servers[-1].messages = []
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        servers[-1].url = f"http://127.0.0.1:{servers[-1].server_address[1]}/get_reward"
+        return servers[-1]
+
+    yield start
+    for each in servers:
+        each.shutdown()
+        each.server_close()
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(reward_client.logger, level, lines.append)
+    return lines
+
+
+def test_a_servers_answer(server):
+    http = server(lambda n, message: (200, GOOD))
+    [output] = execute(RewardExecutor([http.url]))
+    assert (output["reward"], output["scores"], output["extra_logs"]) == (3.0, 1.0, {"answered": 1.0})
+    assert http.messages == [{"query": ["prompt answer"], "prompts": ["prompt"], "labels": ["label"]}]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"rewards": [3.0], "scores": [1.0], "extra_logs": {"answered": [1.0]}},
+        {"rewards": [[3]], "scores": 1, "extra_logs": {"answered": True}},
+    ],
+)
+def test_lists_of_one_are_one_number(server, answer):
+    http = server(lambda n, message: (200, answer))
+    [output] = execute(RewardExecutor([http.url]))
+    assert (output["reward"], output["scores"], output["extra_logs"]) == (3.0, 1.0, {"answered": 1.0})
+
+
+def test_scores_default_to_the_rewards(server):
+    http = server(lambda n, message: (200, {"rewards": 0.5}))
+    [output] = execute(RewardExecutor([http.url]))
+    # The evaluation must not take them for what is right.
+    assert (output["reward"], output["scores"], output["extra_logs"]) == (0.5, 0.5, {"scores_are_rewards": 1.0})
+
+
+@pytest.mark.parametrize("failure", [(500, {"error": "down"}), (503, b""), (429, b""), (200, b"<html>starting")])
+def test_a_server_that_fails_is_asked_again(server, said, failure):
+    http = server(lambda n, message: failure if n < 3 else (200, GOOD))
+    [output] = execute(RewardExecutor([http.url]))
+    assert output["reward"] == 3.0 and len(http.messages) == 3
+    assert any("1 samples wait" in line for line in said) and "answers again" in said[-1]
+
+
+def test_a_server_that_is_away_for_a_while_loses_no_sample(server, said):
+    """64 samples wait; the run says so once, and once that it goes on."""
+    http = server(lambda n, message: (200, GOOD))
+    port = http.server_address[1]
+    http.shutdown()
+    http.server_close()
+
+    def come_back():
+        time.sleep(3)
+        server(lambda n, message: (200, GOOD | {"rewards": float(message["prompts"][0])}), port)
+
+    threading.Thread(target=come_back).start()
+    outputs = execute(RewardExecutor([http.url]), prompts=[str(i) for i in range(64)])
+    assert [output["reward"] for output in outputs] == list(range(64))
+    assert len(said) == 2 and "wait for" in said[0] and "answers again" in said[1]
+
+
+def test_a_second_server_takes_over(server):
+    bad, good = server(lambda n, message: (500, b"")), server(lambda n, message: (200, GOOD))
+    outputs = execute(RewardExecutor([bad.url, good.url]), prompts=["a", "b", "c", "d"])
+    assert [output["reward"] for output in outputs] == [3.0] * 4
+
+
+def test_the_time_limit(server, said):
+    http = server(lambda n, message: (500, {"error": "always down"}))
+    start = time.monotonic()
+    with pytest.raises(RewardError, match="no reward from .*retry_minutes.*always down"):
+        execute(RewardExecutor([http.url], retry_minutes=2 / 60))
+    assert 0.5 < time.monotonic() - start < 5
+
+
+def test_it_is_said_once_a_minute(server, said, monkeypatch):
+    monkeypatch.setattr(reward_client, "_SAY_EVERY", 0.6)
+    http = server(lambda n, message: (500, b""))
+    with pytest.raises(RewardError):
+        execute(RewardExecutor([http.url], retry_minutes=3 / 60), prompts=[str(i) for i in range(16)])
+    assert 2 <= len(said) <= 6
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_a_request_that_is_refused_is_not_repeated(server, status):
+    http = server(lambda n, message: (status, {"error": "labels is missing"}))
+    with pytest.raises(RewardError, match=f"status {status}.*labels is missing") as error:
+        execute(RewardExecutor([http.url]))
+    assert "query: prompt answer" in str(error.value)
+    assert len(http.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "answer, complaint",
+    [
+        ({"rewards": float("nan")}, "not finite: nan"),
+        ({"rewards": [float("inf")]}, "not finite: inf"),
+        ({"rewards": [1.0, 2.0]}, r"not one number: \[1.0, 2.0\]"),
+        ({"rewards": []}, "not one number"),
+        ({"rewards": "3"}, "not one number"),
+        ({"rewards": None}, "no dict with `rewards`"),
+        ({"scores": 1.0}, "no dict with `rewards`"),
+        ([3.0], "no dict with `rewards`"),
+        ({"rewards": 1.0, "scores": [float("nan")]}, "scores that are not finite"),
+        ({"rewards": 1.0, "extra_logs": {"x": [1, 2]}}, "x for one sample"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_refused(server, answer, complaint):
+    http = server(lambda n, message: (200, answer))
+    with pytest.raises(RewardError, match=complaint) as error:
+        execute(RewardExecutor([http.url]))
+    assert "prompt answer" in str(error.value) and "label" in str(error.value)
+
+
+def write(path, body):
+    path.write_text(f"import torch\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    {body}\n")
+    return str(path)
+
+
+def test_a_reward_function(tmp_path):
+    answer = '{"rewards": torch.tensor([2.5]), "scores": torch.zeros(1), "extra_logs": {"n": torch.ones(1)}}'
+    path = write(tmp_path / "r.py", f"return {answer}")
+    [output] = execute(RewardExecutor([path]))
+    assert (output["reward"], output["scores"], output["extra_logs"]) == (2.5, 0.0, {"n": 1.0})
+
+
+def test_a_reward_function_that_raises(tmp_path):
+    path = write(tmp_path / "r.py", 'raise KeyError("of the function")')
+    with pytest.raises(RewardError, match="reward_func raised KeyError: 'of the function'") as error:
+        execute(RewardExecutor([path]))
+    assert "query: prompt answer" in str(error.value)
+    assert isinstance(error.value.__cause__, KeyError) and error.value.__cause__.__traceback__ is not None
+
+
+def test_without_a_reward_source_only_responses():
+    [output] = execute(RewardExecutor(None))
+    assert output["reward"] is None

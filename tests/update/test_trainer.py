@@ -1,0 +1,277 @@
+"""The update through real Ray workers: two ranks, DeepSpeed ZeRO-2 and ZeRO-3, upstream's actor and trainer."""
+
+import pytest
+import torch
+from update_workers import (
+    HIGH,
+    LOW,
+    OFF,
+    RANKS,
+    SAMPLES,
+    Group,
+    assert_no_nan,
+    cluster,
+    experiences,
+    flags,
+    relative_distance,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster():
+    with cluster():
+        yield
+
+
+@pytest.fixture(params=[2, 3], ids=["zero2", "zero3"], scope="module")
+def group(request, tiny_model):
+    return Group(flags(tiny_model, "--ds.zero_stage", str(request.param), "--actor.max_norm", "0"))
+
+
+@pytest.fixture(scope="module")
+def group_of_two_mini_batches(tiny_model):
+    return Group(flags(tiny_model, "--train.batch_size", str(SAMPLES // 2), "--actor.adam.lr", "1e-2"))
+
+
+LOSSES = {
+    "token-mean": {},
+    "entropy and dual clip": {"actor.entropy_coef": 0.05, "actor.dual_clip": 3.0},
+    "packed": {"ds.packing_samples": True, "actor.entropy_coef": 0.05},
+    "seq-mean-token-mean": {"actor.loss_agg_mode": "seq-mean-token-mean"},
+    "seq-mean, packed": {"actor.loss_agg_mode": "seq-mean-token-mean", "ds.packing_samples": True},
+    "gspo": {"actor.policy_loss_type": "gspo", "actor.entropy_coef": 0.05},
+    "token importance sampling": {
+        "algo.advantage.is_correction_level": "token",
+        "algo.advantage.is_correction_threshold": [0.9, 1.1],
+    },
+    "sequence importance sampling": {
+        "algo.advantage.is_correction_level": "seq",
+        "algo.advantage.is_correction_threshold": [0.97, 1.03],
+    },
+    "quantile": {"algo.lopti.quantile": 0.3, "algo.lopti.eta": None},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_stages_gradients_sum_to_the_whole(group, loss):
+    """grad(low) + grad(high) = grad, at one θ, with four micro-batches per optimizer step on each of two ranks."""
+    batch = experiences(seed=1, empty=(3,))
+    variant = {name: value for name, value in LOSSES[loss].items() if not name.startswith("algo.lopti")}
+    # The random model gives a token about 1/320: this η divides them evenly.
+    lopti = {"algo.lopti.eta": 0.003} | {n: v for n, v in LOSSES[loss].items() if n.startswith("algo.lopti")}
+    whole = group.run(batch, OFF | variant, near_policy=True)
+    staged = group.run(batch, OFF | variant | lopti, near_policy=True)
+    assert len(whole.gradients) == 1 and len(staged.gradients) == 2
+    low, high = staged.gradients
+    total = [a + b for a, b in zip(low, high, strict=True)]
+    assert relative_distance(total, whole.gradients[0]) < 1e-5
+    # Neither stage is idle, or the whole: the sum is of two different things.
+    assert min(relative_distance(low, whole.gradients[0]), relative_distance(high, whole.gradients[0])) > 0.1
+    stages = ["low"] * 4 + ["high"] * 4
+    assert [stage for stage, *_ in staged.seen] == stages
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_the_stages_gradients_sum_to_the_whole_dynamically_batched(tiny_model, zero_stage):
+    more = ["--ds.zero_stage", str(zero_stage), "--actor.max_norm", "0", "--train.dynamic_batch_enable"]
+    group = Group(flags(tiny_model, *more, "--ds.packing_samples"))
+    batch = experiences(seed=2)
+    packed = OFF | {"ds.packing_samples": True, "actor.entropy_coef": 0.05}
+    whole = group.run(batch, packed)
+    staged = group.run(batch, packed | {"algo.lopti.eta": 0.5})
+    low, high = staged.gradients
+    assert len(whole.gradients) == 1 and len(whole.seen) > 1
+    assert relative_distance([a + b for a, b in zip(low, high, strict=True)], whole.gradients[0]) < 1e-5
+
+
+@pytest.mark.parametrize("token_mean", [True, False])
+def test_group_loss_by_hand(token_mean):
+    """Two responses of 3 and 2 tokens, ratios 1, 2, 1/2 | 1, 2: value, clip ratio and ppo_kl of the group alone."""
+    from openrlhf.models import PolicyLoss
+
+    from arlopti_openrlhf.update.trainer import GroupPolicyLoss
+
+    response = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    group = torch.tensor([[1, 1, 0], [0, 1, 0]])
+    log_ratio = torch.tensor([[1.0, 2.0, 0.5], [1.0, 2.0, 1.0]]).log()
+    old = torch.full((2, 3), -1.0)
+    advantages = torch.tensor([[1.0, 3.0, 1.0], [1.0, -1.0, 5.0]])
+    loss_fn = GroupPolicyLoss(PolicyLoss(0.2, 0.24, token_level_loss=token_mean))
+    loss_fn.response_mask, loss_fn.num_tokens = response, group.sum()
+    # The actor gives 0 outside the group.
+    loss, clip_ratio, ppo_kl, *_ = loss_fn(
+        (old + log_ratio) * group, old, advantages, action_mask=group, batch_num_tokens=5.0, global_batch_size=2.0
+    )
+    # Of the group: -1·1, clipped -1.24·3, and -(2·-1) = 2, over all 5 tokens or over each response's 3 and 2.
+    expected = (-1 - 3.72 + 2) / 5 if token_mean else ((-1 - 3.72) / 3 + 2 / 2) / 2
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert clip_ratio.item() == pytest.approx(1 / 3)
+    log2 = log_ratio[0, 1].item()
+    assert ppo_kl.item() == pytest.approx(-2 * log2 / 3, rel=1e-6)
+
+
+def test_one_group_alone_is_that_groups_stage(group):
+    batch = experiences(seed=3)
+    both = group.run(batch, OFF | {"algo.lopti.eta": 0.5})
+    for name, gradient in zip(("low", "high"), both.gradients, strict=True):
+        alone = group.run(batch, OFF | {"algo.lopti.eta": 0.5, "algo.lopti.groups": name})
+        assert alone.steps == 1
+        assert relative_distance(alone.gradients[0], gradient) < 1e-5
+        assert f"lopti/{name}/actor_grad_norm" in alone.status
+
+
+@pytest.mark.parametrize(
+    "scope, order, expected",
+    [
+        ("batch", "low_first", ["low"] * 4 + ["high"] * 4),
+        ("batch", "high_first", ["high"] * 4 + ["low"] * 4),
+        ("minibatch", "low_first", ["low", "low", "high", "high"] * 2),
+        ("minibatch", "high_first", ["high", "high", "low", "low"] * 2),
+    ],
+)
+def test_order_of_the_steps(group_of_two_mini_batches, scope, order, expected):
+    """Two mini-batches of two micro-batches per rank, two epochs: the passes come as design and flags say."""
+    lopti = {"algo.lopti.eta": 0.5, "algo.lopti.scope": scope, "algo.lopti.order": order, "train.max_epochs": 2}
+    batch = experiences(seed=4)
+    result = group_of_two_mini_batches.run(batch, OFF | lopti)
+    assert [stage for stage, *_ in result.seen] == expected * 2
+    assert result.steps == 8
+
+    def mini_batches(stage, epoch):
+        passes = [uids for name, uids, *_ in result.seen[epoch * 8 : epoch * 8 + 8] if name == stage]
+        return [set(passes[0] + passes[1]), set(passes[2] + passes[3])]
+
+    for epoch in (0, 1):
+        assert mini_batches(LOW, epoch) == mini_batches(HIGH, epoch)
+        assert set.union(*mini_batches(LOW, epoch)) == set(range(SAMPLES // RANKS))
+    # Shuffled anew each epoch.
+    assert mini_batches(LOW, 0) != mini_batches(LOW, 1)
+    # The groups are those of the sampling policy, whatever the weights have become.
+    low = [(e.action_log_probs.exp() < 0.5).logical_and(e.action_mask.bool()) for e in batch]
+    for stage, uids, before, updated in result.seen:
+        tokens = sum(batch[i].action_mask.sum().item() for i in uids)
+        low_tokens = sum(low[i].sum().item() for i in uids)
+        assert before == tokens
+        assert updated == (low_tokens if stage == LOW else tokens - low_tokens)
+
+
+def test_stage_two_starts_from_stage_ones_weights(tiny_model):
+    """Both stages in one update, and the two ablations one after the other, are the same two steps."""
+    rate = ["--actor.adam.lr", "1e-2", "--train.micro_batch_size", str(SAMPLES // RANKS)]
+    batch = experiences(seed=5)
+    results = {}
+    for name in ("both", "low then high", "whole"):
+        group = Group(flags(tiny_model, *rate))
+        if name == "low then high":
+            for one in ("low", "high"):
+                group.run(batch, OFF | {"algo.lopti.eta": 0.5, "algo.lopti.groups": one})
+        else:
+            group.run(batch, OFF | ({"algo.lopti.eta": 0.5} if name == "both" else {}))
+        results[name] = group.parameters()
+    assert relative_distance(results["low then high"], results["both"]) < 1e-5
+    assert relative_distance(results["whole"], results["both"]) > 1e-3
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_off_is_bitwise_stock(tiny_model, zero_stage):
+    """bf16 as in production, shuffled, two epochs of two mini-batches of two micro-batches: every bit the same."""
+    batch = experiences(seed=6)
+    parameters = {}
+    for stock in (True, False):
+        args = flags(
+            tiny_model, "--ds.zero_stage", str(zero_stage), "--actor.adam.lr", "1e-2", "--train.batch_size", "8"
+        )
+        args.train.max_epochs = 2
+        group = Group(args, float32=False)
+        start = group.parameters()
+        result = group.run(batch, {}, stock=stock)
+        parameters[stock] = group.parameters()
+        assert result.steps == 4 and not any(name.startswith(("lopti", "ar/")) for name in result.status)
+    assert all(torch.equal(a, b) for a, b in zip(parameters[True], parameters[False], strict=True))
+    assert relative_distance(start, parameters[True]) > 1e-3
+
+
+def test_no_memory_is_read_before_it_is_written(group):
+    """PyTorch fills fresh memory with NaN: parameters that were used before they are gathered would show."""
+    result = group.run(experiences(seed=12), OFF | {"algo.lopti.eta": 0.5}, nan_in_fresh_memory=True)
+    assert_no_nan(result.status)
+    assert all(torch.isfinite(g).all() for step in result.gradients for g in step)
+
+
+def test_a_group_empty_on_every_rank_takes_no_step(group):
+    batch = experiences(seed=7)
+    result = group.run(batch, OFF | {"algo.lopti.eta": 1e-4})
+    assert result.steps == 1 and {stage for stage, *_ in result.seen} == {"high"}
+    assert result.status["lopti/low_share"] == 0
+    assert_no_nan(result.status)
+
+
+def test_a_group_empty_on_one_rank_is_survived(group):
+    """Rank 1 has no low token, rank 0 has them in one micro-batch alone."""
+    log_probs = [torch.full((1, e.action_mask.shape[1]), -0.1) for e in experiences(seed=8)]
+    log_probs[2][0, -1] = -3.0
+    batch = experiences(seed=8, kept_log_probs=log_probs)
+    batch[2].advantages[0, -1] = 1.0  # a ratio below 1 is not clipped then
+    results = group.run_ranks(batch, OFF | {"algo.lopti.eta": 0.5, "actor.entropy_coef": 0.0})
+    assert [r.steps for r in results] == [2, 2]
+    for result in results:
+        assert_no_nan(result.status)
+        assert result.status["lopti/low/num_tokens"] == 1
+        assert all(torch.isfinite(g).all() for step in result.gradients for g in step)
+    # The one token's gradient is not diluted by the micro-batches without any.
+    assert max(g.abs().max().item() for g in results[0].gradients[0]) > 0
+
+
+def test_responses_without_tokens_are_survived(group):
+    batch = experiences(seed=9, empty=tuple(range(1, SAMPLES)))
+    for aggregation in ("token-mean", "seq-mean-token-mean"):
+        for quantile in (None, 0.5):
+            lopti = {"algo.lopti.eta": None if quantile else 0.5, "algo.lopti.quantile": quantile}
+            result = group.run(batch, OFF | lopti | {"actor.loss_agg_mode": aggregation, "actor.entropy_coef": 0.0})
+            assert_no_nan(result.status)
+            assert all(torch.isfinite(g).all() for step in result.gradients for g in step)
+    nothing = group.run(experiences(seed=9, empty=tuple(range(SAMPLES))), OFF | {"algo.lopti.quantile": 0.5})
+    assert nothing.steps == 0
+    assert_no_nan(nothing.status)
+
+
+def test_metrics_of_both_stages(group):
+    batch = experiences(seed=10)
+    status = group.run(batch, OFF | {"algo.lopti.eta": 0.5, "actor.entropy_coef": 0.0}).status
+    assert_no_nan(status)
+    tokens = {LOW: 0, HIGH: 0}
+    weight = 0.0
+    for e in batch:
+        for p in e.action_log_probs[e.action_mask.bool()].exp().tolist():
+            tokens[LOW if p < 0.5 else HIGH] += 1
+            weight += 0.3 * p + 0.7
+    for stage, count in tokens.items():
+        assert status[f"lopti/{stage}/num_tokens"] == count
+        for name in ("policy_loss", "ppo_clip_ratio", "ppo_kl", "kl", "actor_grad_norm", "entropy_loss"):
+            assert f"lopti/{stage}/{name}" in status
+    total = sum(tokens.values())
+    assert status["lopti/low_share"] == pytest.approx(tokens[LOW] / total)
+    assert status["ar/mean_weight"] == pytest.approx(weight / total, rel=1e-5)
+    assert status["policy_loss"] == pytest.approx(
+        status["lopti/low/policy_loss"] + status["lopti/high/policy_loss"], rel=1e-5
+    )
+
+
+def test_learning_rate_spans_the_doubled_steps(tiny_model):
+    """At equal data, equal learning rate, to the last bit; also where a group (η = 1e-4) is empty on all ranks."""
+    cosine = [
+        "--actor.lr_scheduler",
+        "cosine_with_min_lr",
+        "--actor.lr_warmup_ratio",
+        "0.3",
+        "--actor.adam.lr",
+        "1e-3",
+    ]
+    batch = experiences(seed=11)
+    rates = {}
+    for eta in (None, 0.5, 1e-4):
+        group = Group(flags(tiny_model, *cosine), max_steps=6)
+        configuration = OFF | {"algo.lopti.eta": eta}
+        rates[eta] = [group.run(batch, configuration, rebuild=i == 0).last_rate for i in range(6)]
+    assert rates[None] == rates[0.5] == rates[1e-4]
+    assert len(set(rates[None])) > 3
