@@ -1,4 +1,4 @@
-"""The Knights-and-Knaves reward, for `--reward.remote_url rewards/kk_reward.py`; `--reward.remote_url kk` is the same."""
+"""The Knights-and-Knaves reward, loaded by path: `--reward.remote_url rewards/kk_reward.py`, or `kk` for short."""
 
 from arlopti_openrlhf.grading.kk_reward import reward_func
 

@@ -1,4 +1,4 @@
-"""The math reward, for `--reward.remote_url rewards/math_reward.py`; `--reward.remote_url math` is the same."""
+"""The math reward, loaded by path: `--reward.remote_url rewards/math_reward.py`, or `math` for short."""
 
 from arlopti_openrlhf.grading.math_reward import reward_func
 
