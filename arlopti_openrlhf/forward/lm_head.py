@@ -65,6 +65,34 @@ def distribution_statistics(logits: Tensor, rows: Tensor, targets: Tensor) -> tu
     return torch.cat(entropies), torch.cat(squares)
 
 
+def statistics_of_logits(
+    logits: Tensor, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, packed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `distribution_statistics` of the selected tokens, from the logits of upstream's actor.
+
+    Args:
+        logits: (B, T, V), divided by the temperature; with `packed` (1, L, V), without the padding's.
+        sequences: (B, T) token ids.
+        action_mask: (B, A), A < T, nonzero on the selected tokens; column j stands for token T - A + j.
+        attention_mask: (B, T), 1 on tokens.
+        packed: Whether the actor packs its samples.
+
+    Returns:
+        (B, A) entropies in nats and (B, A) Σ_{j≠o} P_j², float32, 0 where nothing is selected.
+    """
+    length, width = sequences.shape[1], action_mask.shape[1]
+    row, column = action_mask.bool().nonzero(as_tuple=True)
+    before = row * length + length - width + column - 1  # the position that predicts the token
+    targets = sequences.flatten()[before + 1]
+    if packed:  # count the tokens up to each position: the logits have no padding
+        before = (attention_mask.flatten().long().cumsum(0) - 1)[before]
+    entropies, squares = (
+        values.new_zeros(action_mask.shape).index_put_((row, column), values)
+        for values in distribution_statistics(logits, before, targets)
+    )
+    return entropies, squares
+
+
 class _BlockSums(NamedTuple):
     """Of each row's logits in one block of the vocabulary, with p their softmax within the block: (N,) each."""
 

@@ -10,7 +10,7 @@ from openrlhf.utils.logging_utils import init_logger
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs
+from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs, statistics_of_logits
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch, flash_segment_attention, pack, segment_attention
 
 logger = init_logger(__name__)
@@ -43,11 +43,6 @@ class SelectiveActor(Actor):
             logger.info(f"prompts are not shared: {self.reason_not_to_share}")
         # Whether the head's logits are the model's; Granite scales them, Gemma 2 caps them. Seen at the first forward.
         self.head_is_last = True
-        # Set by a trainer that computes old log-probs when it needs them: until then there are none without gradient.
-        self.defers_log_probs = False
-        # Set by who reports on probabilities: each forward pass then leaves its statistics.
-        self.records_statistics = False
-        self.statistics: tuple[Tensor, Tensor] | None = None  # (B, A) entropies, (B, A) Σ_{j≠o} P_j²
 
     def forward(
         self,
@@ -60,16 +55,22 @@ class SelectiveActor(Actor):
         ring_attn_group=None,
         packed_seq_lens: list[int] | None = None,
         return_entropy: bool = False,
+        return_statistics: bool = False,
         **mm_inputs,
     ):
-        """Upstream's arguments and results.
+        """Take upstream's arguments and return upstream's results, for the selected tokens.
+
+        Args:
+            return_statistics: Whether to describe the distributions that predict the selected tokens. Log-probs and
+                gradients stay the same to the last bit. The other arguments are upstream's.
 
         Returns:
-            (B, A) log-probs of the selected tokens, 0 elsewhere; with `return_output` also the model's output, whose
-            `entropy`, if asked for, is (B, A) likewise. Its logits are of no use.
+            (B, A) log-probs of the selected tokens, 0 elsewhere. With `return_output` also the model's output, whose
+            logits are of no use. It carries, where asked for, `entropy`, (B, A), and `statistics`: the pair of (B, A)
+            entropies in nats and (B, A) Σ_{j≠o} P_j², float32 and without a gradient.
         """
         if action_mask is None or ring_attn_group is not None or self.is_vlm:
-            return super().forward(
+            result = super().forward(
                 sequences,
                 action_mask,
                 attention_mask,
@@ -81,18 +82,22 @@ class SelectiveActor(Actor):
                 return_entropy,
                 **mm_inputs,
             )
-        if self.defers_log_probs and not torch.is_grad_enabled():
-            return torch.zeros(action_mask.shape, device=action_mask.device)
+            if return_statistics and return_output and action_mask is not None and ring_attn_group is None:
+                output = result[1]
+                output.statistics = statistics_of_logits(
+                    output["logits"], sequences, action_mask, attention_mask, packed=self.packing_samples
+                )
+            return result
         log_probs, entropy, squares, output = self._forward_selected(
-            sequences, action_mask, attention_mask, return_entropy
+            sequences, action_mask, attention_mask, return_entropy, return_statistics
         )
-        self.statistics = (entropy.detach(), squares.detach()) if squares is not None else None
+        if return_statistics:
+            output.statistics = (entropy.detach(), squares.detach())
         if return_entropy:
             output.entropy = entropy
         return (log_probs, output) if return_output else log_probs
 
-    def _forward_selected(self, sequences, action_mask, attention_mask, return_entropy):
-        with_statistics = self.records_statistics
+    def _forward_selected(self, sequences, action_mask, attention_mask, return_entropy, with_statistics):
         share = self.reason_not_to_share is None
         packed = pack(sequences, attention_mask, action_mask, share=share)
         inputs = {"attention_mask": None, "position_ids": packed.positions}
@@ -132,7 +137,7 @@ class SelectiveActor(Actor):
         if fused and not (result[0, -1] == _WITNESS).all():
             logger.info(f"{type(causal_lm).__name__} changes the LM head's logits: they are computed all at once")
             self.head_is_last = False
-            return self._forward_selected(sequences, action_mask, attention_mask, return_entropy)
+            return self._forward_selected(sequences, action_mask, attention_mask, return_entropy, with_statistics)
         if not fused:
             logits = result.float() / self.temperature
             columns = [log_probs_from_logits(logits, packed.targets[None])[0]]

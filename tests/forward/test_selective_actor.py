@@ -162,3 +162,40 @@ def test_models_say_whether_they_share(tmp_path):
         "mistral, sliding window",
         "gemma 2, capped logits",
     ]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_statistics_come_with_the_output(model, batch, packing, entropy):
+    """They equal those of upstream's logits, and leave log-probs and gradients as they are, to the last bit."""
+    from arlopti_openrlhf.forward.lm_head import statistics_of_logits
+
+    stock, ours = actors(model, packing_samples=packing)
+    sequences, attention_mask, action_mask = batch
+    results = {}
+    for with_statistics in (False, True):
+        ours.zero_grad()
+        log_probs, output = ours(
+            sequences,
+            action_mask,
+            attention_mask=attention_mask,
+            return_output=True,
+            return_entropy=entropy,
+            return_statistics=with_statistics,
+        )
+        (log_probs.sum() + (output.entropy.sum() if entropy else 0)).backward()
+        gradient = torch.cat([p.grad.flatten() for p in ours.parameters() if p.grad is not None])
+        results[with_statistics] = (log_probs, gradient)
+    assert all(torch.equal(a, b) for a, b in zip(results[False], results[True], strict=True))
+    _, stock_output = stock(sequences, action_mask, attention_mask=attention_mask, return_output=True)
+    expected = statistics_of_logits(stock_output["logits"], sequences, action_mask, attention_mask, packed=packing)
+    for values, exact in zip(output.statistics, expected, strict=True):
+        assert values.dtype == torch.float32 and not values.requires_grad
+        torch.testing.assert_close(values, exact, rtol=1e-4, atol=1e-5)
+        assert values[action_mask == 0].count_nonzero() == 0
+    row, column = 1, int(action_mask[1].nonzero()[0, 0])
+    if not packing:  # by hand, for one token
+        p = stock_output["logits"][row, column].softmax(dim=-1)
+        torch.testing.assert_close(expected[0][row, column], -(p * p.log()).sum(), rtol=1e-4, atol=1e-5)
+        p[sequences[row, column + 1]] = 0
+        torch.testing.assert_close(expected[1][row, column], p.square().sum(), rtol=1e-4, atol=1e-6)
