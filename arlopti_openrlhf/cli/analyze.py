@@ -12,7 +12,6 @@ import argparse
 import gc
 import importlib.metadata
 import json
-import math
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf import cpu
+from arlopti_openrlhf.cli.arguments import integer, number
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
 LAYER_TOKENS = 300  # of Fig. 2
@@ -78,21 +78,21 @@ def make_parser() -> argparse.ArgumentParser:
         "--model", nargs="+", default=[], help="Hugging Face directories or names; or a directory of checkpoints"
     )
     model.add_argument("--data", nargs="+", default=[], help="JSONL of prepare_data: prompt, label, datasource")
-    model.add_argument("--prompts", type=_at_least(1), default=64, help="drawn from the data (default 64)")
-    model.add_argument("--samples", type=_at_least(2), default=8, help="responses per prompt (default 8)")
-    model.add_argument("--temperature", type=_number(0), default=1.0, help="of sampling and update (default 1)")
-    model.add_argument("--max-new-tokens", type=_at_least(1), default=1024, help="per response (default 1024)")
+    model.add_argument("--prompts", type=integer(1), default=64, help="drawn from the data (default 64)")
+    model.add_argument("--samples", type=integer(2), default=8, help="responses per prompt (default 8)")
+    model.add_argument("--temperature", type=number(0), default=1.0, help="of sampling and update (default 1)")
+    model.add_argument("--max-new-tokens", type=integer(1), default=1024, help="per response (default 1024)")
     model.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default 0)")
     update = parser.add_argument_group("the update")
     update.add_argument(
         "--alpha",
-        type=_number(0, 1, with_high=True),
+        type=number(0, 1, include_high=True),
         nargs="+",
         default=[0.1, 0.3, 0.5],
         help="α of AR (default 0.1 0.3 0.5)",
     )
     update.add_argument(
-        "--eta", type=_number(0, 1), nargs="+", default=[0.3, 0.5, 0.7], help="η of Lopti (default 0.3 0.5 0.7)"
+        "--eta", type=number(0, 1), nargs="+", default=[0.3, 0.5, 0.7], help="η of Lopti (default 0.3 0.5 0.7)"
     )
     update.add_argument(
         "--optimizer",
@@ -103,13 +103,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     update.add_argument(
         "--learning-rate",
-        type=_number(0),
+        type=number(0),
         help=f"default: at which GRPO's update changes log π by {STEP}, as root mean square over the tokens",
     )
     update.add_argument("--layers", type=int, nargs="+", help="of Fig. 2, from 1 (default: first, middle, last)")
     update.add_argument(
         "--micro-batch-tokens",
-        type=_at_least(1),
+        type=integer(1),
         default=4096,
         help="of one pass (default 4096); less takes less memory",
     )
@@ -124,28 +124,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--report", action="store_true", help="also write report.html, one page with all of it")
     return parser
-
-
-def _at_least(minimum: int):
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {minimum}")
-        return int(text)
-
-    return parse
-
-
-def _number(low: float, high: float = math.inf, with_high: bool = False):
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (low < value < high or (with_high and value == high)):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number in ({low:g}, {high:g}{']' if with_high else ')'}")
-        return value
-
-    return parse
 
 
 def _labelled(text: str) -> tuple[str, list[str]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.data import knights_knaves, published
 from arlopti_openrlhf.data.published import Row
 from arlopti_openrlhf.grading import math_reward
@@ -201,7 +202,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--exclude", nargs="+", default=[], metavar="FILE", help="drop prompts of these files, such as test sets"
     )
     parser.add_argument("--tokenizer", metavar="MODEL", help="count prompts in its tokens")
-    parser.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts; needs --tokenizer")
+    parser.add_argument(
+        "--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts; needs --tokenizer"
+    )
     parser.add_argument("--strict", action="store_true", help="stop with an error where a row would be dropped")
     parser.add_argument(
         "--people",
@@ -213,12 +216,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--train",
-        type=_count,
+        type=integer(0),
         default=4000,
         help="--generate: training puzzles of each number of people (default: 4000)",
     )
     parser.add_argument(
-        "--test", type=_count, default=256, help="--generate: held-out puzzles of each number of people (default: 256)"
+        "--test",
+        type=integer(0),
+        default=256,
+        help="--generate: held-out puzzles of each number of people (default: 256)",
     )
     parser.add_argument(
         "--names",
@@ -235,12 +241,6 @@ def make_parser() -> argparse.ArgumentParser:
 def _named_sets() -> list[str]:
     puzzles = [name for name in published.DATA_SETS if name.startswith("kk_")]
     return [name for name in published.DATA_SETS if name not in puzzles] + [f"{puzzles[0]} ... {puzzles[-1]}"]
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 0")
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

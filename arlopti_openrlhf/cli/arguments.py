@@ -1,0 +1,46 @@
+"""Argparse types for numbers in a range. Each refuses a value in one line that names the value and the range."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+
+
+def integer(minimum: int) -> Callable[[str], int]:
+    """Return an argparse type for integers of at least `minimum`."""
+    return _parser(int, lambda value: value >= minimum, f"an integer of at least {minimum}")
+
+
+def number(
+    low: float, high: float = math.inf, *, include_low: bool = False, include_high: bool = False
+) -> Callable[[str], float]:
+    """Return an argparse type for numbers between `low` and `high`; by default, neither end belongs to the range."""
+
+    def is_inside(value: float) -> bool:
+        return low < value < high or (include_low and value == low) or (include_high and value == high)
+
+    interval = f"{'[' if include_low else '('}{low:g}, {high:g}{']' if include_high else ')'}"
+    return _parser(float, is_inside, f"a number in {interval}")
+
+
+def positive(kind: type[Number]) -> Callable[[str], Number]:
+    """Return an argparse type for values above 0 of `kind`, which is `int` or `float`."""
+    name = "an integer" if kind is int else "a number"
+    return _parser(kind, lambda value: 0 < value < math.inf, f"{name} above 0")
+
+
+def _parser(kind: type[Number], is_valid: Callable[[Number], bool], description: str) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
+        refused = argparse.ArgumentTypeError(f"{text} is not {description}")
+        try:
+            value = kind(text)
+        except ValueError:
+            raise refused from None
+        # NaN is in no range: every comparison with it is false.
+        if not is_valid(value):
+            raise refused
+        return value
+
+    return parse

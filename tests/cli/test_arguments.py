@@ -1,0 +1,42 @@
+"""Number types of the commands: what they accept, and that an error names the value and the range."""
+
+import argparse
+import math
+
+import pytest
+
+from arlopti_openrlhf.cli.arguments import integer, number, positive
+
+
+@pytest.mark.parametrize(
+    ("parse", "accepted"),
+    [
+        (integer(0), {"0": 0, "12": 12}),
+        (number(0, 1), {"0.5": 0.5, "1e-9": 1e-9}),
+        (number(0, 1, include_low=True, include_high=True), {"0": 0.0, "1": 1.0}),
+        (number(0, math.inf, include_low=True, include_high=True), {"0": 0.0, "inf": math.inf}),
+        (positive(int), {"1": 1}),
+        (positive(float), {"0.5": 0.5}),
+    ],
+)
+def test_accepts_its_range(parse, accepted):
+    assert {text: parse(text) for text in accepted} == accepted
+
+
+@pytest.mark.parametrize(
+    ("parse", "refused", "description"),
+    [
+        (integer(2), ("1", "-2", "2.5", "two", ""), "an integer of at least 2"),
+        (number(0, 1), ("0", "1", "nan", "x"), "a number in (0, 1)"),
+        (number(0, 1, include_high=True), ("0", "1.01", "nan"), "a number in (0, 1]"),
+        (number(0, 1, include_low=True, include_high=True), ("-0.1", "1.01", "nan", "x"), "a number in [0, 1]"),
+        (number(0), ("0", "-1", "inf", "nan"), "a number in (0, inf)"),
+        (positive(int), ("0", "-1", "0.5", "many"), "an integer above 0"),
+        (positive(float), ("0", "-0.5", "nan", "inf"), "a number above 0"),
+    ],
+)
+def test_refuses_the_rest_and_says_which(parse, refused, description):
+    for text in refused:
+        with pytest.raises(argparse.ArgumentTypeError) as error:
+            parse(text)
+        assert str(error.value) == f"{text} is not {description}"
