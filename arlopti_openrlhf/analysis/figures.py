@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from arlopti_openrlhf.analysis.rollouts import Batch
 from arlopti_openrlhf.analysis.updates import Policy, Tokens
+from arlopti_openrlhf.scoring.measures import Z_95
 from arlopti_openrlhf.token_update import HIGH, LOW, group_mask, reweight_advantages, token_probabilities
 from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
 
@@ -255,4 +256,4 @@ def _share(right: Tensor, selected: Tensor, prompts: Tensor) -> dict[str, float]
     share = ((right & selected).sum() / total).item()
     residual = ((right & selected).sum(dim=1) - share * selected.sum(dim=1)).double()
     by_prompt = torch.zeros(int(prompts.max()) + 1, dtype=torch.float64).index_add_(0, prompts, residual)
-    return {"share": share, "ci95": 1.96 * by_prompt.square().sum().sqrt().item() / total}
+    return {"share": share, "ci95": Z_95 * by_prompt.square().sum().sqrt().item() / total}

@@ -22,7 +22,7 @@ from typing import Any
 from arlopti_openrlhf.grading import kk_reward
 from arlopti_openrlhf.grading.sources import grade
 from arlopti_openrlhf.scoring.generation import generate, load_engine
-from arlopti_openrlhf.scoring.measures import Estimate, Response, measure
+from arlopti_openrlhf.scoring.measures import Estimate, Response, estimate_source
 from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling, sampling_of
 
 Row = dict[str, Any]
@@ -127,9 +127,9 @@ def evaluate(model: str, rows: Sequence[Row], args: argparse.Namespace, out: Pat
     for source in sources:
         spec = sampling_of(source, args.sampling)
         result[source] = {"n": len(groups[source, False]), "samples": spec.n, "temperature": spec.temperature}
-        result[source] |= {name: e._asdict() for name, e in measure(groups[source, False]).items()}
+        result[source] |= {name: e._asdict() for name, e in estimate_source(groups[source, False]).items()}
         if (source, True) in groups:
-            result[source]["greedy"] = measure(groups[source, True])["accuracy"]._asdict()
+            result[source]["greedy"] = estimate_source(groups[source, True])["accuracy"]._asdict()
     (out / f"{name}.json").write_text(json.dumps({"model": model, "sources": result}, indent=1) + "\n", "utf-8")
 
 

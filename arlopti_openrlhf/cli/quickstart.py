@@ -23,7 +23,7 @@ from tqdm import tqdm
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli import evaluate, prepare_data
 from arlopti_openrlhf.data import tiny_policy
-from arlopti_openrlhf.scoring import measures
+from arlopti_openrlhf.scoring.measures import Z_95, estimate_source
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 32, 8, 112, 8
@@ -71,9 +71,9 @@ def main() -> None:
     print(f"1/5 puzzles of {' and '.join(map(str, PEOPLE))} people: {files.train}, held out: {files.test}")
     print("2/5 a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions")
     tiny_policy.make_policy(out / "model", people=PEOPLE, seed=seed, steps=size.warm_start_steps)
-    before = measure(out / "model", files.test, out / "evaluation" / "before", log, "3/5 accuracy before")
+    before = evaluate_model(out / "model", files.test, out / "evaluation" / "before", log, "3/5 accuracy before")
     train(out, files, size, seed, log)
-    after = measure(out / "checkpoint", files.test, out / "evaluation" / "after", log, "5/5 accuracy after")
+    after = evaluate_model(out / "checkpoint", files.test, out / "evaluation" / "after", log, "5/5 accuracy after")
 
     curves = read_curves(out / "tensorboard")
     plot(curves, before, after, out / "curves.png")
@@ -110,7 +110,7 @@ def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     return files
 
 
-def measure(model: Path, data: Path, folder: Path, log: "Log", title: str) -> dict[str, dict[str, float]]:
+def evaluate_model(model: Path, data: Path, folder: Path, log: "Log", title: str) -> dict[str, dict[str, float]]:
     """By source, and for "all": `n` puzzles, `accuracy` ± `ci95` of the samples, `pass@k`, `greedy` accuracy."""
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", f"--model={model}", f"--data={data}"]
     command += [f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1", "--greedy"]
@@ -125,10 +125,10 @@ def measure(model: Path, data: Path, folder: Path, log: "Log", title: str) -> di
             groups[source, record["temperature"] > 0].append(evaluate.responses_of(record))
     results = {}
     for source in sorted({source for source, _ in groups}):
-        sampled, greedy = (measures.measure(groups[source, is_sampled]) for is_sampled in (True, False))
+        sampled, greedy = (estimate_source(groups[source, is_sampled]) for is_sampled in (True, False))
         results[source] = {
             "n": len(groups[source, True]),
-            "ci95": 1.96 * sampled["accuracy"].standard_error,
+            "ci95": Z_95 * sampled["accuracy"].standard_error,
             "greedy": greedy["accuracy"].value,
         } | {name: estimate.value for name, estimate in sampled.items()}
     return results
@@ -303,7 +303,7 @@ def report(summary: dict, out: Path) -> str:
             f"   {b['greedy']:.3f} → {a['greedy']:.3f}   {b[pass_k]:.3f} → {a[pass_k]:.3f}"
         )
     rise = after["all"]["accuracy"] - before["all"]["accuracy"]
-    standard_error = (before["all"]["ci95"] ** 2 + after["all"]["ci95"] ** 2) ** 0.5 / 1.96
+    standard_error = (before["all"]["ci95"] ** 2 + after["all"]["ci95"] ** 2) ** 0.5 / Z_95
     lines += [
         "",
         f"Sampled accuracy changed by {rise:+.3f}, {rise / max(standard_error, 1e-9):.1f} standard errors (clustered "

@@ -16,7 +16,7 @@ from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.utils.logging_utils import init_logger
 
 from arlopti_openrlhf.run.reward_client import SCORES_ARE_REWARDS
-from arlopti_openrlhf.scoring.measures import Response, measure
+from arlopti_openrlhf.scoring.measures import Response, estimate_source
 from arlopti_openrlhf.scoring.sampling import Sampling, sampling_of
 
 logger = init_logger(__name__)
@@ -92,7 +92,7 @@ def compute_eval_metrics(
         if all(sample.scores is not None and SCORES_ARE_REWARDS not in sample.info for sample in samples):
             samples = [replace(sample, rewards=sample.scores) for sample in samples]
             responses = list(map(_response, samples))
-            for name, estimate in measure([responses[i : i + n] for i in range(0, len(responses), n)]).items():
+            for name, estimate in estimate_source([responses[i : i + n] for i in range(0, len(responses), n)]).items():
                 logs[f"{source}/{name}"] = estimate.value
                 logs[f"{source}/{name}/low"], logs[f"{source}/{name}/high"] = estimate.low, estimate.high
             accuracies.append(logs[f"{source}/accuracy"])

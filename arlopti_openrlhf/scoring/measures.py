@@ -1,11 +1,11 @@
-"""What an evaluation says: accuracy, avg@n, pass@k and the rest, each with a 95% interval. Pure Python."""
+"""Estimate accuracy, pass@k and the other measures of an evaluation, each with a 95% interval. Pure Python."""
 
 import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-_Z = 1.959964  # of a two-sided 95% interval
+Z_95 = 1.959964  # standard errors to each side of a mean that make a 95% interval, by the normal distribution
 
 
 class Estimate(NamedTuple):
@@ -21,60 +21,67 @@ class Response(NamedTuple):
     """One graded response."""
 
     score: float  # 1 right, 0 wrong
-    well_formed: bool | None  # in the form that the prompt asks for: K&K's tags, a boxed answer; None: not known
+    well_formed: bool | None  # has the form that the prompt asks for: K&K's tags, a boxed answer; None: not known
     length: int  # tokens
     truncated: bool
 
 
-def mean(values: Sequence[float], bounded: bool = True) -> Estimate:
-    """The mean of one value per problem, which are independent; the samples within a problem are not.
+def estimate_mean(values: Sequence[float], bounded: bool = True) -> Estimate:
+    """Estimate a mean from one value per problem.
+
+    Problems are independent. The samples of one problem are not, so each problem counts once.
 
     Args:
         values: (problems,).
-        bounded: the values lie in [0, 1], as far as they are rates. The interval is then Wilson's, at the number of
-            independent samples that would have this standard error: it stays within [0, 1], and is not a point where
-            all values are equal. Otherwise, and for scores outside [0, 1], it is the normal one.
+        bounded: the values lie in [0, 1], as rates do. The interval is then Wilson's, at the number of independent
+            samples that would have this standard error: it stays within [0, 1], and has a width even where all
+            values are equal. Otherwise, and where a value lies outside [0, 1], the interval is the normal one.
     """
     n, p = len(values), fmean(values)
     error = stdev(values) / math.sqrt(n) if n > 1 else 0.0
     if not bounded or not all(0 <= value <= 1 for value in values):
-        return Estimate(p, p - _Z * error, p + _Z * error, error)
+        return Estimate(p, p - Z_95 * error, p + Z_95 * error, error)
     n = p * (1 - p) / error**2 if error and 0 < p < 1 else n
-    center = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-    half = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
+    center = (p + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
+    half = Z_95 * math.sqrt(p * (1 - p) / n + Z_95**2 / (4 * n**2)) / (1 + Z_95**2 / n)
+    # Rounding must not put the mean outside its own interval.
     return Estimate(p, min(p, max(0.0, center - half)), max(p, min(1.0, center + half)), error)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The unbiased estimator of pass@k from n samples of which c are right: 1 - C(n - c, k) / C(n, k), for k ≤ n.
+    """Estimate pass@k without bias from n samples of which c are right: 1 - C(n - c, k) / C(n, k), for k ≤ n.
 
-    Source: Chen et al., arXiv 2107.03374, Eq. 1. ValueError where k > n.
+    Source: Chen et al., arXiv 2107.03374, Eq. 1.
+
+    Raises:
+        ValueError: k > n.
     """
     if k > num_samples:
         raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples")
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def measure(problems: Sequence[Sequence[Response]]) -> dict[str, Estimate]:
-    """The measures of one data source.
+def estimate_source(problems: Sequence[Sequence[Response]]) -> dict[str, Estimate]:
+    """Estimate every measure of one data source.
 
     Args:
-        problems: of each problem its responses, n of them.
+        problems: the n responses to each problem.
 
     Returns:
-        `accuracy` (which is avg@n), `pass@k` for k = 2, 4, 8, ... up to n, `well_formed` (where it is known),
+        `accuracy` (which is avg@n), `pass@k` for k = 2, 4, 8, ... and n, `well_formed` (where it is known),
         `truncated`, and `response_length` in tokens.
     """
     n = len(problems[0])
+    estimates = {"accuracy": estimate_mean([fmean(r.score for r in problem) for problem in problems])}
     right = [sum(r.score == 1 for r in problem) for problem in problems]
-    form_is_known = all(r.well_formed is not None for problem in problems for r in problem)
     powers = [2**i for i in range(1, n.bit_length()) if 2**i <= n]
-    return (
-        {"accuracy": mean([fmean(r.score for r in problem) for problem in problems])}
-        | {f"pass@{k}": mean([pass_at_k(n, c, k) for c in right]) for k in dict.fromkeys([*powers, n]) if k > 1}
-        | ({"well_formed": mean([fmean(r.well_formed for r in p) for p in problems])} if form_is_known else {})
-        | {
-            "truncated": mean([fmean(r.truncated for r in problem) for problem in problems]),
-            "response_length": mean([fmean(r.length for r in problem) for problem in problems], bounded=False),
-        }
-    )
+    for k in dict.fromkeys([*powers, n]):
+        if k > 1:
+            estimates[f"pass@{k}"] = estimate_mean([pass_at_k(n, c, k) for c in right])
+    form = [[r.well_formed for r in problem if r.well_formed is not None] for problem in problems]
+    if all(len(known) == len(problem) for known, problem in zip(form, problems, strict=True)):
+        estimates["well_formed"] = estimate_mean([fmean(known) for known in form])
+    estimates["truncated"] = estimate_mean([fmean(r.truncated for r in problem) for problem in problems])
+    lengths = [fmean(r.length for r in problem) for problem in problems]
+    estimates["response_length"] = estimate_mean(lengths, bounded=False)
+    return estimates

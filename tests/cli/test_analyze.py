@@ -216,7 +216,7 @@ def test_share_in_the_right_direction_and_its_interval():
     right = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     selected = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     share = figures._share(right, selected, torch.tensor([0, 1]))
-    assert share == {"share": pytest.approx(0.6), "ci95": pytest.approx(1.96 * math.sqrt(2 * 0.8**2) / 5)}
+    assert share == {"share": pytest.approx(0.6), "ci95": pytest.approx(1.959964 * math.sqrt(2 * 0.8**2) / 5)}
     assert figures._share(right, selected & False, torch.tensor([0, 1])) is None
 
 
