@@ -1,1 +1,1 @@
-"""The Knights-and-Knaves and math graders, and the server that offers them over HTTP."""
+"""Grades Knights-and-Knaves and math responses, in process or behind an HTTP server."""

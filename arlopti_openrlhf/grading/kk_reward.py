@@ -1,4 +1,4 @@
-"""Knights-and-knaves reward: the rule of Logic-RL (arXiv 2502.14768), as a pure grader and as OpenRLHF's reward file.
+"""Rewards knights-and-knaves by the rule of Logic-RL (arXiv 2502.14768), in `grade` and in OpenRLHF's `reward_func`.
 
     reward = format + answer            format    +1    <think> </think> <answer> </answer> once each, in that order
                                                   -1    anything else
@@ -6,11 +6,11 @@
                                                   -1.5  readable, but some role wrong
                                                   -2    unreadable, or the format is broken
 
-so that the only rewards are 3, -0.5, -1 and -3. OpenRLHF takes the file by path (`--reward.remote_url`).
+so that the only rewards are 3, -0.5, -1 and -3. OpenRLHF loads the file by path (`--reward.remote_url`).
 """
 
-# OpenRLHF executes this file without entering it in sys.modules: nothing here may look its own module up there (as
-# @dataclass does under postponed annotations), and the file imports nothing of this project.
+# OpenRLHF executes this file without an entry in sys.modules. So nothing here may look its own module up there, as
+# @dataclass does under postponed annotations. The file imports nothing of this project.
 
 import re
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ _HEADERS = re.compile(
 
 
 class Grade(NamedTuple):
-    """What one response earned.
+    """Holds what one response earned.
 
     reward: 3, -0.5, -1 or -3.
-    score: 1.0 where every role is right, else 0.0; this is what accuracy averages.
+    score: 1.0 where every role is right, else 0.0. Accuracy is the mean of it.
     well_formed: each of the four tags occurs once, in order.
-    answered: the answer was readable: it names as many roles as there are people, and one for each person.
+    answered: the answer is readable, because it names as many roles as there are people, and one for each person.
     """
 
     reward: float
@@ -64,14 +64,14 @@ def grade(response: str, solution: str) -> Grade:
     r"""Grade one whole assistant turn, a prefilled `<think>` included, by Logic-RL's rule.
 
     The answer is the text between `<answer>` and `</answer>`. It is readable where the substrings "knight" and "knave"
-    occur together as often as there are people, and "NAME is a knight" or "NAME is a knave" occurs for each of them;
-    a name's first such sentence counts. Letter case is ignored and any white space separates words. For names of
-    ASCII letters, as in all published puzzles, the sentence is Logic-RL's own:
+    occur together as often as there are people, and "NAME is a knight" or "NAME is a knave" occurs for each of them.
+    A name's first such sentence counts. Letter case is ignored and any white space separates words. For names of
+    ASCII letters, as in all published puzzles, the pattern is Logic-RL's own:
     `\bNAME\b\s+is\s+a\s+\b(knight|knave)\b`. A name that itself holds "knight" or "knave" spoils the count, there
-    and here, so such a puzzle cannot be answered.
+    and here, so nobody can answer such a puzzle.
 
     Args:
-        response: any text; none raises, and the time is linear in its length.
+        response: any text. None raises, and the time is linear in its length.
         solution: the published `solution_text_format`, such as "(1) Zoey is a knight\n(2) Oliver is a knave".
 
     Raises:
@@ -93,11 +93,11 @@ def grade(response: str, solution: str) -> Grade:
 def assistant_turn(query: str, prompt: str | None) -> str:
     """Cut the assistant's turn out of `query`, which is a prompt and a response decoded together.
 
-    The turn follows the prompt, and begins with a `<think>` that the prompt's end prefilled. Where `query` does not
+    The turn follows the prompt, and begins with a `<think>` if the prompt's end prefilled one. Where `query` does not
     start with `prompt` (cut on the left to fit, or changed by a round trip through the tokenizer), the prompt ends
     where its own end first occurs, white space apart. Without a prompt the turn follows the first header of a known
-    chat template; with no header either, `query` is the turn. It is always the first place that is believed: a
-    response may quote its prompt or write headers of its own, but it can only do so further on.
+    chat template. With no header either, `query` is the turn. The first place always counts, because a response may
+    quote its prompt or write headers of its own, but only further on.
     """
     prompt = prompt or ""
     body = prompt.rstrip()
@@ -115,7 +115,7 @@ def assistant_turn(query: str, prompt: str | None) -> str:
 
 
 def assistant_turns(queries: Sequence[str], prompts: Sequence[str | None], labels: Sequence[object]) -> list[str]:
-    """`assistant_turn` of each sample that a `reward_func` is given. ValueError where the three differ in length."""
+    """Cut the turn out of each sample that a `reward_func` gets. ValueError where the three differ in length."""
     if not len(queries) == len(prompts) == len(labels):
         raise ValueError(
             "queries, prompts and labels must be equally long, "
@@ -127,7 +127,7 @@ def assistant_turns(queries: Sequence[str], prompts: Sequence[str | None], label
 def reward_func(
     queries: Sequence[str], prompts: Sequence[str | None], labels: Sequence[str], **kwargs: Any
 ) -> dict[str, Any]:
-    """OpenRLHF's reward contract (`SingleTurnAgentExecutor`): grade B decoded samples against their solutions.
+    """Grade B decoded samples against their solutions, by OpenRLHF's contract (`SingleTurnAgentExecutor`).
 
     Args:
         queries: prompt and response, decoded together with their special tokens.
@@ -136,9 +136,9 @@ def reward_func(
         kwargs: ignored; OpenRLHF passes none.
 
     Returns:
-        `rewards` (B,), which the advantages come from; `scores` (B,), which dynamic filtering reads; `extra_logs` with
-        `well_formed` (B,) and `answered` (B,). All are float32 tensors: OpenRLHF reads one element of each per sample
-        (it would nest a list).
+        `rewards` (B,), which the advantages come from, `scores` (B,), which dynamic filtering reads, and `extra_logs`
+        with `well_formed` (B,) and `answered` (B,). All are float32 tensors, because OpenRLHF reads one element of
+        each per sample and would nest a list.
     """
     grades = list(map(grade, assistant_turns(queries, prompts, labels), labels))
     return {
@@ -153,7 +153,7 @@ def reward_func(
 
 @lru_cache(maxsize=1024)  # the responses to one puzzle are graded close together
 def _people(solution: str) -> tuple[tuple[re.Pattern[str], str], ...]:
-    """For each person the pattern of the sentence that states a role, and the true role."""
+    """Return each person's true role, after the pattern of the sentence that states a role."""
     lines = [line.strip() for line in solution.split("\n") if line.strip()]
     matches = [_SOLUTION_LINE.fullmatch(line) for line in lines]
     if not lines or not all(matches):
@@ -161,15 +161,15 @@ def _people(solution: str) -> tuple[tuple[re.Pattern[str], str], ...]:
     numbers, names, roles = zip(*(match.groups() for match in matches), strict=True)
     if list(numbers) != [str(number) for number in range(1, len(lines) + 1)]:
         raise _not_a_solution(solution)
-    # The patterns ignore case, and so must "distinct"; a name with " is a " in it is two people on one line.
+    # The patterns ignore case, so two names must differ in more. A name with " is a " in it is two people on one line.
     if len({name.lower() for name in names}) < len(names) or any(" is a " in name for name in names):
         raise _not_a_solution(solution)
     return tuple((_sentence(name, names), role) for name, role in zip(names, roles, strict=True))
 
 
 def _sentence(name: str, names: Sequence[str]) -> re.Pattern[str]:
-    # `\b` would fail at an edge such as the "." of ".net" or the "+" of "A.B+"; on the right the white space that must
-    # follow is boundary enough.
+    # `\b` would fail at an edge such as the "." of ".net" or the "+" of "A.B+". On the right, the white space that
+    # must follow is boundary enough.
     start = r"\b" if re.match(r"\w", name) else r"(?<!\w)"
     # "Mary Ann is a knave" says nothing of Ann where the puzzle has both.
     for other in names:
@@ -190,7 +190,7 @@ def _not_a_solution(solution: object) -> ValueError:
 
 
 def _answer(response: str) -> str | None:
-    """The text between the answer tags; None where the response is malformed."""
+    """Return the text between the answer tags, or None where the response is malformed."""
     if any(response.count(tag) != 1 for tag in _TAGS):
         return None
     places = [response.index(tag) for tag in _TAGS]
@@ -200,8 +200,8 @@ def _answer(response: str) -> str | None:
 
 
 def _roles(answer: str, sentences: Sequence[re.Pattern[str]]) -> list[str] | None:
-    """The role that the answer states for each person; None where it is unreadable."""
-    # Whatever hedges ("Zoey is a knight or a knave") or lists both outcomes is caught by the count.
+    """Return the role that the answer states for each person, or None where it is unreadable."""
+    # The count catches whatever hedges ("Zoey is a knight or a knave") or lists both outcomes.
     text = answer.lower()
     if text.count("knight") + text.count("knave") != len(sentences):
         return None
@@ -210,19 +210,19 @@ def _roles(answer: str, sentences: Sequence[re.Pattern[str]]) -> list[str] | Non
         match = sentence.search(answer)
         if match is None:
             return None
-        # Not always one of the two: a pattern that ignores case takes a dotless i as well, and is never right with it.
+        # A pattern that ignores case also takes a dotless i, and the role is never right with it.
         roles.append(match[1].lower())
     return roles
 
 
 def _prompt_end(query: str, prompt: str) -> int | None:
-    """Where in `query` the prompt's own end first occurs, white space apart; None where it does not."""
+    """Return where in `query` the prompt's own end first occurs, white space apart, or None where it does not."""
     tail = "".join(prompt.split())
     if not tail:
         return None
-    # An end that occurs once in the prompt cannot be found too early, in an earlier turn of the prompt; and as a
-    # quotation comes after what it quotes, it is not found too late. The shorter it is, the less of the prompt need
-    # have survived.
+    # An end that occurs once in the prompt is not found too early, in an earlier turn of the prompt. It is not found
+    # too late either, because a quotation comes after what it quotes. The shorter the end, the less of the prompt has
+    # to have survived.
     size = _MIN_ANCHOR
     while tail.index(tail[-size:]) + size < len(tail):
         size *= 2

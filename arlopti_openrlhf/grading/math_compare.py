@@ -1,7 +1,7 @@
-"""Whether two answers are equal, by math-verify: the part of the math reward that runs in worker processes.
+"""Compares two answers with math-verify. This part of the math reward runs in worker processes.
 
-Nothing here is bounded in time or memory: the processes are. What it imports and warms up, their template has done
-before it forks them.
+Nothing here is bounded in time or memory, but the processes are. Their template imports this module and fills its
+tables once, before it forks them.
 """
 
 import functools
@@ -22,7 +22,7 @@ parser.parse_expr_cached = functools.lru_cache(maxsize=20)(
 
 
 def compare(answer: str, labels: list[str], boxed: bool) -> bool:
-    """Whether an answer equals any of the labels.
+    """Return whether an answer equals any of the labels.
 
     Args:
         answer: the content of a box, or a text that the answer is extracted from.
@@ -47,7 +47,7 @@ def _in_math(text: str) -> str:
 
 
 def _without_exponents(text: str) -> str:
-    r"""4.5e33 as 4.5 \times 10^{33}: LaTeX would read it as a product with Euler's number."""
+    r"""Rewrite 4.5e33 as 4.5 \times 10^{33}, because LaTeX would read a product with Euler's number."""
 
     def as_latex(number: re.Match) -> str:
         before = text[: number.start()]
@@ -60,7 +60,7 @@ def _without_exponents(text: str) -> str:
 
 
 def _same_number(label: object, answer: object) -> bool:
-    """math-verify finds 8.7 * 10^8 and 870000000 different: of numbers with a decimal point the values count."""
+    """Compare numbers with a decimal point by value. math-verify finds 8.7 * 10^8 and 870000000 different."""
     if not all(isinstance(x, Expr) and x.is_number and x.is_real for x in (label, answer)):
         return False
     if not (label.has(Float) or answer.has(Float)):

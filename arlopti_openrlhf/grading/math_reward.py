@@ -1,11 +1,11 @@
-r"""Math reward on math-verify: 1 where the final answer equals the label, else 0. OpenRLHF takes the file by path.
+r"""Rewards math with math-verify: 1 where the final answer equals the label, else 0. OpenRLHF loads the file by path.
 
-The final answer is what the last `\boxed{}` holds; without one, what math-verify extracts. Comparing two answers is
-symbolic mathematics, and an answer such as `9^{9^{9^9}}` can keep it busy for hours: it runs in worker processes that
-are killed at a time limit and held to a memory limit (`grading.worker_pool`), and such an answer is wrong.
+The final answer is what the last `\boxed{}` holds. Without a box, it is what math-verify extracts. To compare two
+answers is symbolic mathematics, and an answer such as `9^{9^{9^9}}` can keep it busy for hours. So it runs in worker
+processes with a limit of time and one of memory (`grading.worker_pool`), and an answer that meets either is wrong.
 """
 
-# OpenRLHF executes this file without entering it in sys.modules, and calls `reward_func` from threads.
+# OpenRLHF executes this file without an entry in sys.modules, and calls `reward_func` from threads.
 
 import functools
 import json
@@ -23,23 +23,23 @@ from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerP
 
 TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds per answer
 WORKERS = int(os.environ.get("ARLOPTI_MATH_WORKERS", min(8, os.cpu_count() or 1)))
-# Characters. No label of the public sets is a fourth as long; what is longer is wrong unread.
+# Characters. No label of the public sets is a fourth as long. A longer answer is wrong unread.
 MAX_ANSWER = 2_000
-# Of a response without a box, the end that is searched for an answer.
+# Characters at the end of a response without a box, where an answer is looked for.
 MAX_TAIL = 2_000
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
-# OpenRLHF decodes special tokens too: math-verify would find no number right before one.
+# OpenRLHF decodes special tokens too, and math-verify finds no number right before one.
 _END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
 
 
 class Grade(NamedTuple):
-    """What one response earned.
+    """Holds what one response earned.
 
     score: 1.0 where the final answer equals the label, else 0.0. It is the reward.
     boxed: the final answer stood in a box.
-    timed_out: the comparison was ended at the time limit, or at the memory limit.
+    timed_out: the comparison met the time limit or the memory limit.
     """
 
     score: float
@@ -52,8 +52,8 @@ def grade(response: str, answer: object) -> Grade:
 
     Args:
         response: any text; none raises, and each takes at most `TIMEOUT` seconds once a worker is free.
-        answer: the label: a number, or text as in the public sets (LaTeX, with or without dollars or `\boxed`), or a
-            list of alternatives, any of which is right. A list may also come as JSON of strings, as in `["0.01"]`.
+        answer: the label. It is a number, or text as in the public sets (LaTeX, with or without dollars or `\boxed`),
+            or a list of alternatives, any of which is right. A list may also be JSON of strings, as in `["0.01"]`.
 
     Raises:
         ValueError: the label is empty or of another type.
@@ -70,7 +70,7 @@ def grade(response: str, answer: object) -> Grade:
 def reward_func(
     queries: Sequence[str], prompts: Sequence[str | None], labels: Sequence[object], **kwargs: Any
 ) -> dict[str, Any]:
-    """OpenRLHF's reward contract (`SingleTurnAgentExecutor`): grade B decoded samples against their labels.
+    """Grade B decoded samples against their labels, by OpenRLHF's contract (`SingleTurnAgentExecutor`).
 
     Args:
         queries: prompt and response, decoded together with their special tokens.
@@ -79,11 +79,11 @@ def reward_func(
         kwargs: ignored; OpenRLHF passes none.
 
     Returns:
-        `rewards` and `scores` (B,), 1 or 0; `extra_logs` with `well_formed` (which is boxed) and `timed_out` (B,). All
-        are float32 tensors.
+        `rewards` and `scores` (B,), 1 or 0, and `extra_logs` with `well_formed` (the answer is boxed) and `timed_out`
+        (B,). All are float32 tensors.
     """
     turns = assistant_turns(queries, prompts, labels)
-    if len(turns) == 1:  # what OpenRLHF sends: no threads for that
+    if len(turns) == 1:  # OpenRLHF sends one at a time, which needs no threads
         grades = [grade(turns[0], labels[0])]
     else:
         with ThreadPoolExecutor(WORKERS) as threads:
@@ -93,10 +93,11 @@ def reward_func(
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last closed `\boxed{}` that is not inside another; None where there is none."""
+    r"""Return the content of the last closed `\boxed{}` that is not inside another, or None."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
-    opened: list[int | None] = []  # of each open brace where its box's content begins; None for other braces
+    # One entry per open brace: where its box's content begins, or None for a brace that opens no box.
+    opened: list[int | None] = []
     boxes = 0
     last = None
     for token in _BRACES.finditer(text):
@@ -115,13 +116,13 @@ def last_box(text: str) -> str | None:
 
 
 def label_text(answer: object) -> str:
-    """A label as one text, for data files: alternatives as JSON. ValueError as in `grade`."""
+    """Return a label as one text, for data files. Alternatives become JSON. ValueError as in `grade`."""
     labels = _alternatives(answer)
     return labels[0] if len(labels) == 1 else json.dumps(list(labels), ensure_ascii=False)
 
 
 def is_readable(answer: object) -> bool:
-    """Whether each alternative of a label, as an answer, would be found equal to it, in time."""
+    """Return whether the grader would accept each alternative of a label as an answer to it, in time."""
     try:
         return all(worker_pool().call(label, [label], True) for label in _alternatives(answer))
     except (ValueError, TimedOut, Died, Raised):
@@ -167,7 +168,7 @@ _pool_lock = threading.Lock()
 
 
 def worker_pool(workers: int = WORKERS) -> WorkerPool:
-    """The processes in which answers are compared; the first call decides how many there are."""
+    """Return the processes that compare answers. The first call decides how many there are."""
     global _pool
     with _pool_lock:
         if _pool is None:
@@ -183,12 +184,12 @@ def _compare(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
         return Grade(float(worker_pool().call(answer, labels, boxed)), boxed, timed_out=False)
     except (TimedOut, Died):
         return Grade(0.0, boxed, timed_out=True)
-    except Raised as error:  # what math-verify lets through is about the answer: deep recursion, memory
+    except Raised as error:  # what math-verify lets through comes from the answer, such as deep recursion
         return Grade(0.0, boxed, timed_out="MemoryError" in str(error))
 
 
 def _plain(text: str) -> str:
-    r"""Text without what does not change its meaning: white space, dollars, a final full stop, `\left`, `\dfrac`."""
+    r"""Drop what does not change a text's meaning: white space, dollars, a final full stop, `\left`, `\dfrac`."""
     text = text.replace("\\$", "").strip().strip("$").rstrip(".")
     text = re.sub(r"\s+|\\[,;:!]|\\left(?![a-z])|\\right(?![a-z])", "", text)
     return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")

@@ -1,11 +1,11 @@
-"""A reward server for OpenRLHF: `--reward.remote_url http://host:port/get_reward`.
+"""Serves rewards to OpenRLHF over HTTP: `--reward.remote_url http://host:port/get_reward`.
 
     POST /get_reward    {"query": [...], "prompts": [...], "labels": [...]}
     200                 {"rewards": ..., "scores": ..., "extra_logs": {NAME: ...}}
 
-With several graders each also answers at /NAME/get_reward; the first one at /get_reward. The values of a single query
-are numbers, as OpenRLHF 0.11.2's client needs them (it sends one query at a time, and would nest a list); those of
-more are lists. Requests that wait are graded together, in worker processes that are killed at their time limit.
+Each grader answers at /NAME/get_reward, and the first one at /get_reward too. The values of a single query are
+numbers, as OpenRLHF 0.11.2's client needs them: it sends one query at a time, and would nest a list. The values of
+several queries are lists.
 """
 
 import asyncio
@@ -14,181 +14,22 @@ import json
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+from arlopti_openrlhf.grading.grader import FIELDS, Grader, Limits, Refused
 
-FIELDS = ("query", "prompts", "labels")
-_COALESCED = 64  # queries of several requests that are graded in one call
 log = logging.getLogger("arlopti_openrlhf.rewards")
-
-
-class Limits(NamedTuple):
-    """What the server takes on."""
-
-    body_bytes: int = 64 * 2**20
-    batch: int = 4096  # queries in one request
-    queue: int = 16384  # queries that wait, per grader; above, 503
-    seconds: float = (
-        150.0  # for one request, waiting included: less than the 180 after which OpenRLHF's client gives up
-    )
-    grading_seconds: float = 30.0  # for one call of a reward function
-
-
 _DEFAULTS = Limits()
 
 
-class Refused(Exception):
-    """A request that is answered with an error: status, what is wrong, and the field."""
-
-    def __init__(self, status: int, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.field = status, message, field
-
-
-class Grader:
-    """A reward function behind a queue.
-
-    Args:
-        name: as in the URL.
-        source: "kk", "math", or the path of a Python file with `reward_func(queries, prompts, labels)`.
-        workers: calls at a time.
-        limits: the server's.
-    """
-
-    def __init__(self, name: str, source: str, workers: int, limits: Limits) -> None:
-        self.name, self.workers, self.limits = name, workers, limits
-        if source == "math":
-            # It has worker processes of its own, with a limit for each answer.
-            from arlopti_openrlhf.grading import math_reward
-
-            self.pool = math_reward.worker_pool(workers)
-            threads = ThreadPoolExecutor(workers, "math")
-            self.submit: Callable[..., Future] = partial(threads.submit, math_reward.reward_func)
-        else:
-            function = "arlopti_openrlhf.grading.kk_reward" if source == "kk" else str(Path(source).resolve())
-            self.pool = WorkerPool(f"{function}:reward_func", workers, limits.grading_seconds)
-            self.submit = self.pool.submit
-        self.waiting: deque[_Job] = deque()
-        self.queued = 0  # queries in `waiting`
-        self.wake = asyncio.Event()
-
-    async def grade(self, query: list, prompts: list, labels: list) -> dict:
-        """The reward function's result for B samples: `rewards` and `scores` of B numbers, `extra_logs` of such."""
-        if self.queued + len(query) > self.limits.queue:
-            raise Refused(503, f"{self.queued} queries are waiting: try again later")
-        job = _Job(query, prompts, labels, asyncio.get_running_loop().create_future())
-        self.waiting.append(job)
-        self.queued += len(query)
-        self.wake.set()
-        return await job.result
-
-    async def work(self) -> None:
-        """Grades what waits, for ever; the server runs one of these per worker."""
-        while True:
-            while not self.waiting:
-                self.wake.clear()
-                await self.wake.wait()
-            jobs = [self._next()]
-            while self.waiting and sum(len(j.query) for j in jobs) + len(self.waiting[0].query) <= _COALESCED:
-                jobs.append(self._next())
-            jobs = [job for job in jobs if not job.result.done()]  # their clients have gone
-            if len(jobs) > 1 and await self._grade_together(jobs):
-                continue
-            for job in jobs:
-                try:
-                    result = await self._call(job.query, job.prompts, job.labels)
-                except Exception as error:
-                    if not job.result.done():
-                        job.result.set_exception(_as_refusal(error))
-                else:
-                    if not job.result.done():
-                        job.result.set_result(result)
-
-    def _next(self) -> "_Job":
-        job = self.waiting.popleft()
-        self.queued -= len(job.query)
-        return job
-
-    async def _grade_together(self, jobs: "list[_Job]") -> bool:
-        """One call for several requests; where it fails, each is called on its own, so that one alone fails."""
-        columns = [[value for job in jobs for value in getattr(job, name)] for name in FIELDS]
-        try:
-            results = await self._call(*columns)
-        except Exception:
-            return False
-        start = 0
-        for job in jobs:
-            part = slice(start, start + len(job.query))
-            start = part.stop
-            if not job.result.done():
-                extra_logs = {name: values[part] for name, values in results["extra_logs"].items()}
-                job.result.set_result(
-                    {
-                        "rewards": results["rewards"][part],
-                        "scores": results["scores"][part],
-                        "extra_logs": extra_logs,
-                    }
-                )
-        return True
-
-    async def _call(self, query: list, prompts: list, labels: list) -> dict:
-        return _checked(await asyncio.wrap_future(self.submit(query, prompts, labels)), len(query))
-
-
-class _Job(NamedTuple):
-    query: list
-    prompts: list
-    labels: list
-    result: asyncio.Future
-
-
-def _checked(result: object, count: int) -> dict:
-    """A reward function's result as lists of `count` finite numbers; ValueError where it is anything else."""
-    if not isinstance(result, dict) or "rewards" not in result:
-        raise ValueError(f"reward_func returned no dict with `rewards`, but {str(result)[:200]}")
-
-    def numbers(name: str, values: object) -> list[float]:
-        values = values.tolist() if hasattr(values, "tolist") else values
-        values = values if isinstance(values, list | tuple) else [values]
-        if len(values) != count or not all(isinstance(v, int | float) for v in values):
-            raise ValueError(f"reward_func returned for {count} queries as {name}: {str(values)[:200]}")
-        if not all(math.isfinite(v) for v in values):
-            raise ValueError(f"reward_func returned a {name} that is not finite: {str(values)[:200]}")
-        return [float(v) for v in values]
-
-    rewards = numbers("rewards", result["rewards"])
-    scores = result.get("scores")
-    return {
-        "rewards": rewards,
-        "scores": rewards if scores is None else numbers("scores", scores),
-        "extra_logs": {name: numbers(name, v) for name, v in (result.get("extra_logs") or {}).items()},
-    }
-
-
-def _as_refusal(error: Exception) -> Refused:
-    """5xx where a second attempt may succeed; 422 where it would end the same way, and clients need not try."""
-    if isinstance(error, TimedOut):
-        return Refused(504, f"the reward function took too long: {error}")
-    if isinstance(error, Died):
-        return Refused(500, f"the reward function's process died: {error}")
-    if isinstance(error, Raised):
-        return Refused(422, f"the reward function raised: {str(error).strip().splitlines()[-1][:500]}")
-    return Refused(422 if isinstance(error, ValueError) else 500, str(error)[:500] or type(error).__name__)
-
-
 def read_request(body: bytes, limits: Limits) -> tuple[list, list, list]:
-    """The three lists of a request.
+    """Return the three lists of a request.
 
     Raises:
         Refused: with status 413 or 422 and the field's name.
@@ -222,7 +63,7 @@ def read_request(body: bytes, limits: Limits) -> tuple[list, list, list]:
 
 
 class _Metrics:
-    """What /metrics tells."""
+    """Counts what /metrics shows."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -250,13 +91,13 @@ class _Metrics:
 
 
 class RewardServer:
-    """The handlers, and what they share.
+    """Answers the requests.
 
     Args:
-        sources: name in the URL -> "kk", "math" or the path of a Python file; the first answers at /get_reward too.
+        sources: name in the URL -> "kk", "math" or the path of a Python file. The first answers at /get_reward too.
         workers: grader processes, per grader.
-        limits: see there.
-        token: if given, asked for in `Authorization: Bearer TOKEN` or as the first segment of the path.
+        limits: what the server takes on.
+        token: if given, clients must send it as `Authorization: Bearer TOKEN` or as the first segment of the path.
     """
 
     def __init__(
@@ -267,9 +108,9 @@ class RewardServer:
         self.metrics = _Metrics()
 
     def app(self) -> FastAPI:
-        """The application, with its routes."""
+        """Return the application, with its routes."""
         app = FastAPI(lifespan=self.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-        # Plain routes: FastAPI's own would take as long as the grading to work out arguments that there are none of.
+        # Plain routes take the request itself. FastAPI's own take as long as the grading, to work out arguments.
         for prefix in [""] if self.token is None else ["", "/{token}"]:
             app.add_route(f"{prefix}/get_reward", partial(self.get_reward, next(iter(self.sources))), methods=["POST"])
             for name in self.sources:
@@ -281,7 +122,7 @@ class RewardServer:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Starts the graders, which import their reward functions: a server that cannot grade does not start."""
+        """Start the graders, which import their reward functions. A server that cannot grade does not start."""
         graders = {name: Grader(name, source, self.workers, self.limits) for name, source in self.sources.items()}
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(None, grader.pool.start) for grader in graders.values()))
@@ -298,7 +139,7 @@ class RewardServer:
         log.info("stopped")
 
     async def get_reward(self, name: str, request: Request) -> Response:
-        """POST: grades with grader `name`, counts and logs."""
+        """Answer a POST with the rewards of grader `name`, and count and log it."""
         start, count, refused = time.perf_counter(), 0, None
         try:
             result, count = await asyncio.wait_for(self._grade(name, request), self.limits.seconds)
@@ -319,7 +160,7 @@ class RewardServer:
         return response
 
     async def _grade(self, name: str, request: Request) -> tuple[dict, int]:
-        """The answer, and how many queries it is for."""
+        """Return the answer, and how many queries it is for."""
         self._authorize(request)
         query, prompts, labels = read_request(await self._read_body(request), self.limits)
         result = await self.graders[name].grade(query, prompts, labels)
@@ -338,7 +179,7 @@ class RewardServer:
 
     async def _read_body(self, request: Request) -> bytes:
         parts, size = [], 0
-        # What is too much is read and dropped: a client that is cut off while it sends never sees the answer.
+        # Read what is too much, and drop it. A client that is cut off while it sends never sees the answer.
         async for part in request.stream():
             size += len(part)
             if size <= self.limits.body_bytes:
@@ -348,11 +189,11 @@ class RewardServer:
         return b"".join(parts)
 
     async def get_health(self, request: Request) -> Response:
-        """GET: the process runs."""
+        """Answer a GET: the process runs."""
         return JSONResponse({"status": "ok"})
 
     async def get_ready(self, request: Request) -> Response:
-        """GET: whether every grader can grade. One whose processes are gone starts again, without waiting for work."""
+        """Answer a GET: 200 if every grader can grade. One whose processes are gone starts again at once."""
         gone = [grader.pool for grader in self.graders.values() if not grader.pool.is_alive()]
         for pool in gone:
             asyncio.get_running_loop().run_in_executor(None, pool.start)
@@ -360,7 +201,7 @@ class RewardServer:
         return JSONResponse({"ready": ready, "graders": list(self.sources)}, 200 if ready else 503)
 
     async def get_metrics(self, request: Request) -> Response:
-        """GET: Prometheus' text."""
+        """Answer a GET with Prometheus' text."""
         try:
             self._authorize(request)
         except Refused as refused:
@@ -374,7 +215,7 @@ def _refusal(refused: Refused) -> Response:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, event, and the event's own fields."""
+    """Writes one JSON object per line: time (UTC), level, event, and the event's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -390,7 +231,7 @@ class JsonFormatter(logging.Formatter):
 def serve(
     sources: Sequence[tuple[str, str]], host: str, port: int, workers: int, limits: Limits, token: str | None
 ) -> None:
-    """Runs the server until SIGTERM or SIGINT; what was accepted by then is answered."""
+    """Run the server until SIGTERM or SIGINT, and then answer what it has accepted."""
     import uvicorn
 
     handler = logging.StreamHandler()
@@ -404,6 +245,6 @@ def serve(
         log_config=None,
         timeout_graceful_shutdown=math.ceil(limits.seconds) + 5,
         backlog=4096,
-        # Else an idle connection is dropped while OpenRLHF generates, and its next request on it fails.
+        # With less, uvicorn drops an idle connection while OpenRLHF generates, and the next request on it fails.
         timeout_keep_alive=600,
     )

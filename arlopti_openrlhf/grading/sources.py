@@ -1,4 +1,4 @@
-"""Which rule grades the responses to a data source: K&K's sources by Logic-RL's, others as math."""
+"""Chooses the rule that grades a data source: Logic-RL's for the K&K sources, math for all others."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ from arlopti_openrlhf.grading import kk_reward, math_reward
 
 
 class SourceGrade(NamedTuple):
-    """What one response earned.
+    """Holds what one response earned.
 
-    reward: what advantages come from: 3, -0.5, -1 or -3 for K&K; 1 or 0 for math.
+    reward: what the advantages come from, which is 3, -0.5, -1 or -3 for K&K and 1 or 0 for math.
     score: 1.0 where the answer is right, else 0.0.
-    well_formed: in the form that the prompt asks for: K&K's tags, a boxed answer.
+    well_formed: the response has the form that the prompt asks for, K&K's tags or a boxed answer.
     """
 
     reward: float
@@ -19,7 +19,7 @@ class SourceGrade(NamedTuple):
 
 
 def grade(source: str, response: str, label: str) -> SourceGrade:
-    """Grades one whole assistant turn. ValueError for a label that its grader cannot read."""
+    """Grade one whole assistant turn. ValueError for a label that its grader cannot read."""
     if source.startswith("kk_"):
         result = kk_reward.grade(response, label)
         return SourceGrade(result.reward, result.score, result.well_formed)

@@ -1,8 +1,8 @@
-"""Calls in processes that can be killed: what hostile input costs is bounded, in time and in memory.
+"""Calls a function in processes that can be killed, which bounds what hostile input costs in time and in memory.
 
-A template process imports the function once and forks workers from itself, each on a socket of its own. A worker whose
-time is up is ended by the kernel: the default action of its interval timer, which no code that it runs can delay. The
-template tells the caller, and forks the next worker in milliseconds. What crosses the sockets is JSON, never pickle.
+A template process imports the function once and forks workers from itself, each on a socket of its own. When a
+worker's time is up, the kernel ends it by the default action of its interval timer, which no code of the worker can
+delay. The template tells the caller, and forks the next worker in milliseconds. The sockets carry JSON, never pickle.
 """
 
 import atexit
@@ -25,32 +25,36 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+# The template finds modules where the caller does. With `python -m`, it would look into the working directory first.
+_TEMPLATE = (
+    f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); from {__name__} import main; main(sys.argv[1:])"
+)
 _START_SECONDS = 300  # to import the function; only the first call waits for it
-_DIGITS = 18  # of a request's number, before its arguments
-_GRACE_SECONDS = 10  # how long after its limit a call is given up whose worker the kernel did not end
+_DIGITS = 18  # of a request's number, which stands before its arguments
+_GRACE_SECONDS = 10  # after its limit, how long a call waits for a worker that the kernel did not end
 
 
 class TimedOut(Exception):
-    """The call took longer than the pool's limit; its process was killed."""
+    """Says that the call took longer than the pool's limit, and that its process was killed."""
 
 
 class Died(Exception):
-    """The process that ran the call ended, twice: killed from outside, out of memory or of stack."""
+    """Says that the process of the call ended twice, killed from outside or out of memory or of stack."""
 
 
 class Raised(Exception):
-    """The function raised; the message is its traceback."""
+    """Says that the function raised. The message is its traceback."""
 
 
 class WorkerPool:
-    """A function in worker processes. Any number of threads may call it at the same time.
+    """Calls a function in worker processes. Any number of threads may call it at the same time.
 
     Args:
-        function: "package.module:name" or "path/file.py:name"; takes and returns what JSON can hold, or tensors, which
-            become lists. Loaded by path as OpenRLHF loads reward files.
-        workers: how many calls run at a time; the others wait.
+        function: "package.module:name" or "path/file.py:name". A file is loaded as OpenRLHF loads reward files. The
+            function takes and returns what JSON can hold. Tensors in its result become lists.
+        workers: how many calls run at a time. The others wait.
         timeout: seconds of wall-clock time that a call may take.
-        memory_gib: what a worker may allocate, on top of what its imports took.
+        memory_gib: GiB that a worker may allocate on top of what its imports took.
 
     Raises:
         RuntimeError: at the first call, when the function cannot be loaded.
@@ -59,7 +63,7 @@ class WorkerPool:
     def __init__(self, function: str, workers: int, timeout: float, memory_gib: float = 2.0) -> None:
         self.function, self.workers, self.timeout, self.memory_gib = function, workers, timeout, memory_gib
         self.timed_out = self.died = 0
-        # A thread for each worker: calls are served in their order, however many wait.
+        # One thread per worker serves the calls in their order, however many wait.
         slots = iter(range(workers))
         self._thread = threading.local()
         self._threads = ThreadPoolExecutor(workers, "call", lambda: setattr(self._thread, "slot", next(slots)))
@@ -69,17 +73,18 @@ class WorkerPool:
         atexit.register(self.close)
 
     def call(self, *args: Any) -> Any:
-        """The function's result.
+        """Return the function's result.
+
+        A call whose process ended for another reason than its time limit is repeated once.
 
         Raises:
-            TimedOut, Died, Raised: see there. A call whose process ended for another reason than its time limit is
-                repeated once.
+            TimedOut, Died, Raised: see there.
             RuntimeError: the function could not be loaded, or the pool is closed.
         """
         return self.submit(*args).result()
 
     def submit(self, *args: Any) -> Future:
-        """`call` that does not wait."""
+        """Start a call, and do not wait for it."""
         if self._closed:
             raise RuntimeError("the pool is closed")
         return self._threads.submit(self._call, args)
@@ -89,7 +94,7 @@ class WorkerPool:
             template = self.start()
             try:
                 reply = template.ask(self._thread.slot, args, self.timeout + _GRACE_SECONDS)
-            except (OSError, ValueError) as error:  # a socket's time-out or end: the worker is stuck, or all are gone
+            except (OSError, ValueError) as error:  # the worker is stuck, or all are gone
                 reply = {"ended": "timed_out" if isinstance(error, TimeoutError) else "died"}
                 template.kill()
             if "raised" in reply:
@@ -103,7 +108,7 @@ class WorkerPool:
         raise Died("the process that ran the call ended, twice")
 
     def start(self) -> "_Template":
-        """Starts the processes, if none run; `call` does so by itself."""
+        """Start the processes if none run. `call` does so by itself."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
@@ -114,10 +119,11 @@ class WorkerPool:
             return self._template
 
     def is_alive(self) -> bool:
+        """Return whether the processes run."""
         return self._template is not None and self._template.is_alive()
 
     def close(self) -> None:
-        """Kills the processes; calls that run or wait fail."""
+        """Kill the processes. Calls that run or wait fail."""
         with self._lock:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -127,17 +133,18 @@ class WorkerPool:
 
 
 class _Template:
-    """The caller's side of a template process and its workers."""
+    """Talks to a template process and its workers, on the caller's side."""
 
     def __init__(self, pool: WorkerPool) -> None:
         pairs = [socket.socketpair() for _ in range(pool.workers)]
         theirs = [pair[1] for pair in pairs]
-        command = [sys.executable, "-m", __name__, pool.function, str(pool.timeout), str(pool.memory_gib)]
+        command = [sys.executable, "-c", _TEMPLATE, os.pathsep.join(sys.path)]
+        command += [pool.function, str(pool.timeout), str(pool.memory_gib)]
         self.process = subprocess.Popen(
             command + [str(s.fileno()) for s in theirs],
             stdin=subprocess.DEVNULL,
             pass_fds=[s.fileno() for s in theirs],
-            start_new_session=True,  # a Ctrl-C at the terminal is for the caller; and all can be killed as a group
+            start_new_session=True,  # a Ctrl-C at the terminal is for the caller, and `kill` ends the whole group
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         for s in theirs:
@@ -152,7 +159,7 @@ class _Template:
             raise RuntimeError(f"{pool.function} could not be loaded: see the traceback above")
 
     def ask(self, slot: int, args: tuple, seconds: float) -> dict:
-        """The reply of the slot's worker. Raises OSError or ValueError when there will be none."""
+        """Return the reply of the slot's worker. OSError or ValueError where there will be none."""
         request = next(self.requests)
         self.sockets[slot].settimeout(seconds)
         self.sockets[slot].sendall(b"%0*d%s\n" % (_DIGITS, request, json.dumps(args).encode()))
@@ -161,11 +168,12 @@ class _Template:
             if not line:
                 raise ConnectionResetError
             reply = json.loads(line)
-            if reply["request"] == request:  # others are about a worker that died when it had answered, or come twice
+            # Other replies come twice, or from a worker that died after its answer.
+            if reply["request"] == request:
                 return reply
 
     def is_alive(self) -> bool:
-        # `poll` says None of an ended process too, while another thread waits for its end.
+        # While another thread waits for the end of a process, `poll` returns None even if it has ended.
         return not self.killed and self.process.poll() is None
 
     def kill(self) -> None:
@@ -195,7 +203,7 @@ def _load(function: str) -> Callable:
 def _run_template(function: str, timeout: float, memory_gib: float, descriptors: list[int]) -> None:
     call = _load(function)
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    # Of each worker, the number of the request that it is at: shared, so that it outlives the worker.
+    # The number of the request that each worker is at. The memory is shared, so it outlives the worker.
     current = [mmap.mmap(-1, 8) for _ in sockets]
     gc.freeze()
 
@@ -232,7 +240,7 @@ def _run_template(function: str, timeout: float, memory_gib: float, descriptors:
 
 
 def _serve(call: Callable, connection: socket.socket, current: mmap.mmap, timeout: float, memory_gib: float) -> None:
-    """A worker: answers requests until the caller closes its end."""
+    """Answer requests in a worker, until the caller closes its end."""
     with open("/proc/self/status") as status:
         data = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
     limit = data + int(memory_gib * 2**30)
@@ -251,10 +259,13 @@ def _serve(call: Callable, connection: socket.socket, current: mmap.mmap, timeou
 
 
 def _requests(connection: socket.socket, current: mmap.mmap) -> Iterator[tuple[int, list]]:
-    """Requests, until the caller closes its end. Each is noted in `current` before any of it leaves the socket: one
-    whose worker is killed in between is there for the next worker, or known to the template."""
+    """Yield requests, until the caller closes its end.
+
+    Each is noted in `current` before any of it leaves the socket. If its worker is killed in between, the next worker
+    finds the request, or the template knows of it.
+    """
     while number := connection.recv(_DIGITS, socket.MSG_PEEK | socket.MSG_WAITALL):
-        if not number.isdigit():  # the rest of a request of which a killed worker had read the first part
+        if not number.isdigit():  # the rest of a request, whose first part a killed worker had read
             _read_line(connection)
             continue
         current[:] = struct.pack("q", int(number))
@@ -262,7 +273,7 @@ def _requests(connection: socket.socket, current: mmap.mmap) -> Iterator[tuple[i
 
 
 def _read_line(connection: socket.socket) -> bytearray:
-    """One line, and not a byte of the next, which may be another worker's."""
+    """Read one line, and not a byte of the next, which may be another worker's."""
     line = bytearray()
     while not line.endswith(b"\n") and (part := connection.recv(2**16, socket.MSG_PEEK)):
         line += connection.recv(part.find(b"\n") + 1 or len(part))
@@ -273,5 +284,7 @@ def _send(connection: socket.socket, message: dict) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-if __name__ == "__main__":
-    _run_template(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), [int(argument) for argument in sys.argv[4:]])
+def main(argv: list[str]) -> None:
+    """Run the template. `argv` is the function, its two limits, and a socket's descriptor for each worker."""
+    function, timeout, memory_gib, *descriptors = argv
+    _run_template(function, float(timeout), float(memory_gib), [int(descriptor) for descriptor in descriptors])

@@ -14,7 +14,7 @@ from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.grading.math_reward import grade, last_box, reward_func
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "math"
-REWARD_FILE = Path(math_reward.__file__)
+REWARD_FILES = [Path(math_reward.__file__), Path(__file__).parents[2] / "rewards" / "math_reward.py"]
 
 EQUAL = [
     ("204", "204"),
@@ -154,12 +154,17 @@ def test_the_next_answer_after_a_hostile_one():
     assert [g.score for g in grades] == [0.0, 1.0] * 16
 
 
-def test_openrlhfs_contract(tmp_path):
-    """Loaded by path and called in threads, as `SingleTurnAgentExecutor` does."""
+@pytest.mark.parametrize("path", REWARD_FILES, ids=["packaged", "rewards/"])
+def test_openrlhfs_contract(path, tmp_path):
+    """Loaded by path and called in threads, as `SingleTurnAgentExecutor` does, from a folder with names of ours."""
+    folder = tmp_path / "working directory"
+    for package in ("rewards", "math_verify", "arlopti_openrlhf"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text("raise ImportError('the user's own')")
     script = tmp_path / "script.py"
     script.write_text(f"""
 import asyncio, importlib.util
-spec = importlib.util.spec_from_file_location("reward_func", {str(REWARD_FILE)!r})
+spec = importlib.util.spec_from_file_location("reward_func", {str(path)!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 
@@ -170,7 +175,7 @@ async def main():
 
 print(asyncio.run(main()))
 """)
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == str([0.0] * 3 + [1.0] + [0.0] * 4), result.stderr
 
 

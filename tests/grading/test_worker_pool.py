@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +161,23 @@ def test_a_function_that_cannot_be_loaded(tmp_path, capfd):
     with pytest.raises(RuntimeError, match="broken.py:answer could not be loaded"):
         pool.call()
     assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_modules_are_found_where_the_caller_finds_them(tmp_path):
+    """On its own `sys.path`, and not in a working directory that is not on it."""
+    script, elsewhere = tmp_path / "script.py", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a_function.py").write_text("raise ImportError('from the working directory')")
+    (tmp_path / "added").mkdir()
+    (tmp_path / "added" / "a_function.py").write_text("def double(value): return 2 * value")
+    script.write_text(f"""
+import sys
+from arlopti_openrlhf.grading.worker_pool import WorkerPool
+sys.path.append({str(tmp_path / "added")!r})
+print(WorkerPool("a_function:double", 1, timeout=5).call(21))
+""")
+    done = subprocess.run([sys.executable, script], cwd=elsewhere, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "42\n", done.stderr
 
 
 def test_nothing_is_left_behind(pool):

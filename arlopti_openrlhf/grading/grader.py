@@ -1,0 +1,175 @@
+"""Puts a reward function behind a queue: it runs in worker processes, and requests that wait share a call."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+
+FIELDS = ("query", "prompts", "labels")
+_COALESCED = 64  # queries of several requests that one call grades
+
+
+class Limits(NamedTuple):
+    """Bounds what the server takes on."""
+
+    body_bytes: int = 64 * 2**20
+    batch: int = 4096  # queries in one request
+    queue: int = 16384  # queries that wait, per grader; above, 503
+    # For one request, waiting included. OpenRLHF's client gives up after 180.
+    seconds: float = 150.0
+    grading_seconds: float = 30.0  # for one call of a reward function
+
+
+class Refused(Exception):
+    """Carries the error that answers a request: the status, what is wrong, and the field."""
+
+    def __init__(self, status: int, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field = status, message, field
+
+
+class Grader:
+    """Grades requests with one reward function.
+
+    Args:
+        name: the name in the URL.
+        source: "kk", "math", or the path of a Python file with `reward_func(queries, prompts, labels)`.
+        workers: how many calls run at a time.
+        limits: the server's limits.
+    """
+
+    def __init__(self, name: str, source: str, workers: int, limits: Limits) -> None:
+        self.name, self.workers, self.limits = name, workers, limits
+        if source == "math":
+            # The math reward has worker processes of its own, with a limit for each answer.
+            from arlopti_openrlhf.grading import math_reward
+
+            self.pool = math_reward.worker_pool(workers)
+            threads = ThreadPoolExecutor(workers, "math")
+            self.submit: Callable[..., Future] = partial(threads.submit, math_reward.reward_func)
+        else:
+            path = Path(REWARD_FILES.get(source, source)).resolve()
+            self.pool = WorkerPool(f"{path}:reward_func", workers, limits.grading_seconds)
+            self.submit = self.pool.submit
+        self.waiting: deque[_Job] = deque()
+        self.queued = 0  # queries in `waiting`
+        self.wake = asyncio.Event()
+
+    async def grade(self, query: list, prompts: list, labels: list) -> dict:
+        """Return the reward function's result for B samples: `rewards` and `scores` (B,), `extra_logs` of (B,) each.
+
+        Raises:
+            Refused: the queue is full (503), or the call failed (see `_as_refusal`).
+        """
+        if self.queued + len(query) > self.limits.queue:
+            raise Refused(503, f"{self.queued} queries are waiting: try again later")
+        job = _Job(query, prompts, labels, asyncio.get_running_loop().create_future())
+        self.waiting.append(job)
+        self.queued += len(query)
+        self.wake.set()
+        return await job.result
+
+    async def work(self) -> None:
+        """Grade what waits, for ever. The server runs one such task per worker."""
+        while True:
+            while not self.waiting:
+                self.wake.clear()
+                await self.wake.wait()
+            # Small requests share a call.
+            jobs = [self._next()]
+            while self.waiting and sum(len(j.query) for j in jobs) + len(self.waiting[0].query) <= _COALESCED:
+                jobs.append(self._next())
+            # The clients of some may have gone.
+            jobs = [job for job in jobs if not job.result.done()]
+            if len(jobs) > 1 and await self._grade_together(jobs):
+                continue
+            for job in jobs:
+                await self._grade_alone(job)
+
+    def _next(self) -> "_Job":
+        job = self.waiting.popleft()
+        self.queued -= len(job.query)
+        return job
+
+    async def _grade_together(self, jobs: "list[_Job]") -> bool:
+        """Grade several requests in one call. Return False where it fails, so that only the culprit fails alone."""
+        columns = [[value for job in jobs for value in getattr(job, name)] for name in FIELDS]
+        try:
+            results = await self._call(*columns)
+        except Exception:
+            return False
+        start = 0
+        for job in jobs:
+            part = slice(start, start + len(job.query))
+            start = part.stop
+            if not job.result.done():
+                extra_logs = {name: values[part] for name, values in results["extra_logs"].items()}
+                job.result.set_result(
+                    {
+                        "rewards": results["rewards"][part],
+                        "scores": results["scores"][part],
+                        "extra_logs": extra_logs,
+                    }
+                )
+        return True
+
+    async def _grade_alone(self, job: "_Job") -> None:
+        try:
+            result = await self._call(job.query, job.prompts, job.labels)
+        except Exception as error:
+            if not job.result.done():
+                job.result.set_exception(_as_refusal(error))
+        else:
+            if not job.result.done():
+                job.result.set_result(result)
+
+    async def _call(self, query: list, prompts: list, labels: list) -> dict:
+        return _checked(await asyncio.wrap_future(self.submit(query, prompts, labels)), len(query))
+
+
+class _Job(NamedTuple):
+    query: list
+    prompts: list
+    labels: list
+    result: asyncio.Future
+
+
+def _checked(result: object, count: int) -> dict:
+    """Return a reward function's result as lists of `count` finite numbers. ValueError where it is anything else."""
+    if not isinstance(result, dict) or "rewards" not in result:
+        raise ValueError(f"reward_func returned no dict with `rewards`, but {str(result)[:200]}")
+
+    def numbers(name: str, values: object) -> list[float]:
+        values = values.tolist() if hasattr(values, "tolist") else values
+        values = values if isinstance(values, list | tuple) else [values]
+        if len(values) != count or not all(isinstance(v, int | float) for v in values):
+            raise ValueError(f"reward_func returned for {count} queries as {name}: {str(values)[:200]}")
+        if not all(math.isfinite(v) for v in values):
+            raise ValueError(f"reward_func returned a {name} that is not finite: {str(values)[:200]}")
+        return [float(v) for v in values]
+
+    rewards = numbers("rewards", result["rewards"])
+    scores = result.get("scores")
+    return {
+        "rewards": rewards,
+        "scores": rewards if scores is None else numbers("scores", scores),
+        "extra_logs": {name: numbers(name, v) for name, v in (result.get("extra_logs") or {}).items()},
+    }
+
+
+def _as_refusal(error: Exception) -> Refused:
+    """Return 5xx where a second attempt may succeed, and 422 where it would end the same way."""
+    if isinstance(error, TimedOut):
+        return Refused(504, f"the reward function took too long: {error}")
+    if isinstance(error, Died):
+        return Refused(500, f"the reward function's process died: {error}")
+    if isinstance(error, Raised):
+        return Refused(422, f"the reward function raised: {str(error).strip().splitlines()[-1][:500]}")
+    return Refused(422 if isinstance(error, ValueError) else 500, str(error)[:500] or type(error).__name__)
