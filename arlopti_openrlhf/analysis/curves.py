@@ -1,4 +1,4 @@
-"""Training curves of several runs from their TensorBoard logs, as in Fig. 6-8: mean and range over seeds."""
+"""Training curves of several runs from their TensorBoard logs, as in Fig. 6-8: means and ranges over seeds."""
 
 import math
 import re
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-Series = dict[int, float]  # step: value
+from arlopti_openrlhf.analysis.scalars import Series, read_scalars
 
-_BIN = "train/tokens/{}/{}"  # the statistics by probability that every training of ours logs
-# The panels of each figure: title, unit, pattern of the scalars' names.
+_BIN = "train/tokens/{}/{}"  # the statistics by probability that every training with this package logs
+# {figure: its panels}, each with a title, a unit and a pattern for the names of the scalars.
 FIGURES = {
     "fig6": (
         ("training reward", "mean reward of the rollouts", r"train/rollout/reward_mean"),
@@ -27,37 +27,27 @@ FIGURES = {
 }
 
 
-def find_log(folder: str) -> Path:
-    """The one folder at or below `folder` with TensorBoard events. ValueError where there is none, or several."""
-    logs = sorted({file.parent for file in Path(folder).rglob("events.out.tfevents.*")})
-    if not logs:
-        raise ValueError(f"{folder}: no TensorBoard log (events.out.tfevents.*) in it or below")
-    if len(logs) > 1:
-        raise ValueError(f"{folder}: several TensorBoard logs, name one: {', '.join(map(str, logs))}")
-    return logs[0]
+def read_run(folder: str | Path) -> dict[str, Series]:
+    """Return every finite scalar of the run logged in `folder`, and the policy's entropy as "train/entropy".
 
-
-def read_scalars(log: Path) -> dict[str, Series]:
-    """Every scalar of a run. Of a step that was logged twice, as after a resume, the later value counts.
-
-    What is not finite (DeepSpeed logs such a gradient norm as -1) is left out, and said.
+    A value that is not finite is left out, with a message. DeepSpeed logs such a gradient norm as -1.
     """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(log), size_guidance={"scalars": 0})
-    events.Reload()
-    scalars = {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
+    scalars = read_scalars(folder)
     for name, series in scalars.items():
         wrong = [s for s, v in series.items() if not math.isfinite(v) or (name.endswith("actor_grad_norm") and v < 0)]
         if wrong:
-            print(f"{log}: {name} is not finite at {len(wrong)} steps, first at step {wrong[0]}: left out", flush=True)
+            where = f"{name} is not finite at {len(wrong)} steps, first at step {wrong[0]}"
+            print(f"{folder}: {where}: left out", flush=True)
             scalars[name] = {step: value for step, value in series.items() if step not in wrong}
     return scalars | {"train/entropy": entropy(scalars)}
 
 
 def entropy(scalars: dict[str, Series]) -> Series:
-    """The policy's entropy: OpenRLHF's `entropy_loss`, which an entropy bonus logs, or Σ share · entropy over the bins
-    of probability. Empty where neither is logged."""
+    """Return the policy's entropy in nats per token; empty where nothing that tells it is logged.
+
+    OpenRLHF logs it as `entropy_loss` where the run has an entropy bonus. Otherwise it is Σ share · entropy over the
+    bins of probability.
+    """
     if "train/entropy_loss" in scalars:
         return scalars["train/entropy_loss"]
     bins = [match[1] for match in (re.fullmatch(_BIN.format("([^/]+)", "entropy"), name) for name in scalars) if match]
@@ -71,7 +61,10 @@ def entropy(scalars: dict[str, Series]) -> Series:
 
 
 def select(scalars: dict[str, Series], pattern: str) -> Series:
-    """The series whose name matches: of several the mean at the steps that all have, as for accuracy by source."""
+    """Return the series whose name matches, or the mean of several, such as accuracies by source.
+
+    The mean is taken at the steps that all of them have.
+    """
     return _mean([series for name, series in scalars.items() if series and re.fullmatch(pattern, name)])
 
 
@@ -81,11 +74,14 @@ def _mean(series: Sequence[Series]) -> Series:
 
 
 def curves(runs: dict[str, Sequence[dict[str, Series]]]) -> dict[str, list[dict]]:
-    """Fig. 6-8 from {label: the scalars of each of its seeds}.
+    """Make the data of Fig. 6-8.
+
+    Args:
+        runs: {label: the scalars of each of its seeds}.
 
     Returns:
-        For each figure its panels: `title`, `unit`, `lines`, one per label that has the curve, with `steps`, `mean`,
-        `low`, `high` (the range over its seeds) and `seeds`; and `missing`, the labels that lack it.
+        {figure: its panels}. A panel has `title`, `unit`, `lines` and `missing`, the labels without this curve. The
+        line of a label has `steps`, `mean`, `low` and `high` (the range over its seeds), and `seeds`, their number.
     """
     figures: dict[str, list[dict]] = {}
     for figure, panels in FIGURES.items():

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from arlopti_openrlhf.analysis.policy import Policy, Tokens, micro_batches
 from arlopti_openrlhf.analysis.rollouts import Batch
-from arlopti_openrlhf.analysis.updates import Policy, Tokens
+from arlopti_openrlhf.analysis.updates import log_probs_after_update
 from arlopti_openrlhf.scoring.measures import Z_95
 from arlopti_openrlhf.token_update import HIGH, LOW, group_mask, reweight_advantages, token_probabilities
 from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
@@ -70,7 +71,9 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float,
     rows, columns = chosen.unbind(dim=1)
     changes = {}
     for name, selected in (("all", mask), ("lowest", quarters[0]), ("highest", quarters[-1])):
-        after = policy.updated(batch, tokens.log_probs, batch.advantages, [selected], learning_rate, moments)
+        after = log_probs_after_update(
+            policy, batch, tokens.log_probs, batch.advantages, [selected], learning_rate, moments
+        )
         change = token_probabilities(after) - probabilities
         changes[name] = {
             "points": change[rows, columns].tolist(),
@@ -182,7 +185,7 @@ def _activation_gradient_norms(
     norms: dict[str, list[Tensor]] = {name: [] for name in (*modules, "logits")}
     stops = chosen[:, 1] + 1
     order = stops.argsort()
-    for piece in policy.micro_batches(order, stops, policy.micro_batch_tokens):
+    for piece in micro_batches(order, stops, policy.micro_batch_tokens):
         longest = int(stops[piece].max())
         sequences = torch.zeros(len(piece), longest, dtype=torch.long)
         attention_mask = torch.zeros_like(sequences)
@@ -236,8 +239,8 @@ def figure_3(
         variants.append((f"Lopti η={eta:g}", batch.advantages, [stage for stage in stages if stage.any()]))
     results = {}
     for name, advantages, stages in variants:
-        change = policy.updated(batch, tokens.log_probs, advantages, stages, learning_rate) - before
-        results[name] = [_share(change > 0, selected, batch.prompts) for selected in [*bins, positive]]
+        after = log_probs_after_update(policy, batch, tokens.log_probs, advantages, stages, learning_rate)
+        results[name] = [_share(after > before, selected, batch.prompts) for selected in [*bins, positive]]
     rounding = (before - tokens.log_probs)[batch.action_mask].abs().median().item()
     return {
         "edges": list(DIRECTION_EDGES),

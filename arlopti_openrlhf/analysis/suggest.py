@@ -6,8 +6,8 @@ What a token's gradient weighs is taken at the logits, by Eq. 15: no backward pa
 import torch
 from torch import Tensor
 
+from arlopti_openrlhf.analysis.policy import Tokens
 from arlopti_openrlhf.analysis.rollouts import Batch
-from arlopti_openrlhf.analysis.updates import Tokens
 from arlopti_openrlhf.token_update import token_probabilities
 from arlopti_openrlhf.update.token_statistics import logit_gradient_norm
 

@@ -1,0 +1,159 @@
+"""Analyse models one by one: sample and grade responses, then compute what Fig. 1-3 and 5 show of them."""
+
+import gc
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig
+
+from arlopti_openrlhf.analysis import figures, rollouts, suggest, updates, words
+from arlopti_openrlhf.analysis.policy import Policy
+from arlopti_openrlhf.scoring.names import model_name, natural_key
+
+STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
+LAYER_TOKENS = 300  # of Fig. 2
+_FEW = 30  # positive tokens in a bin of Fig. 3
+
+
+class Settings(NamedTuple):
+    """How every model is asked and updated."""
+
+    samples: int  # per prompt
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    alpha: Sequence[float]
+    eta: Sequence[float]
+    optimizer: str  # "adamw" or "sgd"
+    learning_rate: float | None  # None: the one at which GRPO's update changes log π by STEP
+    layers: Sequence[int] | None  # of Fig. 2, from 1; None: first, middle and last
+    micro_batch_tokens: int
+
+
+def expand_models(values: Sequence[str]) -> dict[str, str]:
+    """Return {name: model}. A directory without a model of its own stands for the checkpoints in it.
+
+    Raises:
+        ValueError: a directory holds no model, or two models have one name.
+    """
+    found: list[str] = []
+    for value in values:
+        path = Path(value)
+        if not path.is_dir() or (path / "config.json").exists():
+            found.append(value)
+            continue
+        inside = [folder.parent for folder in path.glob("*/config.json")]
+        if not inside:
+            raise ValueError(f"--model {value}: no config.json in the directory, nor in one below it")
+        found += map(str, sorted(inside, key=lambda folder: natural_key(folder.name)))
+    names = [model_name(model) for model in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"--model: two models have one name: {', '.join(twice)}")
+    return dict(zip(names, found, strict=True))
+
+
+def check_models(models: Iterable[str], layers: Sequence[int] | None) -> None:
+    """Check that every model's configuration can be read and that the model has all of the layers.
+
+    Raises:
+        OSError, ValueError: it does not.
+    """
+    for model in models:
+        number = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
+        wrong = [layer for layer in layers or () if not 1 <= layer <= number]
+        if wrong:
+            raise ValueError(f"--layers {wrong[0]}: {model} has the layers 1 to {number}")
+
+
+def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Settings) -> tuple[dict, dict, dict]:
+    """Analyse one model's responses to the rows.
+
+    Returns:
+        The model's summary, {figure: data} for Fig. 1-3, and the data of Fig. 5.
+    """
+    print(f"{name}: {len(rows)} prompts, {settings.samples} responses each", flush=True)
+    sampled = rollouts.sample(
+        model, rows, settings.samples, settings.temperature, settings.max_new_tokens, settings.seed
+    )
+    graded = rollouts.grade(rows, sampled)
+    batch = rollouts.make_batch(graded)
+    policy = Policy(model, settings.temperature, settings.micro_batch_tokens, settings.optimizer)
+    tokens = policy.tokens(batch)
+    summary: dict[str, Any] = {
+        "responses": len(graded),
+        "reward": sum(g.reward for g in graded) / len(graded),
+        "accuracy": sum(g.score for g in graded) / len(graded),
+        "length": sum(len(g.response_ids) for g in graded) / len(graded),
+        "entropy": tokens.entropy[batch.action_mask].mean().item(),
+        "low_tokens": None,
+        "low_gradient": None,
+        "learning_rate": settings.learning_rate,
+        "parameters": sum(p.numel() for p in policy.parameters),
+        "suggestion": None,
+        "notices": [],
+    }
+    data = {"fig2": figures.figure_2(policy, batch, tokens, LAYER_TOKENS, settings.layers)}
+    if batch.advantages.any():
+        summary["suggestion"] = suggest.suggest(batch, tokens)
+        summary |= {key: summary["suggestion"][key] for key in ("low_tokens", "low_gradient")}
+        summary["learning_rate"], updated = _analyze_update(policy, batch, tokens, settings)
+        data |= updated
+        summary["notices"] += empty_bins(data)
+    else:
+        summary["notices"].append(
+            f"All {settings.samples} responses to each prompt earned the same reward. No token has an advantage, so "
+            "there is no update to analyse (Fig. 1, Fig. 3). More prompts, or easier or harder ones, may help."
+        )
+    # vLLM, which samples the next model's responses, needs the GPU's memory.
+    del policy
+    gc.collect()
+    torch.cuda.empty_cache()
+    found = words.analyze([g.text for g in graded], [g.reward for g in graded], [g.prompt for g in graded])
+    if not any(result["per_1000_words"] for result in found.values()):
+        summary["notices"].append("None of the words of Fig. 5 occurs in the responses.")
+    return summary, dict(sorted(data.items())), found
+
+
+def _analyze_update(policy: Policy, batch: rollouts.Batch, tokens, settings: Settings) -> tuple[float, dict]:
+    """Return the learning rate and the data of Fig. 1 and Fig. 3."""
+    moments = policy.zeros()
+    gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask, moments)
+    rate = settings.learning_rate or updates.learning_rate_of(policy, batch, tokens.log_probs, gradient, moments, STEP)
+    del gradient  # as large as the model
+    figure_1 = figures.figure_1(policy, batch, tokens, rate, moments)
+    del moments  # as large, too
+    figure_3 = figures.figure_3(policy, batch, tokens, rate, settings.alpha, settings.eta)
+    return rate, {"fig1": figure_1, "fig3": figure_3}
+
+
+def empty_bins(data: dict) -> list[str]:
+    """Say in words what Fig. 1 and Fig. 3 cannot show for want of tokens."""
+    empty = [group["name"] for group in data["fig1"]["groups"] if not group["tokens"]]
+    notices = [f"No token has a probability in: {', '.join(empty)}."] if empty else []
+    pairs = zip(data["fig3"]["bins"], data["fig3"]["positive_tokens"], strict=True)
+    few = [f"{name} ({number})" for name, number in pairs if number < _FEW]
+    if few:
+        notices.append(f"Fig. 3 has few positive tokens in: {', '.join(few)}. More prompts or samples would help.")
+    return notices
+
+
+def describe(summary: dict) -> list[str]:
+    """Return a model's summary as lines for the terminal."""
+    lines = [
+        f"  mean reward {summary['reward']:.3f}, accuracy {summary['accuracy']:.3f}, "
+        f"{summary['length']:.0f} tokens per response, entropy {summary['entropy']:.3f} nats"
+    ]
+    found = summary["suggestion"]
+    if found:
+        lines.append(
+            f"  tokens with probability < 0.5: {found['low_tokens']:.1%}, {found['low_gradient']:.1%} of the gradient"
+        )
+        values = [(n, found[k]) for n, k in (("α", "alpha"), ("η", "eta")) if found[k]["value"] is not None]
+        lines.append(
+            "  to start from: "
+            + ", ".join(f"{n} ≈ {v['value']:.2f} ({v['low']:.2f}-{v['high']:.2f})" for n, v in values)
+        )
+    return lines + [f"  {notice}" for notice in summary["notices"]]

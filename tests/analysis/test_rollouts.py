@@ -1,0 +1,55 @@
+"""Sampled responses as a batch: each behind its prompt, with OpenRLHF's advantages."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from analysis_fakes import RIGHT, WRONG, fake_sample
+from transformers import AutoTokenizer
+
+from arlopti_openrlhf.analysis import rollouts
+
+
+def test_batch_holds_each_response_behind_its_prompt(tiny_model, tiny_data, batch):
+    rows = rollouts.read_rows([tiny_data], 8, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    responses = [tokenizer.decode(batch.sequences[i, 1:][batch.action_mask[i]]) for i in range(3)]
+    assert responses == [RIGHT, WRONG, "no"]
+    # Rewards 3, -0.5, -3: mean -1/6, standard deviation (n - 1) 3.0139; the advantages are 1.0507, -0.1106, -0.9401.
+    assert [batch.advantages[i].unique().tolist()[-1 if i == 0 else 0] for i in range(3)] == pytest.approx(
+        [1.0507, -0.1106, -0.9401], abs=1e-4
+    )
+    assert rows == rollouts.read_rows([tiny_data], 8, seed=0) != rollouts.read_rows([tiny_data], 8, seed=1)
+
+
+def test_advantages_are_openrlhfs_group_norm():
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as Maker
+
+    rewards = torch.tensor([3.0, -0.5, -1.0, -3.0, -1.0, -1.0, -1.0, -1.0])
+    experiences = [
+        Experience(index=[i], rewards=reward[None], action_mask=torch.ones(1, 2), kl=torch.zeros(1, 2), info={})
+        for i, reward in enumerate(rewards)
+    ]
+    flags = SimpleNamespace(
+        reward=SimpleNamespace(clip_range=None),
+        rollout=SimpleNamespace(n_samples_per_prompt=4),
+        algo=SimpleNamespace(advantage=SimpleNamespace(estimator="group_norm", gamma=1.0)),
+    )
+    maker = SimpleNamespace(
+        strategy=SimpleNamespace(args=flags),
+        kl_ctl=SimpleNamespace(value=0.0),
+        advantage_estimator="group_norm",
+        get_cumulative_returns=lambda *args: Maker.get_cumulative_returns(None, *args),
+    )
+    upstream = [e.advantages[0, 0] for e in Maker.compute_advantages_and_returns(maker, experiences)]
+    assert torch.equal(rollouts.group_normalized(rewards, torch.arange(8) // 4), torch.stack(upstream))
+
+
+def test_vllm_samples_the_prompts_own_tokens(tiny_model, tiny_data):
+    rows = rollouts.read_rows([tiny_data], 2, seed=0)
+    sampled = rollouts.sample(tiny_model, rows, 3, 1.0, 5, 0)
+    expected = fake_sample([])(tiny_model, rows, 3, 1.0, 5, 0)
+    assert [s.prompt_ids for s in sampled] == [s.prompt_ids for s in expected]
+    assert [len(s.responses) for s in sampled] == [3, 3]
+    assert all(0 < len(ids) <= 5 for s in sampled for _, ids in s.responses)
