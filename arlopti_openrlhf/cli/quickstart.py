@@ -21,9 +21,10 @@ import psutil
 from tqdm import tqdm
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.cli import evaluate, prepare_data
+from arlopti_openrlhf.cli import prepare_data
 from arlopti_openrlhf.data import tiny_policy
 from arlopti_openrlhf.scoring.measures import Z_95, estimate_source
+from arlopti_openrlhf.scoring.offline import responses_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 32, 8, 112, 8
@@ -122,7 +123,7 @@ def evaluate_model(model: Path, data: Path, folder: Path, log: "Log", title: str
     for line in open(folder / f"{model.name}.responses.jsonl", encoding="utf-8"):
         record = json.loads(line)
         for source in (record["datasource"], "all"):
-            groups[source, record["temperature"] > 0].append(evaluate.responses_of(record))
+            groups[source, record["temperature"] > 0].append(responses_of(record))
     results = {}
     for source in sorted({source for source, _ in groups}):
         sampled, greedy = (estimate_source(groups[source, is_sampled]) for is_sampled in (True, False))
