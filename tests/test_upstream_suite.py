@@ -14,8 +14,8 @@ UPSTREAM_TESTS = 221
 PLUGIN = """
 from arlopti_openrlhf import cpu
 cpu.enable()
-from arlopti_openrlhf.update import trainer
-trainer.install()
+from arlopti_openrlhf.update import policy_actor
+policy_actor.install()
 """
 
 

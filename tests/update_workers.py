@@ -97,13 +97,15 @@ def probe_class(selective):
     """Upstream's policy actor, plus a look at what its trainer does; sent out with the actor class of its kind."""
     from openrlhf.models import Actor
     from openrlhf.trainer.ray import ppo_actor
-    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
 
     from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+    from arlopti_openrlhf.update.policy_actor import PolicyActor
+    from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
+    ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
     ppo_actor.Actor = SelectiveActor if selective else Actor
 
-    class Probe(PolicyModelActor.__ray_metadata__.modified_class.__ray_actor_class__):
+    class Probe(PolicyActor.__ray_metadata__.modified_class.__ray_actor_class__):
         def init_model_from_pretrained(self, strategy, pretrain, max_steps, float32):
             from openrlhf.utils import utils
 
@@ -190,8 +192,8 @@ def move_to_policy(probe, sample):
 
 @contextmanager
 def watched(probe):
-    """Of each micro-batch (stage, uids, tokens before and after narrowing); of each optimizer step the gradients; of
-    each forward pass (whether with gradient, tokens that went through the model)."""
+    """Yield lists of (group, uids, response tokens, updated tokens) for each micro-batch, of the gradients of each
+    optimizer step, and of (whether with gradient, tokens that went through the model) for each forward pass."""
     from deepspeed.utils import safe_get_full_grad
 
     seen, gradients, forwards = [], [], []
@@ -209,12 +211,11 @@ def watched(probe):
             gradients.append([safe_get_full_grad(p).clone() for p in model.model.module.parameters()])
         optimizer_step(optimizer, model, scheduler, **kwargs)
 
-    def watched_training_step(experience, kl_ctl, step, info=None):
+    def watched_training_step(experience, kl_ctl, step, info=None, *this_pass):
         uids = [int(uid) for uid in experience.info["uid"]]
-        tokens = experience.action_mask.sum().item()
-        status = training_step(experience, kl_ctl, step, info)
-        stage = getattr(trainer, "stage", None)
-        seen.append((stage.group if stage else None, uids, tokens, experience.action_mask.sum().item()))
+        status = training_step(experience, kl_ctl, step, info, *this_pass)
+        group = this_pass[0].stage.group if this_pass else None
+        seen.append((group, uids, experience.action_mask.sum().item(), status["num_action_tokens"]))
         return status
 
     strategy.optimizer_step, trainer.training_step = watched_optimizer_step, watched_training_step

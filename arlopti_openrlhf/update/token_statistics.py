@@ -72,6 +72,55 @@ class TokenUpdates(NamedTuple):
     squared_rest: Tensor  # Σ_{j≠o} P_j²
 
 
+def token_updates(
+    loss: Tensor,
+    log_probs: Tensor,
+    policy_log_probs: Tensor,
+    *,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    ar_weights: Tensor,
+    group: Tensor,
+    selected: Tensor,
+    distributions: tuple[Tensor, Tensor],
+    num_tokens: Tensor | float,
+) -> TokenUpdates:
+    """Take the derivatives of a micro-batch's loss by the log-probs of its tokens, through the loss function alone.
+
+    The graph of the model stays as it is, so that the gradients of the backward pass that follows are the same bit for
+    bit.
+
+    Args:
+        loss: scalar, a mean over `num_tokens`.
+        log_probs: (B, A) log π_θ, with graph.
+        policy_log_probs: (B, A) a view of `log_probs` that only the policy loss reads.
+        old_log_probs: (B, A) log π_old.
+        advantages: (B, A), before AR.
+        ar_weights: (B, A) Eq. 4's factors, or ones.
+        group: (B, A), nonzero on the tokens that the pass updates: those described here.
+        selected: (B, A), nonzero on the tokens that the forward pass computed.
+        distributions: (B, A) entropies and (B, A) Σ_{j≠o} P_j².
+        num_tokens: what the loss has been divided by, for weights in units of a token's own loss.
+    """
+    whole, policy = torch.autograd.grad(loss, [log_probs, policy_log_probs], retain_graph=True)
+    is_computed = selected.bool()
+    entropies, squared_rest = distributions
+    tokens = TokenUpdates(
+        old_log_probs=old_log_probs,
+        log_probs=log_probs.detach(),
+        advantages=advantages,
+        weights=whole * num_tokens,
+        weights_before_ar=(whole - policy + policy / ar_weights.clamp(min=torch.finfo(torch.float32).tiny))
+        * num_tokens,
+        is_clipped=is_computed & (advantages != 0) & (policy == 0),
+        is_computed=is_computed,
+        entropies=entropies,
+        squared_rest=squared_rest,
+    )
+    described = group.flatten().nonzero()[:, 0]
+    return TokenUpdates(*(values.flatten()[described] for values in tokens))
+
+
 class UpdateStatistics:
     """Sums over a rollout batch's token updates, by probability π_old; each rank has its own, to be added up.
 
@@ -81,6 +130,7 @@ class UpdateStatistics:
             else in those of `EDGES`.
 
     Attributes:
+        is_moved: whether θ has changed since the tokens were sampled; to be set after the first optimizer step.
         sums: (bins, sums) and `histograms`: (2, 50) counts and gradient norms, float64, to be added up over the ranks.
     """
 
@@ -88,6 +138,7 @@ class UpdateStatistics:
 
     def __init__(self, device: torch.device | str = "cpu", by_quartile: bool = False) -> None:
         self.by_quartile = by_quartile
+        self.is_moved = False
         self.edges = torch.tensor(EDGES, device=device)
         self.histogram_edges = torch.arange(self.HISTOGRAM_BINS + 1, device=device) / self.HISTOGRAM_BINS
         # Rows are bins, columns are sums. In float64: in float32 a million tokens' sum would lose the small ones.
@@ -96,12 +147,12 @@ class UpdateStatistics:
         self._kept: list[tuple[Tensor, Tensor]] = []  # (N,) log π_old and (N, sums) values, until there are quartiles
 
     @torch.no_grad()
-    def add(self, tokens: TokenUpdates, is_moved: bool) -> None:
-        """Adds a micro-batch's tokens; `is_moved` says whether θ has changed since they were sampled."""
+    def add(self, tokens: TokenUpdates) -> None:
+        """Adds a micro-batch's tokens."""
         probabilities = token_probabilities(tokens.old_log_probs)
         norms = logit_gradient_norm(tokens.weights, tokens.log_probs, tokens.squared_rest)
         norms_before = logit_gradient_norm(tokens.weights_before_ar, tokens.log_probs, tokens.squared_rest)
-        is_compared = tokens.is_computed & is_moved
+        is_compared = tokens.is_computed & self.is_moved
         is_positive = is_compared & (tokens.advantages > 0)
         change = token_probabilities(tokens.log_probs) - probabilities
         columns = {

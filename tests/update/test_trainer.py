@@ -84,32 +84,6 @@ def test_the_stages_gradients_sum_to_the_whole_dynamically_batched(tiny_model, z
     assert relative_distance([a + b for a, b in zip(low, high, strict=True)], whole.gradients[0]) < 1e-5
 
 
-@pytest.mark.parametrize("token_mean", [True, False])
-def test_group_loss_by_hand(token_mean):
-    """Two responses of 3 and 2 tokens, ratios 1, 2, 1/2 | 1, 2: value, clip ratio and ppo_kl of the group alone."""
-    from openrlhf.models import PolicyLoss
-
-    from arlopti_openrlhf.update.trainer import GroupPolicyLoss
-
-    response = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    group = torch.tensor([[1, 1, 0], [0, 1, 0]])
-    log_ratio = torch.tensor([[1.0, 2.0, 0.5], [1.0, 2.0, 1.0]]).log()
-    old = torch.full((2, 3), -1.0)
-    advantages = torch.tensor([[1.0, 3.0, 1.0], [1.0, -1.0, 5.0]])
-    loss_fn = GroupPolicyLoss(PolicyLoss(0.2, 0.24, token_level_loss=token_mean))
-    loss_fn.response_mask, loss_fn.num_tokens = response, group.sum()
-    # The actor gives 0 outside the group.
-    loss, clip_ratio, ppo_kl, *_ = loss_fn(
-        (old + log_ratio) * group, old, advantages, action_mask=group, batch_num_tokens=5.0, global_batch_size=2.0
-    )
-    # Of the group: -1·1, clipped -1.24·3, and -(2·-1) = 2, over all 5 tokens or over each response's 3 and 2.
-    expected = (-1 - 3.72 + 2) / 5 if token_mean else ((-1 - 3.72) / 3 + 2 / 2) / 2
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
-    assert clip_ratio.item() == pytest.approx(1 / 3)
-    log2 = log_ratio[0, 1].item()
-    assert ppo_kl.item() == pytest.approx(-2 * log2 / 3, rel=1e-6)
-
-
 def test_one_group_alone_is_that_groups_stage(group):
     batch = experiences(seed=3)
     both = group.run(batch, OFF | {"algo.lopti.eta": 0.5})

@@ -1,0 +1,150 @@
+"""What an update logs: the metrics of a micro-batch, of a pass and of the rollout batch."""
+
+from collections import defaultdict
+from dataclasses import fields
+from types import SimpleNamespace
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from torch import Tensor
+
+from arlopti_openrlhf.token_update import token_probabilities
+from arlopti_openrlhf.update.passes import Pass, response_log_probs
+from arlopti_openrlhf.update.ranks import Ranks
+
+# Sums over a group's tokens, divided by the whole mini-batch's count: the stages' values add up to the update's.
+ADDITIVE = ("policy_loss", "kl", "entropy_loss")
+
+
+def micro_batch_status(
+    experience: Experience, means: dict[str, Tensor | None], last: dict[str, float], num_tokens: float
+) -> dict:
+    """Return what upstream's `ActorPPOTrainer.training_step` does: metrics, and what each is a mean over.
+
+    Args:
+        experience: the micro-batch, whose own figures are logged too.
+        means: scalars that are means over tokens; None is left out.
+        last: figures of which the last counts.
+        num_tokens: the tokens that `means` are over.
+    """
+    metrics: dict = {name: value.detach() for name, value in means.items() if value is not None}
+    weights: dict = dict.fromkeys(metrics, "token")
+    for name, value in experience.info.items():
+        if isinstance(value, list):
+            value = torch.tensor(value, dtype=torch.float)
+        if isinstance(value, Tensor):
+            metrics[name], weights[name] = value, "token" if value.dim() == 0 else "sample"
+    for field in fields(Experience):
+        value = getattr(experience, field.name)
+        is_logged = Experience.is_episode_tensor_field(field.name) and field.name not in (
+            "rewards",
+            "scores",
+            *metrics,
+        )
+        if is_logged and isinstance(value, Tensor):
+            metrics[field.name], weights[field.name] = value, "sample"
+    return {
+        "metrics": metrics | last,
+        "weights": weights | dict.fromkeys(last),
+        "num_samples": float(len(experience.action_mask)),
+        # Upstream divides by the ranks' total, which a micro-batch without tokens would leave at 0.
+        "num_action_tokens": max(num_tokens, 1e-9),
+    }
+
+
+class PassMetrics:
+    """Sums the statuses of a pass's micro-batches, to be reduced over the ranks in one call.
+
+    Args:
+        in_stage: whether the pass updates one group only. What is divided by the whole mini-batch's tokens already
+            (`ADDITIVE`) counts once for each sample then, not for each token.
+    """
+
+    def __init__(self, in_stage: bool) -> None:
+        self.in_stage = in_stage
+        self.weights: dict[str, str] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.totals = {"token": 0.0, "sample": 0.0}
+        self.last: dict[str, float] = {}
+
+    def add(self, status: dict) -> None:
+        """Add what `training_step` returned."""
+        counts = {"token": status["num_action_tokens"], "sample": status["num_samples"]}
+        for name, value in status["metrics"].items():
+            weight = status["weights"][name]
+            if weight is None:
+                self.last[name] = value
+                continue
+            self.weights[name] = "sample" if self.in_stage and name in ADDITIVE else weight
+            value = torch.as_tensor(value).double().mean() * counts[self.weights[name]]
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for weight, count in counts.items():
+            self.totals[weight] += count
+
+    def reduce(self, ranks: Ranks) -> dict[str, float]:
+        """Return the means over the micro-batches of all ranks, and the last values."""
+        names = sorted(self.sums)
+        totals = torch.tensor(list(self.totals.values()), dtype=torch.float64)
+        sums = [self.sums[name].to(totals.device) for name in names]
+        *values, tokens, samples = ranks.sum_tensor(torch.stack([*sums, *totals])).tolist()
+        total = {"token": tokens, "sample": samples}
+        return self.last | {n: v / total[self.weights[n]] for n, v in zip(names, values, strict=True)}
+
+
+class UpdateMetrics:
+    """Gathers the passes of a rollout batch into one status."""
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        self.passes: dict[str | None, list[tuple[float, dict[str, float]]]] = defaultdict(list)
+        # The metrics of a pass; the others are of its samples, and the same in both stages.
+        self.of_pass = {"policy_loss", "entropy_loss", "ppo_clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio"}
+        self.of_pass |= {"kl", "logprobs_diff"} if args.algo.kl.use_loss else set()
+        # GSPO's loss is the sequences', in both stages: it has no sum.
+        self.summed = ADDITIVE[1:] if args.actor.policy_loss_type == "gspo" else ADDITIVE
+
+    def add(self, this_pass: Pass, num_tokens: float, status: dict[str, float]) -> None:
+        """Add a pass: the tokens of its group over all ranks, and what `PassMetrics.reduce` returned."""
+        self.passes[this_pass.stage.group].append((num_tokens, status))
+
+    def summary(self) -> dict[str, float]:
+        """Return the rollout batch's metrics.
+
+        With stages the metrics of a pass appear as `lopti/<group>/<name>`, and the additive ones also as the sum over
+        both. Means of a pass are weighted by tokens. The learning rate is the last pass's; so is, in each stage, the
+        norm of the gradient.
+        """
+        summary: dict[str, float] = {}
+        for group, passes in self.passes.items():
+            total = sum(num_tokens for num_tokens, _ in passes)
+            if group is not None:
+                summary[f"lopti/{group}/num_tokens"] = total
+            for name in sorted(set().union(*(status for _, status in passes))):
+                values = [(num_tokens, status.get(name, 0.0)) for num_tokens, status in passes]
+                mean = sum(value for _, value in values) / len(values)
+                mean_by_tokens = sum(n * value for n, value in values) / total
+                of_stage = name if group is None else f"lopti/{group}/{name}"
+                if name == "actor_lr":
+                    summary[name] = values[-1][1]
+                elif name == "actor_grad_norm":
+                    summary[of_stage] = [status[name] for _, status in passes if name in status][-1]
+                elif name not in self.of_pass:
+                    summary[name] = mean
+                elif group is None:
+                    summary[name] = mean_by_tokens
+                else:
+                    if name in self.summed:
+                        summary[name] = summary.get(name, 0.0) + mean
+                    summary[of_stage] = mean if name in ADDITIVE else mean_by_tokens
+        return summary
+
+
+def method_metrics(items: list[Experience], alpha: float, eta: float | None, ranks: Ranks) -> dict[str, float]:
+    """Return `ar/mean_weight`, and `lopti/low_share` with `lopti/eta`, over the response tokens of all ranks."""
+    if not alpha and eta is None:
+        return {}
+    probabilities = token_probabilities(response_log_probs(items))
+    low = (probabilities < eta).sum().item() if eta is not None else 0
+    tokens, low, mass = ranks.sum(probabilities.numel(), low, probabilities.double().sum().item())
+    tokens = max(tokens, 1)
+    metrics = {"ar/mean_weight": alpha * mass / tokens + 1 - alpha} if alpha else {}
+    return metrics | ({"lopti/low_share": low / tokens, "lopti/eta": eta} if eta is not None else {})

@@ -1,0 +1,223 @@
+"""The life of a micro-batch, from its tokens to its part of an optimizer step (docs/architecture.md)."""
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray import ppo_actor
+from openrlhf.utils.loss_utils import get_loss_batch_info
+from openrlhf.utils.vlm_utils import merge_mm_train_inputs
+from torch import Tensor
+
+from arlopti_openrlhf.forward.lm_head import statistics_of_logits
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.token_update import advantage_weights, reweight_advantages
+from arlopti_openrlhf.update import old_log_probs, optimizer_steps
+from arlopti_openrlhf.update.group_loss import group_policy_loss
+from arlopti_openrlhf.update.metrics import micro_batch_status
+from arlopti_openrlhf.update.passes import Pass, stages
+from arlopti_openrlhf.update.penalties import add_penalties
+from arlopti_openrlhf.update.ranks import Ranks
+from arlopti_openrlhf.update.token_statistics import UpdateStatistics, token_updates
+
+
+class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
+    """`ActorPPOTrainer` whose `training_step` updates one group of tokens, with reweighted advantages.
+
+    With both methods, the selective actor and the statistics off, upstream's code runs unchanged.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.alpha, self.lopti = self.args.algo.ar.alpha, self.args.algo.lopti
+        self.uses_lopti = self.lopti.eta is not None or self.lopti.quantile is not None
+        self.is_selective = isinstance(self.actor, SelectiveActor)
+        self.observes = self.args.logger.probability_stats != "off"
+        self.is_off = not (self.alpha or self.uses_lopti or self.is_selective or self.observes)
+        has_other_gradients = self.args.algo.kl.use_loss or self.args.actor.entropy_coef is not None
+        self.skips_idle = self.is_selective and not has_other_gradients
+        self.ranks = Ranks(self.strategy)
+        self.statistics: UpdateStatistics | None = None  # of the rollout batch that is being trained
+        # What counts optimizer steps is shared out between the stages. At equal data the learning rate, the average of
+        # the weights and the balancing loss are those without Lopti.
+        num_stages = len(stages(self.lopti, eta=1.0 if self.uses_lopti else None))
+        optimizer_steps.stretch(self.actor_scheduler, num_stages)
+        self.ema_beta **= 1 / num_stages
+        self.aux_loss_coef = self.args.actor.aux_loss_coef / num_stages
+
+    def training_step(
+        self,
+        experience: Experience,
+        kl_ctl: float,
+        step: int,
+        loss_batch_info: dict | None = None,
+        this_pass: Pass | None = None,
+    ) -> dict:
+        """Take one micro-batch through the update (Algorithm 1, lines 11-19).
+
+        It restates upstream's `training_step`, and equals it bit for bit on upstream's actor without methods.
+
+        Args:
+            experience: the micro-batch, on the device. An on-policy pass fills in its `action_log_probs`.
+            kl_ctl: coefficient of the KL loss.
+            step: index of the micro-batch in its epoch.
+            loss_batch_info: the denominators of the optimizer step; None takes them from the replay buffer.
+            this_pass: the pass; None, from upstream's loop, is a pass over the whole response.
+
+        Returns:
+            The micro-batch's metrics, in upstream's form (`micro_batch_status`).
+        """
+        if self.is_off:
+            return super().training_step(experience, kl_ctl, step, loss_batch_info)
+        self.actor.train()
+        this_pass = this_pass or Pass()
+        stage, response, old = this_pass.stage, experience.action_mask, experience.action_log_probs  # (B, A)
+
+        # The denominators are those of the whole response, whichever tokens the pass updates.
+        if loss_batch_info is None:
+            loss_batch_info = get_loss_batch_info(
+                self.strategy,
+                response,
+                replay_buffer=self.replay_buffer,
+                step=step,
+                dynamic_batch=self.args.train.dynamic_batch_enable,
+            )
+
+        # Which tokens are computed: the stage's group, or all where π_old, and so the group, is not known yet. GSPO's
+        # ratio is the sequence's and takes the whole response. Idle responses have no gradient.
+        group = response if this_pass.is_on_policy else stage.tokens(old, response)
+        wanted = response if self.args.actor.policy_loss_type == "gspo" else group
+        selected = (wanted * ~self.is_idle(experience.advantages)[:, None]).to(response.dtype)
+
+        # Forward: log π_θ of the selected tokens, 0 elsewhere.
+        log_probs, output = self._forward(experience, selected)
+
+        # π_old: known, or this forward's, which has not moved θ yet.
+        if this_pass.is_on_policy:
+            old = experience.action_log_probs = old_log_probs.taken_from(log_probs, selected, old, response)
+            group = stage.tokens(old, response)
+        num_tokens = float(group.sum())
+        this_pass.num_tokens += num_tokens
+
+        # The weights of the tokens, Eq. 4, and the loss. The policy loss reads a view of its own of the log-probs: the
+        # derivative by that view is the policy gradient's alone.
+        advantages = reweight_advantages(experience.advantages, old, self.alpha)
+        policy_log_probs = log_probs.view_as(log_probs)
+        policy = group_policy_loss(
+            self.actor_loss_fn,
+            policy_log_probs,
+            old,
+            advantages,
+            group=group,
+            selected=selected,
+            response=response,
+            rollout_log_probs=experience.rollout_log_probs,
+            loss_batch_info=loss_batch_info,
+        )
+        loss, penalties = add_penalties(
+            policy.loss,
+            log_probs,
+            old,
+            experience.base_action_log_probs,
+            group=group,
+            output=output,
+            args=self.args,
+            kl_ctl=kl_ctl,
+            balancing=self._balancing(step),
+            loss_batch_info=loss_batch_info,
+        )
+
+        # Statistics of the tokens by probability, from derivatives through the loss alone.
+        if self.statistics is not None:
+            self._observe(loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info)
+
+        # Backward. The optimizer steps after the last micro-batch of the mini-batch.
+        self.strategy.backward(loss, self.actor, self.actor_optim)
+        last = self._step(this_pass, step)
+
+        means = {
+            "policy_loss": policy.loss,
+            "ppo_clip_ratio": policy.clip_ratio,
+            "ppo_kl": policy.ppo_kl,
+            "vllm_kl": policy.vllm_kl,
+            "is_filter_ratio": policy.is_filter_ratio,
+        }
+        return micro_batch_status(experience, means | penalties, last, num_tokens)
+
+    def is_idle(self, advantages: Tensor) -> Tensor:
+        """Return (...,) whether nothing in a response with these advantages (..., A) has a gradient."""
+        return (advantages == 0).all(dim=-1) if self.skips_idle else torch.zeros_like(advantages[..., 0]).bool()
+
+    def _forward(self, experience: Experience, selected: Tensor) -> tuple[Tensor, dict]:
+        """Return (B, A) log π_θ of the selected tokens with their graph, and the model's output.
+
+        Where statistics are taken, `output.statistics` holds the entropies and Σ_{j≠o} P_j² of the distributions.
+        """
+        options = {"return_entropy": self.args.actor.entropy_coef is not None}
+        if self.is_selective:
+            options["return_statistics"] = self.statistics is not None
+        if experience.mm_train_inputs and self.actor.is_vlm:
+            options |= merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
+        log_probs, output = self.actor(
+            experience.sequences,
+            selected,
+            attention_mask=experience.attention_mask,
+            return_output=True,
+            ring_attn_group=self.strategy.ring_attn_group,
+            packed_seq_lens=None,
+            **options,
+        )
+        if self.statistics is not None and not self.is_selective:
+            output.statistics = statistics_of_logits(
+                output["logits"],
+                experience.sequences,
+                selected,
+                experience.attention_mask,
+                packed=self.actor.packing_samples,
+            )
+        return log_probs, output
+
+    def _balancing(self, step: int) -> tuple[float, float] | None:
+        """Return the balancing loss's coefficient and the micro-batch's share of it; None without such a loss."""
+        if not self.aux_loss:
+            return None
+        is_dynamic = self.args.train.dynamic_batch_enable
+        return self.aux_loss_coef, self.replay_buffer.dynamic_sample_loss_scale[step] if is_dynamic else 1.0
+
+    def _observe(
+        self, loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info
+    ) -> None:
+        """Add what the loss does to the tokens of the group to the statistics of the rollout batch."""
+        self.statistics.add(
+            token_updates(
+                loss,
+                log_probs,
+                policy_log_probs,
+                old_log_probs=old,
+                advantages=experience.advantages,
+                ar_weights=advantage_weights(old, self.alpha),
+                group=group,
+                selected=selected,
+                distributions=output.statistics,
+                # The loss is a mean over the optimizer step's tokens, times the ranks.
+                num_tokens=loss_batch_info["batch_num_tokens"] / loss_batch_info["dp_size"],
+            )
+        )
+
+    def _step(self, this_pass: Pass, step: int) -> dict[str, float]:
+        """Take the optimizer step that the mini-batch ends with, and average the weights; return what is logged.
+
+        An on-policy pass learns only here that its group is empty on every rank, and takes no step then.
+        """
+        engine, strategy = self.actor.model, self.strategy
+        ends_mini_batch = optimizer_steps.ends_mini_batch(engine, self.replay_buffer, step)
+        if ends_mini_batch and this_pass.is_on_policy and not self.ranks.sum(this_pass.num_tokens)[0]:
+            optimizer_steps.skip(engine, self.actor_scheduler)
+        elif ends_mini_batch or not self.args.train.dynamic_batch_enable:
+            strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
+            if ends_mini_batch and self.statistics is not None:
+                self.statistics.is_moved = True
+        if self.ema_model and (ends_mini_batch or not self.args.train.dynamic_batch_enable):
+            strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
+        last = {"actor_lr": self.actor_scheduler.get_last_lr()[0]}
+        if ends_mini_batch or not self.args.train.dynamic_batch_enable:
+            last["actor_grad_norm"] = strategy.get_grad_norm(self.actor)
+        return last

@@ -1,0 +1,96 @@
+"""log π_old of a rollout batch without a forward pass of its own where the update's first pass gives it.
+
+OpenRLHF computes `experience.action_log_probs` while it makes the experiences. The first pass of an update runs with
+the same weights, so its forward gives them too. Until then they are NaN, which shows where they are read too early.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from openrlhf.models import Actor
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from torch import Tensor, nn
+
+from arlopti_openrlhf.update.passes import by_prompt
+from arlopti_openrlhf.update.ranks import Ranks
+
+
+def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_stages: bool) -> bool:
+    """Return whether nothing needs π_old before the update, and the first pass's forward gives it exactly.
+
+    Args:
+        args: upstream's nested arguments with our flags.
+        actor: the policy.
+        balances_experts_in_stages: whether there is a balancing loss with Lopti. A group that proves empty would have
+            a gradient then.
+    """
+    in_the_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
+    in_the_threshold = args.algo.lopti.quantile is not None
+    return not (in_the_reward or in_the_threshold or balances_experts_in_stages or _is_random(actor))
+
+
+def _is_random(actor: Actor) -> bool:
+    """Return whether the model drops or jitters anything while it trains, so that two forwards differ."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in actor.modules()) or any(
+        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+        for name, value in actor.hf_config.to_dict().items()
+    )
+
+
+def unknown(action_mask: Tensor) -> Tensor:
+    """Return the (B, A) log-probs that stand for those nobody knows yet: NaN."""
+    return torch.full(action_mask.shape, torch.nan)
+
+
+def taken_from(log_probs: Tensor, selected: Tensor, old_log_probs: Tensor, response: Tensor) -> Tensor:
+    """Return log π_old (B, A) of a micro-batch whose forward pass was the first one.
+
+    Args:
+        log_probs: (B, A) of that forward.
+        selected: (B, A), nonzero on the tokens that it computed.
+        old_log_probs: (B, A) what was known before, for the others.
+        response: (B, A), nonzero on response tokens; elsewhere the result is 0.
+    """
+    return torch.where(selected.bool(), log_probs.detach(), old_log_probs).masked_fill(~response.bool(), 0.0)
+
+
+def store(samples: list[Experience], old_log_probs: Tensor) -> None:
+    """Give single samples their rows of a micro-batch's log π_old (B, A)."""
+    for sample, row in zip(samples, old_log_probs.cpu(), strict=True):
+        sample.action_log_probs = row[: len(sample.action_mask)]
+
+
+@torch.no_grad()
+def compute(actor: Actor, items: list[Experience], args: SimpleNamespace, ranks: Ranks) -> None:
+    """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
+
+    A collective call: under ZeRO-3 the ranks compute together, and one that has nothing left computes a stand-in.
+    """
+    batches = _batches([item for prompt in by_prompt(items) for item in prompt], args)
+    actor.eval()
+    for i in range(ranks.max(len(batches))):
+        samples = batches[i] if i < len(batches) else [_stand_in()]
+        batch = make_experience_batch(samples).to_device(torch.cuda.current_device())
+        store(samples, actor(batch.sequences, batch.action_mask, batch.attention_mask))
+    actor.train()
+
+
+def _stand_in() -> Experience:
+    """Return a sample of two tokens, of which none is asked for."""
+    ones = torch.ones(2, dtype=torch.long)
+    return Experience(sequences=ones, attention_mask=ones, action_mask=torch.zeros(1, dtype=torch.long))
+
+
+def _batches(items: list[Experience], args: SimpleNamespace) -> list[list[Experience]]:
+    """Divide samples as the user allows for the rollout's log-probs: by count, or with dynamic batches by tokens."""
+    if not args.train.dynamic_batch_enable:
+        size = args.rollout.micro_batch_size
+        return [items[i : i + size] for i in range(0, len(items), size)]
+    batches, room = [], 0
+    for item in items:
+        if len(item.sequences) > room:
+            batches.append([])
+            room = args.rollout.max_tokens_per_gpu
+        batches[-1].append(item)
+        room -= len(item.sequences)
+    return batches

@@ -1,0 +1,146 @@
+"""The passes of an update: which mini-batch is trained on which group of tokens, and in which order."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+from openrlhf.utils.logging_utils import init_logger
+from torch import Tensor
+
+from arlopti_openrlhf.token_update import HIGH, LOW, group_mask
+from arlopti_openrlhf.update.ranks import Ranks
+
+logger = init_logger(__name__)
+
+
+class Stage(NamedTuple):
+    """A stage of Lopti updates one group of tokens; the stage without a group updates the whole response."""
+
+    group: str | None = None  # LOW, HIGH, or None for all tokens
+    eta: float = 1.0  # the threshold on π_old that divides the groups
+
+    def tokens(self, old_log_probs: Tensor, response: Tensor) -> Tensor:
+        """Return the mask (B, A) of the response tokens that this stage updates, in the dtype of `response`."""
+        if self.group is None:
+            return response
+        return group_mask(self.group, old_log_probs, response, self.eta).to(response.dtype)
+
+
+class MiniBatch(NamedTuple):
+    """This rank's samples of one optimizer step."""
+
+    micro_batches: list[list[Experience]]  # single samples, unpadded
+    first_step: int  # the index of the first micro-batch in its epoch
+
+    @property
+    def samples(self) -> list[Experience]:
+        return [sample for micro_batch in self.micro_batches for sample in micro_batch]
+
+
+@dataclass
+class Pass:
+    """A pass takes one mini-batch through one stage, which is one optimizer step."""
+
+    stage: Stage = Stage()
+    is_on_policy: bool = False  # its own forward gives π_old, which nobody knows before
+    num_tokens: float = 0.0  # tokens of the stage's group, on this rank, in the micro-batches so far
+
+
+def stages(lopti: SimpleNamespace, eta: float | None) -> list[Stage]:
+    """Return Algorithm 1's stages in their order.
+
+    Args:
+        lopti: the flags `--algo.lopti.*`.
+        eta: the threshold η, or None without Lopti.
+    """
+    if eta is None:
+        return [Stage()]
+    groups = (LOW, HIGH) if lopti.order == "low_first" else (HIGH, LOW)
+    return [Stage(group, eta) for group in groups if lopti.groups in ("both", group)]
+
+
+def in_order(mini_batches: Sequence[MiniBatch], stages: Sequence[Stage], scope: str) -> list[tuple[MiniBatch, Stage]]:
+    """Return the passes of one epoch.
+
+    With scope `batch`, the published order, all mini-batches go through the first stage, then all through the second.
+    With `minibatch` each one goes through both before the next.
+    """
+    if scope == "batch":
+        return [(mini_batch, stage) for stage in stages for mini_batch in mini_batches]
+    return [(mini_batch, stage) for mini_batch in mini_batches for stage in stages]
+
+
+def mini_batches(
+    items: list[Experience], micro_batch_size: int, mini_batch_size: int, shuffle: bool, ranks: Ranks
+) -> list[MiniBatch]:
+    """Divide this rank's samples into mini-batches for one epoch.
+
+    Only whole mini-batches are made, as many on every rank. Upstream would carry the gradients of a short last one
+    over into the next update, which here would be another group's. The log says how many samples are left out.
+
+    Args:
+        items: single samples, unpadded.
+        micro_batch_size: samples of one forward pass.
+        mini_batch_size: samples of one optimizer step on this rank.
+        shuffle: whether to shuffle, as upstream does. Samples of one prompt stay together, so that they can share its
+            computation.
+        ranks: the data-parallel ranks.
+    """
+    if shuffle:
+        prompts = by_prompt(items)
+        items = [item for i in torch.randperm(len(prompts)).tolist() for item in prompts[i]]
+    count = ranks.min(len(items) // mini_batch_size)
+    _say_what_is_left_out(len(items) - count * mini_batch_size, mini_batch_size)
+    per_mini_batch = -(-mini_batch_size // micro_batch_size)
+    return [
+        MiniBatch(list(_split(items[i * mini_batch_size : (i + 1) * mini_batch_size], micro_batch_size)), first_step)
+        for i, first_step in zip(range(count), range(0, count * per_mini_batch, per_mini_batch), strict=True)
+    ]
+
+
+def dynamic_mini_batches(buffer: NaiveReplayBuffer, mini_batch_size: int) -> list[MiniBatch]:
+    """Return upstream's mini-batches of micro-batches by token count, after `setup_dynamic_batch`."""
+    batches, start = [], 0
+    for step, ends_mini_batch in enumerate(buffer.dynamic_optimizer_step):
+        if ends_mini_batch:
+            indices = buffer.dynamic_indices[start : step + 1]
+            batches.append(MiniBatch([[buffer.items[i] for i in micro_batch] for micro_batch in indices], start))
+            start = step + 1
+    _say_what_is_left_out(len(buffer.items) - sum(len(batch.samples) for batch in batches), mini_batch_size)
+    return batches
+
+
+def by_prompt(items: list[Experience]) -> list[list[Experience]]:
+    """Group single, unpadded samples by their prompts."""
+    prompts = defaultdict(list)
+    for item in items:
+        first_action = len(item.sequences) - len(item.action_mask) + int(item.action_mask.long().argmax())
+        prompts[tuple(item.sequences[:first_action].tolist())].append(item)
+    return list(prompts.values())
+
+
+def response_log_probs(items: Sequence[Experience]) -> Tensor:
+    """Return log π_old of the response tokens of single samples as one row (1, tokens)."""
+    log_probs = [item.action_log_probs[item.action_mask.bool()] for item in items]
+    return torch.cat(log_probs)[None] if log_probs else torch.empty(1, 0)
+
+
+def count_tokens(items: Sequence[Experience], stage: Stage) -> float:
+    """Return how many tokens of the samples the stage updates. Their π_old must be known."""
+    log_probs = response_log_probs(items)
+    return float(stage.tokens(log_probs, torch.ones_like(log_probs)).sum())
+
+
+def _split(items: list[Experience], size: int) -> Iterator[list[Experience]]:
+    for i in range(0, len(items), size):
+        yield items[i : i + size]
+
+
+def _say_what_is_left_out(samples: int, mini_batch_size: int) -> None:
+    if samples:
+        logger.info(f"{samples} samples do not fill a mini-batch of {mini_batch_size}: left out")

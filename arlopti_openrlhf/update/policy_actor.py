@@ -1,0 +1,34 @@
+"""OpenRLHF's Ray actor of the policy, which here does not compute log π_old where the update gives it."""
+
+import ray
+import torch
+from openrlhf.trainer.ray import launcher, ppo_actor
+
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.update import old_log_probs
+from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
+
+
+@ray.remote(num_gpus=1)
+class PolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.__ray_actor_class__):
+    """`PolicyModelActor`. The only change: log π_old is NaN where the trainer learns it in its first pass."""
+
+    def forward(self, sequences, action_mask=None, *args, **kwargs) -> torch.Tensor:
+        if self.trainer.defers_old_log_probs:
+            return old_log_probs.unknown(action_mask)
+        return super().forward(sequences, action_mask, *args, **kwargs)
+
+
+def install(selective: bool = True) -> None:
+    """Make OpenRLHF's policy actors train with `TokenUpdateTrainer`. Called on the driver, before Ray starts.
+
+    Ray pickles actor classes by value, with the globals of their modules as they are on the driver. So names that are
+    rebound there reach every worker.
+
+    Args:
+        selective: whether policy and reference are `SelectiveActor`s; else they are upstream's.
+    """
+    ppo_actor.PolicyModelActor = PolicyActor
+    ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
+    if selective:
+        ppo_actor.Actor = launcher.Actor = SelectiveActor

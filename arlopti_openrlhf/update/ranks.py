@@ -1,0 +1,52 @@
+"""Figures over the data-parallel ranks."""
+
+from collections.abc import Sequence
+
+import torch
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+from torch import Tensor
+from torch import distributed as dist
+
+from arlopti_openrlhf.token_update import probability_quantile
+
+
+class Ranks:
+    """Reduces figures over the data-parallel ranks. Each method is a collective call, which every rank has to make."""
+
+    def __init__(self, strategy: DeepspeedStrategy) -> None:
+        self.dp_group = strategy.ds_device_mesh["dp"].get_group()
+        self.count = dist.get_world_size(self.dp_group)
+
+    def sum(self, *values: float) -> list[float]:
+        """Return each value's sum over the ranks."""
+        return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks of a tensor of any shape, on this rank's device."""
+        total = tensor.to(torch.cuda.current_device(), copy=True)
+        dist.all_reduce(total, group=self.dp_group)
+        return total
+
+    def min(self, value: int) -> int:
+        """Return the smallest of the ranks' values."""
+        smallest = torch.tensor(value, device=torch.cuda.current_device())
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.dp_group)
+        return int(smallest)
+
+    def max(self, value: int) -> int:
+        """Return the largest of the ranks' values."""
+        return -self.min(-value)
+
+    def quantiles(self, log_probs: Tensor, shares: Sequence[float]) -> list[float]:
+        """Return the probabilities below which the given shares of all ranks' tokens lie.
+
+        Args:
+            log_probs: (1, N) log π_old of this rank's tokens.
+            shares: each in (0, 1).
+        """
+        gathered: list = [None] * self.count
+        dist.all_gather_object(gathered, log_probs.cpu(), group=self.dp_group)
+        log_probs = torch.cat(gathered, dim=1)
+        if not log_probs.numel():  # without a token there are no groups to divide, and any threshold will do
+            return [1.0] * len(shares)
+        return [probability_quantile(log_probs, torch.ones_like(log_probs), share) for share in shares]

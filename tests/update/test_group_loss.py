@@ -1,0 +1,108 @@
+"""The loss of a group of tokens by hand."""
+
+import pytest
+import torch
+
+from arlopti_openrlhf.update.group_loss import group_policy_loss
+
+RESPONSE = torch.tensor([[1, 1, 1], [1, 1, 0]])
+OLD = torch.full((2, 3), -1.0)
+
+
+@pytest.mark.parametrize("token_mean", [True, False])
+def test_by_hand(token_mean):
+    """Two responses of 3 and 2 tokens, ratios 1, 2, 1/2 | 1, 2: value, clip ratio and ppo_kl of the group alone."""
+    from openrlhf.models import PolicyLoss
+
+    group = torch.tensor([[1, 1, 0], [0, 1, 0]])
+    log_ratio = torch.tensor([[1.0, 2.0, 0.5], [1.0, 2.0, 1.0]]).log()
+    advantages = torch.tensor([[1.0, 3.0, 1.0], [1.0, -1.0, 5.0]])
+    # The actor gives 0 outside the group.
+    loss, clip_ratio, ppo_kl, *_ = group_policy_loss(
+        PolicyLoss(0.2, 0.24, token_level_loss=token_mean),
+        (OLD + log_ratio) * group,
+        OLD,
+        advantages,
+        group=group,
+        selected=group,
+        response=RESPONSE,
+        rollout_log_probs=None,
+        loss_batch_info={"batch_num_tokens": 5.0, "global_batch_size": 2.0},
+    )
+    # Of the group: -1·1, clipped -1.24·3, and -(2·-1) = 2, over all 5 tokens or over each response's 3 and 2.
+    expected = (-1 - 3.72 + 2) / 5 if token_mean else ((-1 - 3.72) / 3 + 2 / 2) / 2
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert clip_ratio.item() == pytest.approx(1 / 3)
+    log2 = log_ratio[0, 1].item()
+    assert ppo_kl.item() == pytest.approx(-2 * log2 / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["ppo", "gspo"])
+def test_an_idle_response_counts_as_unmoved(loss_type):
+    """The second response is not computed: it has no gradient, and the means are over both."""
+    from openrlhf.models import PolicyLoss
+
+    log_probs = torch.tensor([[-1.0, -0.5, -1.5], [0.0, 0.0, 0.0]], requires_grad=True)
+    loss, _, ppo_kl, *_ = group_policy_loss(
+        PolicyLoss(0.2, 0.24, policy_loss_type=loss_type),
+        log_probs,
+        OLD,
+        torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]),
+        group=RESPONSE,
+        selected=torch.tensor([[1, 1, 1], [0, 0, 0]]),
+        response=RESPONSE,
+        rollout_log_probs=None,
+        loss_batch_info={"batch_num_tokens": 5.0, "global_batch_size": 2.0},
+    )
+    loss.backward()
+    assert log_probs.grad[1].tolist() == [0, 0, 0] and log_probs.grad[0].abs().sum() > 0
+    # -(0 + 0.5 - 0.5) over 5 tokens.
+    assert ppo_kl.item() == pytest.approx(0.0, abs=1e-7)
+
+
+def test_gspo_holds_the_rest_of_the_sequence_constant():
+    """Both groups have the loss of the sequence, and a part of its gradient each."""
+    from openrlhf.models import PolicyLoss
+
+    torch.manual_seed(0)
+    new = (OLD + 0.1 * torch.randn(2, 3)).requires_grad_()
+    advantages = torch.tensor([[1.0, 1.0, 1.0], [-2.0, -2.0, -2.0]])
+
+    def gradient(group):
+        loss = group_policy_loss(
+            PolicyLoss(0.2, 0.24, policy_loss_type="gspo"),
+            new,
+            OLD,
+            advantages,
+            group=group,
+            selected=RESPONSE,
+            response=RESPONSE,
+            rollout_log_probs=None,
+            loss_batch_info={"batch_num_tokens": 5.0, "global_batch_size": 2.0},
+        ).loss
+        return loss.item(), torch.autograd.grad(loss, new)[0]
+
+    low = torch.tensor([[1, 0, 0], [0, 1, 0]])
+    values, gradients = zip(*map(gradient, (low, RESPONSE - low, RESPONSE)), strict=True)
+    assert values == pytest.approx([values[2]] * 3)
+    assert torch.equal(gradients[0] + gradients[1], gradients[2])
+    assert gradients[0][low == 0].abs().sum() == 0 < gradients[0].abs().sum()
+
+
+def test_means_over_no_tokens_are_zero():
+    from openrlhf.models import PolicyLoss
+
+    nothing = torch.zeros(2, 3, dtype=torch.long)
+    terms = group_policy_loss(
+        PolicyLoss(0.2, 0.24, is_correction_level="seq"),
+        torch.zeros(2, 3),
+        OLD,
+        torch.ones(2, 3),
+        group=nothing,
+        selected=nothing,
+        response=nothing,
+        rollout_log_probs=OLD,
+        loss_batch_info={"batch_num_tokens": 5.0, "global_batch_size": 2.0},
+    )
+    assert [float(term) for term in terms] == [0, 0, 0, 0, pytest.approx(terms.is_filter_ratio.item())]
+    assert all(torch.isfinite(term) for term in terms)
