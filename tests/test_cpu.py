@@ -180,10 +180,10 @@ def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, tied, more):
     from openrlhf.utils.config import hierarchize
 
     from arlopti_openrlhf.cli.train_ppo_ray import parse
-    from arlopti_openrlhf.update import trainer
+    from arlopti_openrlhf.update import policy_actor
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    trainer.install()
+    policy_actor.install()
     model = make_model(tied)
     common = f"--actor.model_name_or_path {model} --actor.num_gpus_per_node 2 --vllm.num_engines 1"
     common += " --vllm.sync_backend gloo --ds.attn_implementation sdpa --train.batch_size 4 --train.micro_batch_size 1"

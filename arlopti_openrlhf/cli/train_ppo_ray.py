@@ -22,10 +22,10 @@ def main() -> None:
     cpu.enable()
     # Behind enable(): both import openrlhf, which cannot be imported without CUDA and flash-attn before it.
     from arlopti_openrlhf.run import controller, evaluation, reward_client
-    from arlopti_openrlhf.update import trainer
+    from arlopti_openrlhf.update import policy_actor
 
     def install(args: argparse.Namespace) -> None:
-        trainer.install(selective=_is_selective(args))
+        policy_actor.install(selective=_is_selective(args))
         reward_client.install(vars(args)["reward.retry_minutes"])
         evaluation.install(vars(args)["eval.sampling"])
         controller.install()

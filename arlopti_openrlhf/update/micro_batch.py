@@ -6,6 +6,7 @@ from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.loss_utils import get_loss_batch_info
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from arlopti_openrlhf.forward.lm_head import statistics_of_logits
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
@@ -146,7 +147,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         """Return (...,) whether nothing in a response with these advantages (..., A) has a gradient."""
         return (advantages == 0).all(dim=-1) if self.skips_idle else torch.zeros_like(advantages[..., 0]).bool()
 
-    def _forward(self, experience: Experience, selected: Tensor) -> tuple[Tensor, dict]:
+    def _forward(self, experience: Experience, selected: Tensor) -> tuple[Tensor, ModelOutput]:
         """Return (B, A) log π_θ of the selected tokens with their graph, and the model's output.
 
         Where statistics are taken, `output.statistics` holds the entropies and Σ_{j≠o} P_j² of the distributions.

@@ -6,6 +6,7 @@ import torch
 from openrlhf.models import aggregate_loss
 from openrlhf.models.utils import compute_approx_kl
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 
 def add_penalties(
@@ -15,7 +16,7 @@ def add_penalties(
     base_log_probs: Tensor | None,
     *,
     group: Tensor,
-    output: dict,
+    output: ModelOutput,
     args: SimpleNamespace,
     kl_ctl: float,
     balancing: tuple[float, float] | None,
@@ -55,9 +56,9 @@ def add_penalties(
         loss = loss + logged["kl"] * kl_ctl
     if balancing is not None:
         coefficient, share = balancing
-        loss = loss + output["aux_loss"] * coefficient * share
+        loss = loss + output.aux_loss * coefficient * share
     if args.actor.entropy_coef is not None:
-        entropies = output["entropy"][:, -group.shape[1] :]
+        entropies = output.entropy[:, -group.shape[1] :]
         logged["entropy_loss"] = aggregate_loss(entropies, group, **loss_batch_info)
         if args.actor.entropy_coef != 0:
             loss = loss - logged["entropy_loss"] * args.actor.entropy_coef
