@@ -21,7 +21,7 @@ SUPPORTED = "0.11.2"
 
 def main() -> None:
     _check_version()
-    cpu.enable()
+    cpu.enable(driver=True)
     # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
     from arlopti_openrlhf.run import controller, evaluation, reward_client
     from arlopti_openrlhf.update import policy_actor
@@ -42,7 +42,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         SystemExit: with status 2, after one line on standard error, for a flag or a value that is refused.
     """
-    cpu.enable()
+    cpu.enable(driver=True)
 
     class Parsed(Exception):  # noqa: N818 (carries the result out of upstream's __main__)
         pass
