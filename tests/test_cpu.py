@@ -1,214 +1,257 @@
-"""OpenRLHF on the CPU: what is redirected, and that vLLM holds the actor's weights after a sync."""
+"""Where OpenRLHF runs: how each process decides, what the driver tells Ray, and that nobody initialises CUDA early."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
-import types
 
 import pytest
-import ray
+
+# A machine with two GPUs as NVML shows it, and a record of everything that would initialise CUDA.
+TWO_GPUS = """
 import torch
-
-from arlopti_openrlhf import cpu
-
-
-def test_device_redirections():
-    assert torch.zeros(2).to(torch.cuda.current_device()).device.type == "cpu"
-    assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
-    torch.cuda.synchronize(), torch.cuda.empty_cache(), torch.cuda.set_device(0)
-    from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
-
-    assert NaiveReplayBuffer(2).target_device == torch.device("cpu")
-
-
-def test_enable_says_one_line_and_only_once():
-    code = "from arlopti_openrlhf import cpu; cpu.enable(); cpu.enable(); print('end')"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ARLOPTI")}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert output.stdout == "arlopti_openrlhf: no CUDA device: OpenRLHF runs on the CPU.\nend\n"
-
-
-def test_on_a_gpu_without_flash_attn_only_the_import_fallback_is_used(monkeypatch):
-    """With a CUDA device (pretended: nothing is run on it) torch.cuda and OpenRLHF's CUDA code stay as they are."""
-    code = """
-import torch
-torch.cuda.is_available = lambda: True
-current_device = torch.cuda.current_device
-from arlopti_openrlhf import cpu
-cpu.enable()
-assert torch.cuda.current_device is current_device and torch.cuda.is_available()
-torch.cuda.is_available = lambda: False
-from openrlhf.models import Actor
-from openrlhf.utils.distributed_util import stateless_init_process_group
-assert stateless_init_process_group.__module__ == "openrlhf.utils.distributed_util"
-assert stateless_init_process_group.__name__ != "<lambda>"
-import sys
-assert not any(name.startswith("flash_attn") for name in sys.modules)
-seen = {}
-import openrlhf.models.actor as module
-def stop(*args, **kwargs):
-    seen.update(kwargs)
-    raise KeyboardInterrupt
-module.AutoModelForCausalLM.from_pretrained = stop
-from openrlhf.utils import utils
-utils.is_vlm_model = lambda path: False
-try:
-    Actor("model", attn_implementation="flash_attention_2")
-except KeyboardInterrupt:
-    pass
-assert seen["attn_implementation"] == "sdpa", seen
-print("fallback alone")
+torch.initialised = []
+torch._C._cuda_getDeviceCount = lambda: torch.initialised.append("_cuda_getDeviceCount") or 2
+torch._C._cuda_getCurrentRawStream = None  # what a build with CUDA has
+torch._C._cuda_init = lambda: torch.initialised.append("_cuda_init")
+torch.cuda._lazy_init = lambda: torch.initialised.append("_lazy_init")
+torch.cuda._raw_device_count_nvml = lambda: 2
 """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ARLOPTI", "DS_ACC"))}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert output.stdout.splitlines()[-1:] == ["fallback alone"], output.stderr[-2000:]
-    assert "flash-attn is not installed" in output.stdout
 
 
-def test_patching_after_the_import_is_refused():
-    import openrlhf.utils.distributed_util  # noqa: F401
-
-    with pytest.raises(RuntimeError, match="must be called before openrlhf.utils.distributed_util is imported"):
-        cpu._PatchOnImport({"openrlhf.utils.distributed_util": cpu._patch_distributed_util})
-
-
-def test_an_all_gather_is_complete_when_it_returns():
-    """DeepSpeed starts several and waits for the last one only; gloo may finish that one first."""
-    events = []
-
-    class TorchBackend:
-        def all_gather(self, *args, async_op=False):
-            events.append("started")
-            return types.SimpleNamespace(wait=lambda: events.append("complete")) if async_op else None
-
-        all_gather_into_tensor = all_gather
-
-    cpu._patch_deepspeed_comm(lambda module: None, types.SimpleNamespace(TorchBackend=TorchBackend))
-    TorchBackend().all_gather_into_tensor(async_op=True)
-    TorchBackend().all_gather(async_op=True)
-    assert events == ["started", "complete"] * 2
-    TorchBackend().all_gather()
-    assert events == ["started", "complete"] * 2 + ["started"]
-
-    from deepspeed.comm.torch import TorchBackend
-
-    assert all(hasattr(f, "__wrapped__") for f in (TorchBackend.all_gather, TorchBackend.all_gather_into_tensor))
+def environment(**more: str) -> dict[str, str]:
+    """The tests' environment without what `enable()` has put there, or a user might have."""
+    ours = ("ARLOPTI", "DS_ACC", "VLLM_CPU", "CUDA_VIS", "PYTORCH_NVML", "RAY_", "OMP_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | more
 
 
-def test_unpadding_helpers_undo_each_other():
-    from openrlhf.models.ring_attn_utils import gather_and_pad_tensor, unpad_and_slice_tensor
-
-    sequences = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0], [1, 2, 3, 4]])
-    mask = (sequences > 0).long()
-    packed, position_ids, rolled, pad, indices = unpad_and_slice_tensor(sequences, mask, None)
-    assert packed.tolist() == [[5, 6, 7, 8, 9, 1, 2, 3, 4]]
-    assert position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
-    assert rolled[0, :2].tolist() == [6, 7]
-    assert torch.equal(gather_and_pad_tensor(packed, None, pad, indices, 3, 4), sequences)
-
-
-def test_packed_log_probs_are_those_of_separate_sequences(tiny_model):
-    from openrlhf.models import Actor
-
-    torch.manual_seed(0)
-    actor = Actor(tiny_model, attn_implementation="flash_attention_2", packing_samples=True)
-    actor.model.float()
-    assert actor.model.config._attn_implementation == "sdpa"
-    lengths = (9, 4, 12)
-    sequences = torch.zeros(3, 12, dtype=torch.long)
-    mask = torch.zeros_like(sequences)
-    for row, length in enumerate(lengths):
-        sequences[row, :length], mask[row, :length] = torch.randint(0, 256, (length,)), 1
-    packed = actor(sequences, mask[:, 1:], mask)
-    actor.packing_samples = False
-    for row, length in enumerate(lengths):
-        alone = actor(sequences[row : row + 1, :length], mask[row : row + 1, 1:length], mask[row : row + 1, :length])
-        torch.testing.assert_close(packed[row, : length - 1], alone[0], rtol=1e-5, atol=1e-5)
-
-
-# --- weight sync ----------------------------------------------------------------------------------------------------
-
-
-def sync_probe():
-    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-
-    class SyncProbe(PolicyModelActor.__ray_metadata__.modified_class.__ray_actor_class__):
-        def move_weights(self) -> float:
-            """Adds noise of half its own size to every trained weight, the same on all ranks; their relative move."""
-            import deepspeed
-
-            generator = torch.Generator().manual_seed(5)
-            parameters = [p for p in self.actor.model.module.parameters() if p.requires_grad]
-            with deepspeed.zero.GatheredParameters(
-                parameters, modifier_rank=0, enabled=self.strategy.args.ds.zero_stage == 3
-            ):
-                for p in parameters:
-                    scale = p.data.float().std().nan_to_num(0.0).clamp(min=0.1)
-                    p.data.add_((0.5 * scale * torch.randn(p.shape, generator=generator)).to(p.dtype))
-            return len(parameters)
-
-    return ray.remote(SyncProbe)
-
-
-def vllm_log_probs(engine, rows: list[list[int]]) -> torch.Tensor:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
-    outputs = ray.get([engine.generate.remote(row, parameters) for row in rows])
-    return torch.tensor(
-        [
-            [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], row[1:], strict=True)]
-            for out, row in zip(outputs, rows, strict=True)
-        ]
+def python(code: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment(**variables), capture_output=True, text=True, timeout=120
     )
 
 
+# --- this process ---------------------------------------------------------------------------------------------------
+
+
+def test_enable_says_one_line_and_only_once():
+    result = python("from arlopti_openrlhf import cpu; cpu.enable(); cpu.enable(); print('end')")
+    assert result.stdout == "arlopti_openrlhf: no CUDA device: OpenRLHF runs on the CPU.\nend\n", result.stderr
+
+
 @pytest.mark.parametrize(
-    "tied, more",
+    "gpus, variables, on_cpu",
     [
-        (True, ["--ds.zero_stage", "2"]),
-        (False, ["--ds.zero_stage", "3"]),
-        (True, ["--ds.zero_stage", "3", "--ds.lora.rank", "8"]),
+        ("", {}, True),
+        ("", {"ARLOPTI_DEVICE": "cuda"}, False),
+        (TWO_GPUS, {}, False),
+        (TWO_GPUS, {"ARLOPTI_DEVICE": ""}, False),
+        (TWO_GPUS, {"ARLOPTI_DEVICE": "cpu"}, True),
+        (TWO_GPUS, {"CUDA_VISIBLE_DEVICES": ""}, True),
+        (TWO_GPUS, {"CUDA_VISIBLE_DEVICES": "1"}, False),
+        (TWO_GPUS + "torch.backends.cuda.is_built = lambda: True", {"CUDA_VISIBLE_DEVICES": "MIG-1234"}, False),
     ],
-    ids=["tied, zero2", "untied, zero3", "lora, zero3"],
 )
-def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, tied, more):
-    """The weights are moved far: a sync that left any of them behind would be off by whole nats, not by rounding."""
-    from openrlhf.trainer.ray import create_vllm_engines
-    from openrlhf.trainer.ray.launcher import RayActorGroup
-    from openrlhf.utils import get_strategy
-    from openrlhf.utils.config import hierarchize
+def test_the_variable_overrides_the_hardware_both_ways(gpus, variables, on_cpu):
+    """Whatever is decided, CUDA stays uninitialised, and the choice is not written where children would inherit it."""
+    code = f"""
+import os, torch
+{gpus}
+current_device = torch.cuda.current_device
+from arlopti_openrlhf import cpu
+cpu.enable()
+assert cpu.uses_cpu() is {on_cpu}
+assert (torch.cuda.current_device is current_device) is {not on_cpu}
+assert os.environ.get("DS_ACCELERATOR") == {"cpu" if on_cpu else None!r}
+assert os.environ.get("ARLOPTI_DEVICE") == {variables.get("ARLOPTI_DEVICE")!r}
+assert not getattr(torch, "initialised", []), torch.initialised
+"""
+    result = python(code, **variables)
+    assert result.returncode == 0, result.stderr
 
-    from arlopti_openrlhf.cli.train_ppo_ray import parse
-    from arlopti_openrlhf.update import policy_actor
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    policy_actor.install()
-    model = make_model(tied)
-    common = f"--actor.model_name_or_path {model} --actor.num_gpus_per_node 2 --vllm.num_engines 1"
-    common += " --vllm.sync_backend gloo --ds.attn_implementation sdpa --train.batch_size 4 --train.micro_batch_size 1"
-    args = hierarchize(parse(common.split() + more))
-    args.actor.eps_clip_low_high = (0.2, 0.2)
-    ray.init(num_gpus=3, num_cpus=6, log_to_driver=False)
+def test_another_value_of_the_variable_is_refused_in_one_line():
+    result = python("from arlopti_openrlhf import cpu; cpu.enable()", ARLOPTI_DEVICE="gpu")
+    assert result.returncode == 1
+    assert result.stderr == "arlopti_openrlhf: ARLOPTI_DEVICE=gpu: must be cpu or cuda, or unset\n"
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_ninja_is_this_environments_own(tmp_path, activated):
+    """Two ninjas that alternate in one build folder compile everything anew each time."""
+    other = tmp_path / "ninja"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    own = os.path.dirname(sys.executable)
+    path = os.pathsep.join([own, str(tmp_path)] if activated else [str(tmp_path), own])
+    result = python(
+        "import shutil; from arlopti_openrlhf import cpu; cpu.enable(); print(shutil.which('ninja'))", PATH=path
+    )
+    assert result.stdout.splitlines()[-1] == os.path.join(own, "ninja"), result.stderr
+
+
+# --- before vLLM and Ray --------------------------------------------------------------------------------------------
+
+STUB_VLLM = """
+import sys, types
+class LLM:
+    def __init__(self, model, **settings):
+        assert not torch.initialised, torch.initialised
+        assert settings["dtype"] == "auto" and not settings["enforce_eager"], settings
+        print("vLLM starts")
+        sys.exit(0)
+sys.modules["vllm"] = types.ModuleType("vllm")
+sys.modules["vllm"].LLM = LLM
+"""
+
+
+@pytest.mark.parametrize("command", ["evaluate", "analyze"])
+def test_no_command_initialises_cuda_before_vllm_starts(command, tiny_model, tiny_data, tmp_path):
+    """vLLM forks its engine: "Cannot re-initialize CUDA in forked subprocess"."""
+    code = f"""
+{TWO_GPUS}
+{STUB_VLLM}
+from arlopti_openrlhf.analysis import rollouts
+from arlopti_openrlhf.cli import {command}
+class Pool:  # the sampling process, in this one, where the GPUs are pretended
+    __init__ = lambda self, *args, **kwargs: None
+    __enter__ = lambda self: self
+    __exit__ = lambda self, *args: None
+    submit = lambda self, function, *args: function(*args)
+rollouts.ProcessPoolExecutor = Pool
+sys.argv = ["{command}", "--model", "{tiny_model}", "--data", "{tiny_data}", "--out", "{tmp_path}"]
+{command}.main()
+"""
+    result = python(code)
+    assert result.stdout.splitlines()[-1:] == ["vLLM starts"], result.stderr[-3000:]
+
+
+CLUSTER = """
+import ray
+ray.init(num_gpus=2, num_cpus=4, include_dashboard=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+input()
+"""
+DRIVER = """
+import os, json
+from arlopti_openrlhf import cpu
+cpu.enable(driver=True)
+assert cpu.uses_cpu()
+import ray
+ray.init("{address}", runtime_env={{"env_vars": {{"PYTHONPATH": "{folder}"}}}}, log_to_driver=False)
+
+@ray.remote
+class Worker:
+    def report(self):
+        import torch
+        return dict(
+            on_cpu=cpu.uses_cpu(),
+            redirected=torch.cuda.current_device.__module__ != "torch.cuda",
+            hooked=any(type(finder).__name__ == "_PatchOnImport" for finder in __import__("sys").meta_path),
+            initialised=getattr(torch, "initialised", None),
+            visible=torch.cuda.device_count(),
+            variables=sorted(name for name in os.environ if name.startswith(("ARLOPTI", "DS_ACC"))),
+        )
+
+print(json.dumps(ray.get([Worker.options(num_gpus=n).remote().report.remote() for n in (0, 1)])))
+"""
+
+
+@pytest.mark.parametrize("gpus", [2, 0])
+def test_each_worker_decides_for_itself(tmp_path, gpus):
+    """A driver without a GPU joins a cluster, of two GPUs or of logical ones, and its workers go by their own machine.
+
+    Ray narrows CUDA_VISIBLE_DEVICES after the hook has run, which counts only while CUDA is uninitialised. A worker
+    that was given no GPU sees none of them then, and yet the run is not on the CPU.
+    """
+    (tmp_path / "sitecustomize.py").write_text(TWO_GPUS if gpus else "")
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
-        engines = create_vllm_engines(1, 1, model, 0, False, False, True, 64, None, 0.5)
-        actors = RayActorGroup(1, 2, sync_probe())
-        ray.get(actors.async_init_model_from_pretrained(get_strategy(args), model, 10, engines))
-        rows = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(1))
-        ones = torch.ones_like(rows)
-
-        def actor_log_probs():
-            refs = actors.async_run_method("forward", rows, ones[:, 1:], ones)
-            return ray.get(refs)[0].float()
-
-        start = actor_log_probs()
-        assert ray.get(actors.async_run_method("move_weights"))[0] > 0
-        moved = actor_log_probs()
-        assert (moved - start).abs().mean() > 0.5
-        for _ in range(2):  # the second sync finds vLLM's layers as the first one left them
-            ray.get(actors.async_run_method("broadcast_to_vllm"))
-            gap = (vllm_log_probs(engines[0], rows.tolist()) - moved).abs()
-            # bf16 rounds logits of this size (about 10) by some 0.04.
-            assert gap.mean() < 0.05 and gap.max() < 0.5
+        result = python(DRIVER.format(address=cluster.stdout.readline().strip(), folder=tmp_path))
     finally:
-        ray.shutdown()
+        cluster.send_signal(signal.SIGINT)
+        cluster.wait(60)
+    assert result.returncode == 0, result.stderr[-3000:]
+    without, with_one = json.loads(result.stdout.splitlines()[-1])
+    if gpus:
+        common = dict(on_cpu=False, redirected=False, hooked=True, initialised=[])
+        # flash-attn is missing here, which the first worker on each node says
+        variables = ["ARLOPTI_ANNOUNCED"]
+    else:
+        common = dict(on_cpu=True, redirected=True, hooked=True, initialised=None)
+        variables = ["ARLOPTI_ANNOUNCED", "DS_ACCELERATOR"]
+    assert without == common | dict(visible=0, variables=variables)
+    assert with_one == common | dict(visible=1 if gpus else 0, variables=variables)
+
+
+# --- what the driver tells Ray --------------------------------------------------------------------------------------
+
+
+def told(arguments: str = "", **variables: str) -> tuple[list[str], dict]:
+    """The lines that are printed, and the keywords that reach Ray's own `ray.init`, of a driver without a GPU."""
+    code = f"""
+import json, ray
+ray.init = lambda *args, **kwargs: print(json.dumps(kwargs))
+from arlopti_openrlhf import cpu
+cpu.enable(driver=True)
+cpu.declare_placement(gpus=3, ranks=1)
+ray.init({arguments})
+"""
+    result = python(code, **variables)
+    assert result.returncode == 0, result.stderr
+    *lines, keywords = result.stdout.splitlines()
+    return lines, json.loads(keywords)
+
+
+HOOK = "arlopti_openrlhf.cpu.enable"
+
+
+@pytest.mark.parametrize("arguments, variables", [("", {}), ("'local'", {"RAY_ADDRESS": "192.0.2.1:6379"})])
+def test_a_cluster_that_the_driver_starts_gets_logical_gpus(arguments, variables):
+    lines, keywords = told(arguments, **variables)
+    assert lines == ["arlopti_openrlhf: no CUDA device: OpenRLHF runs on the CPU."]
+    assert (keywords["num_gpus"], keywords["num_cpus"]) == (3, max(os.cpu_count(), 7))
+    assert keywords["runtime_env"] == {"worker_process_setup_hook": HOOK, "env_vars": {"ARLOPTI_ANNOUNCED": "1"}}
+
+
+@pytest.mark.parametrize(
+    "arguments, variables",
+    [
+        ("", {"RAY_ADDRESS": "192.0.2.1:6379"}),
+        ("'192.0.2.1:6379'", {}),
+        ("address='auto'", {}),
+        ("address='ray://192.0.2.1:10001'", {}),
+        ("", {"RAY_TMPDIR": "FOLDER"}),  # where `ray start` leaves the address
+    ],
+)
+def test_a_cluster_that_the_driver_joins_is_told_nothing_about_the_driver(arguments, variables, tmp_path):
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("192.0.2.1:6379")
+    lines, keywords = told(arguments, **{k: v.replace("FOLDER", str(tmp_path)) for k, v in variables.items()})
+    assert lines == []
+    assert keywords.pop("address", "given") and keywords == {
+        "runtime_env": {"worker_process_setup_hook": HOOK, "env_vars": {}}
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_the_user_has_set_reaches_the_workers_of_a_cluster(device):
+    user = {"ARLOPTI_DEVICE": device, "VLLM_CPU_KVCACHE_SPACE": "7"}
+    lines, keywords = told(RAY_ADDRESS="192.0.2.1:6379", **user)
+    assert lines == []
+    assert keywords["runtime_env"]["env_vars"] == user
+
+
+def test_variables_of_a_submitted_job_are_not_given_twice():
+    """`ray job submit` puts them in the driver's environment, and `ray.init` refuses a variable that both name."""
+    from ray.runtime_env.runtime_env import _merge_runtime_env
+
+    job = {"runtime_env": {"env_vars": {"ARLOPTI_DEVICE": "cuda"}}, "metadata": {}}
+    keywords = told(RAY_ADDRESS="192.0.2.1:6379", ARLOPTI_DEVICE="cuda", RAY_JOB_CONFIG_JSON_ENV_VAR=json.dumps(job))[
+        1
+    ]
+    merged = _merge_runtime_env(job["runtime_env"], keywords["runtime_env"])
+    assert merged == {"worker_process_setup_hook": HOOK, "env_vars": {"ARLOPTI_DEVICE": "cuda"}}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from arlopti_openrlhf.cli import prepare_data, train_ppo_ray
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.scoring.sampling import sampling_of
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,7 @@ def parse(script: Path, folder: Path, *flags: str, **variables: str) -> dict:
 def test_every_flag_is_known_and_trailing_flags_win(script, tmp_path):
     args = parse(script, tmp_path, "--train.seed", "7")
     assert args["train.seed"] == 7
-    assert (ROOT / args["reward.remote_url"]).is_file()
+    assert args["reward.remote_url"] in REWARD_FILES
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -83,10 +84,19 @@ def test_math_runs_the_published_settings(method, alpha, eta, tmp_path):
         512,
     )
     assert (args["rollout.temperature"], args["rollout.max_new_tokens"], args["train.num_episodes"]) == (1.0, 4096, 5)
-    assert args["reward.remote_url"] == "rewards/math_reward.py"
+    assert args["reward.remote_url"] == "math"
     # Table 1: greedy, but 16 samples for AMC and AIME.
     sampled = {source: sampling_of(source, args["eval.sampling"])[1:] for source in ("math500", "amc", "aime")}
     assert sampled == {"math500": (1, 0.0), "amc": (16, 1.0), "aime": (16, 1.0)}
+
+
+def test_reinforce_with_the_kl_loss_of_the_authors_scripts(tmp_path):
+    """The flags that train_kk.sh names beside REINFORCE++."""
+    script = ROOT / "examples/scripts/train_kk.sh"
+    [flags] = re.findall(r"^# .*authors' own scripts keep\n# .* append (--.+)\.$", script.read_text(), re.M)
+    args = parse(script, tmp_path, *flags.split(), ALGO="reinforce++")
+    assert args["algo.advantage.estimator"] == "reinforce"
+    assert args["algo.kl.use_loss"] and args["algo.kl.estimator"] == "k3"
 
 
 @pytest.mark.parametrize(("name", "value"), [("ALGO", "ppo"), ("METHOD", "AR")])

@@ -21,8 +21,8 @@ import psutil
 from tqdm import tqdm
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.cli import prepare_data
 from arlopti_openrlhf.data import tiny_policy
+from arlopti_openrlhf.data.rows import generate_rows, write_rows
 from arlopti_openrlhf.scoring.measures import Z_95, estimate_source
 from arlopti_openrlhf.scoring.offline import responses_of
 
@@ -101,13 +101,13 @@ class Files(NamedTuple):
 
 def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     files = Files(*(folder / f"{name}.jsonl" for name in Files._fields))
-    train_rows = prepare_data.generate_rows(
+    train_rows = generate_rows(
         PEOPLE, size.steps * PROMPTS_PER_STEP // len(PEOPLE), held_out=False, seed=seed, names=tiny_policy.NAMES
     )
-    test_rows = prepare_data.generate_rows(PEOPLE, size.held_out, held_out=True, seed=seed, names=tiny_policy.NAMES)
+    test_rows = generate_rows(PEOPLE, size.held_out, held_out=True, seed=seed, names=tiny_policy.NAMES)
     during = test_rows[: size.eval_puzzles * len(PEOPLE)]  # the sources alternate
     for path, rows in zip(files, (train_rows, test_rows, during), strict=True):
-        prepare_data.write_rows(rows, path)
+        write_rows(rows, path)
     return files
 
 

@@ -2,8 +2,8 @@
 
     python -m arlopti_openrlhf.cli.serve_rewards --grader kk --grader math --port 5000
 
-Each grader answers at /NAME/get_reward, the first one at /get_reward too. The token, if any, comes from a file or from
-ARLOPTI_REWARD_TOKEN. OpenRLHF's client sends no headers: it is then given http://host:port/TOKEN/get_reward.
+Each grader answers at /NAME/get_reward, and the first one at /get_reward too. The token, if any, comes from a file or
+from ARLOPTI_REWARD_TOKEN. OpenRLHF's client sends no headers, so give it http://host:port/TOKEN/get_reward then.
 """
 
 import argparse
@@ -11,9 +11,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from arlopti_openrlhf.cli.arguments import positive
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's parser."""
+    """Return the command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m arlopti_openrlhf.cli.serve_rewards",
         description=__doc__,
@@ -25,38 +28,36 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         type=_grader,
         metavar="kk|math|PATH.py",
-        help="a reward: built in, or a file with reward_func(queries, prompts, labels); may be given several times",
+        help="a reward of the package, or a file with reward_func(queries, prompts, labels), any number of times",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     parser.add_argument("--port", type=int, default=5000, help="default: 5000")
     parser.add_argument(
         "--workers",
-        type=_positive(int),
+        type=positive(int),
         default=min(8, os.cpu_count() or 1),
         help="processes that grade, per grader (default: the cores, at most 8)",
     )
     parser.add_argument("--token-file", metavar="PATH", help="file with the bearer token that clients must present")
-    parser.add_argument("--max-body-mib", type=_positive(float), default=64, help="largest request (default: 64 MiB)")
+    parser.add_argument("--max-body-mib", type=positive(float), default=64, help="largest request (default: 64 MiB)")
+    parser.add_argument("--max-batch", type=positive(int), default=4096, help="queries in one request (default: 4096)")
     parser.add_argument(
-        "--max-batch", type=_positive(int), default=4096, help="queries in one request (default: 4096)"
+        "--max-queue", type=positive(int), default=16384, help="queries that may wait, per grader (default: 16384)"
     )
     parser.add_argument(
-        "--max-queue", type=_positive(int), default=16384, help="queries that may wait, per grader (default: 16384)"
-    )
-    parser.add_argument(
-        "--max-seconds", type=_positive(float), default=150, help="for one request, waiting included (default: 150)"
+        "--max-seconds", type=positive(float), default=150, help="for one request, waiting included (default: 150)"
     )
     parser.add_argument(
         "--grading-seconds",
-        type=_positive(float),
+        type=positive(float),
         default=30,
-        help="for one call of a reward function (default: 30); math has 2 for each answer, see ARLOPTI_MATH_TIMEOUT",
+        help="for one call of a reward function (default: 30). math takes ARLOPTI_MATH_TIMEOUT for each answer (2)",
     )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the server; bad input ends it with one line on stderr and exit status 2."""
+    """Run the server. Bad input ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args(argv)
     names = [name for name, _ in args.grader]
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except OSError as error:
             parser.error(f"argument --token-file: {error}")
     if token is not None and (not token or not token.replace("-", "").replace("_", "").isalnum()):
-        parser.error("the token must be letters, digits, - and _: it can be part of a URL")
+        parser.error("the token must be letters, digits, - and _, because it can be part of a URL")
     from arlopti_openrlhf.grading.server import Limits, serve
 
     limits = Limits(
@@ -79,26 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _grader(text: str) -> tuple[str, str]:
-    """(name in the URL, source)"""
-    if text in ("kk", "math"):
+    """Return the name in the URL, and the source."""
+    if text in REWARD_FILES:
         return text, text
     path = Path(text)
     if path.suffix != ".py" or not path.is_file():
         raise argparse.ArgumentTypeError(f"{text} is not kk, math or a Python file that exists")
     return path.stem, text
-
-
-def _positive(number: type):
-    def parse(text: str):
-        try:
-            value = number(text)
-        except ValueError:
-            value = 0
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not {'an integer' if number is int else 'a number'} above 0")
-        return value
-
-    return parse
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""OpenRLHF's `train_ppo_ray` with AR and Lopti: its own command line, run as it is, with our flags in its parser.
+"""Runs OpenRLHF's `train_ppo_ray` with AR and Lopti: its own command line as it is, with our flags in its parser.
 
 python -m arlopti_openrlhf.cli.train_ppo_ray [OpenRLHF's flags] --algo.ar.alpha 0.3 --algo.lopti.eta 0.5
 """
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from arlopti_openrlhf import cpu
+from arlopti_openrlhf.cli.arguments import number
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling
 
 UPSTREAM = "openrlhf.cli.train_ppo_ray"
@@ -19,8 +21,8 @@ SUPPORTED = "0.11.2"
 
 def main() -> None:
     _check_version()
-    cpu.enable()
-    # Behind enable(): both import openrlhf, which cannot be imported without CUDA and flash-attn before it.
+    cpu.enable(driver=True)
+    # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
     from arlopti_openrlhf.run import controller, evaluation, reward_client
     from arlopti_openrlhf.update import policy_actor
 
@@ -35,12 +37,12 @@ def main() -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses `argv` with the command's real parser and returns its flat namespace; starts nothing.
+    """Parse `argv` with the command's real parser and return its flat namespace. Nothing starts.
 
     Raises:
         SystemExit: with status 2, after one line on standard error, for a flag or a value that is refused.
     """
-    cpu.enable()
+    cpu.enable(driver=True)
 
     class Parsed(Exception):  # noqa: N818 (carries the result out of upstream's __main__)
         pass
@@ -71,15 +73,16 @@ def _check_version() -> None:
 
 @contextmanager
 def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = None) -> Iterator[None]:
-    """Upstream builds its parser under `__main__`, out of reach: our flags join it when it is asked to parse."""
+    """Add our flags when upstream's parser is asked to parse. It is built under `__main__`, out of reach."""
     upstream_parse_args = argparse.ArgumentParser.parse_args
 
     def parse_args(parser, args=None, namespace=None) -> argparse.Namespace:
         argparse.ArgumentParser.parse_args = upstream_parse_args
         parser.prog = "train_ppo_ray"
-        # One line: upstream's usage alone would fill two screens.
+        # One line, because upstream's usage alone would fill two screens.
         parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-        _add_flags(parser)
+        _add_update_flags(parser)
+        _add_run_flags(parser)
         parsed = parser.parse_args(args, namespace)
         _check_combinations(parser, parsed)
         value = vars(parsed)
@@ -103,68 +106,78 @@ def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = Non
         argparse.ArgumentParser.parse_args = upstream_parse_args
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def _add_update_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("token-level update (arXiv 2505.12929)")
     group.add_argument(
         "--algo.ar.alpha",
-        type=_number(0, 1, closed=True),
+        type=number(0, 1, include_low=True, include_high=True),
         default=0.0,
         metavar="FLOAT",
-        help="Advantage Reweighting: α of Eq. 4, in [0, 1]; 0 is off. The paper: 0.3 for K&K, 0.1 for math.",
+        help="α of Advantage Reweighting (Eq. 4), in [0, 1]. 0 is off (default). The paper takes 0.3 for K&K and 0.1 "
+        "for math.",
     )
     group.add_argument(
         "--algo.lopti.eta",
-        type=_number(0, 1),
+        type=number(0, 1),
         metavar="FLOAT",
-        help="Lopti: tokens with probability < η, in (0, 1), are updated apart from the rest; off by default. "
-        "The paper: 0.5.",
+        help="η of Lopti, in (0, 1): tokens of a lower probability are updated apart from the rest. Off by default. "
+        "The paper takes 0.5.",
     )
     group.add_argument(
         "--algo.lopti.quantile",
-        type=_number(0, 1),
+        type=number(0, 1),
         metavar="FLOAT",
-        help="Lopti with η chosen per rollout batch, over all ranks, so that this share of its tokens, in (0, 1), is "
-        "low.",
+        help="Lopti with the η of each rollout batch that makes this share of its tokens low, in (0, 1).",
     )
     group.add_argument(
         "--algo.lopti.scope",
         choices=["batch", "minibatch"],
         default="batch",
-        help="batch (default): all mini-batches of an epoch with the first group, then all with the second; "
-        "minibatch: both groups within each mini-batch.",
+        help="batch (default) updates all mini-batches of an epoch with the first group and then all with the second. "
+        "minibatch updates both groups within each mini-batch.",
     )
     group.add_argument(
         "--algo.lopti.order",
         choices=["low_first", "high_first"],
         default="low_first",
-        help="Which group is updated first (default: low_first); high_first is the ablation of Fig. 6b.",
+        help="Which group is updated first (default: low_first). high_first is the ablation of Fig. 6b.",
     )
     group.add_argument(
         "--algo.lopti.groups",
         choices=["both", "low", "high"],
         default="both",
-        help="Update both groups (default), or only one: the ablation of Fig. 6a.",
+        help="Update both groups (default), or only one, which is the ablation of Fig. 6a.",
     )
     group.add_argument(
         "--actor.update",
         choices=["stock", "selective"],
-        help="How the update is computed: as OpenRLHF does (logits of every position, each prompt once per response, "
-        "old log-probs in a pass of their own), or none of what it does not need, at equal gradients. Default: "
-        "selective with AR or Lopti, else stock, to the last bit.",
+        help="stock computes the update as OpenRLHF does, with logits of every position, each prompt once per "
+        "response, and old log-probs in a pass of their own. selective computes only what the update needs, with "
+        "equal gradients. Default: selective with AR or Lopti, else stock, to the last bit.",
     )
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if action.dest == "reward.remote_url":
+            action.metavar = "kk|math|PATH.py|URL,..."
+            action.help = (
+                "The source of rewards: kk or math for the package's own, a Python file with reward_func(queries, "
+                "prompts, labels), or the URLs of reward servers, which take turns."
+            )
     parser.add_argument(
         "--logger.probability_stats",
         choices=["bins", "quartiles", "off"],
         default="bins",
-        help="Statistics of each update's tokens by their probability, in bins of 0.25 (default) or in quartiles of "
-        "the rollout batch, to wandb and TensorBoard.",
+        help="Log statistics of each update's tokens to wandb and TensorBoard, by probability in bins of 0.25 "
+        "(default) or by quartile of the rollout batch.",
     )
     parser.add_argument(
         "--reward.retry_minutes",
-        type=_number(0, float("inf"), closed=True),
+        type=number(0, include_low=True, include_high=True),
         default=10.0,
         metavar="FLOAT",
-        help="How long a sample waits for a reward server that does not answer, before the run stops (default: 10).",
+        help="How long a sample waits for a reward server that does not answer before the run stops (default: 10).",
     )
     parser.add_argument(
         "--eval.sampling",
@@ -172,28 +185,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=parse_sampling,
         default=[],
         metavar="PATTERN:n=N,t=T",
-        help="Samples per problem and temperature of the data sources that match, as in aime:n=16,t=1; the last that "
-        "matches counts. Default: --eval.n_samples_per_prompt and --eval.temperature.",
+        help="Samples per problem and temperature for the data sources that match, as in aime:n=16,t=1. The last "
+        "match counts. Default: --eval.n_samples_per_prompt and --eval.temperature.",
     )
-
-
-def _number(low: float, high: float, closed: bool = False) -> Callable[[str], float]:
-    interval = f"[{low}, {high}]" if closed else f"({low}, {high})"
-
-    def parse_number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not (low <= value <= high if closed else low < value < high):
-            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
-        return value
-
-    return parse_number
 
 
 def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     value = vars(args)
+    _check_reward_source(parser, value)
     eta, quantile = value["algo.lopti.eta"], value["algo.lopti.quantile"]
     if eta is not None and quantile is not None:
         parser.error(
@@ -232,17 +231,30 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
 
 
-# The selective update and the statistics are not made for them: flag and the value at which it is off.
+def _check_reward_source(parser: argparse.ArgumentParser, value: dict) -> None:
+    """Refuse what could give no reward. OpenRLHF would find that out only after the first rollout."""
+    if not value["reward.remote_url"] or value["train.agent_func_path"]:
+        return
+    first, *others = value["reward.remote_url"].split(",")
+    is_file = first in REWARD_FILES or first.endswith(".py")
+    if (is_file and others) or not (is_file or all("://" in source for source in (first, *others))):
+        parser.error(
+            f"argument --reward.remote_url: {value['reward.remote_url']} is not {', '.join(REWARD_FILES)}, "
+            "one Python file, or URLs with commas between them"
+        )
+
+
+# Flags that the selective update and the statistics cannot serve, with the value at which each is off.
 _NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
 
 
 def _needs_stock_update(args: argparse.Namespace) -> str | None:
-    """The first flag that only OpenRLHF's own update can serve."""
+    """Return the first flag that only OpenRLHF's own update can serve."""
     return next((flag for flag, off in _NEEDS_STOCK_UPDATE.items() if vars(args)[flag] != off), None)
 
 
 def _is_selective(args: argparse.Namespace) -> bool:
-    """Whether the update computes only what it needs; says why not, where the methods would have it."""
+    """Return whether the update computes only what it needs. Print why not where AR or Lopti would have it."""
     value = vars(args)
     if value["actor.update"] is not None:
         return value["actor.update"] == "selective"
@@ -255,7 +267,7 @@ def _is_selective(args: argparse.Namespace) -> bool:
 
 
 def _gpus_placed(args: argparse.Namespace) -> int:
-    """GPUs that upstream's `train` asks Ray for with these flags."""
+    """Return how many GPUs upstream's `train` asks Ray for with these flags."""
     value = vars(args)
 
     def group(name: str) -> int:

@@ -1,13 +1,15 @@
-"""The actor that computes no more than its action mask asks for: log-probs of the selected tokens, prompts once."""
+"""The actor that computes what its action mask asks for: log-probs of the selected tokens, each prompt once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from openrlhf.models.actor import Actor
 from openrlhf.models.utils import compute_entropy, log_probs_from_logits
 from openrlhf.utils.logging_utils import init_logger
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs, statistics_of_logits
@@ -15,10 +17,12 @@ from arlopti_openrlhf.forward.shared_prompt import PackedBatch, flash_segment_at
 
 logger = init_logger(__name__)
 
-# A mask that transformers takes as prepared and leaves alone, and that no attention function but ours accepts.
+# transformers takes a 4-D mask as prepared and leaves it alone. Of its attention functions, only ours accept this one.
 _NO_MASK = torch.empty(1, 1, 0, 0)
-# Handed out by the head behind its results: a model that changes what its head returns changes this too.
+# The head appends this value to its results. Where a model goes on to change its logits, this value changes with them.
 _WITNESS = -12.25
+# Why an attention layer cannot work on a packed row, as its first forward pass showed.
+_obstacles: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 class SelectiveActor(Actor):
@@ -26,23 +30,24 @@ class SelectiveActor(Actor):
 
     The only changes to upstream's `forward`, where an action mask is given:
     1. The LM head and all that follows it run on the positions that predict a selected token.
-    2. The sequences of a batch become one row of tokens without padding, each cut after its last selected token, with
-       the beginnings that they share, their prompts, computed once (`shared_prompt`). Models for which that does
-       not hold (sliding windows, a balancing loss over all tokens) get upstream's layout.
-    Vision models are upstream's as they are. Not for ring attention and tensor parallelism.
+    2. The sequences of a batch become one row of tokens without padding. Each is cut after its last selected token,
+       and the beginnings that they share, their prompts, are computed once (`shared_prompt`). Models for which that
+       is not exact (sliding windows, RoPE that depends on the length, a balancing loss over all tokens) keep
+       upstream's layout. A model that turns out at its first forward pass to be one of them computes that pass again.
+    Vision models are upstream's as they are. Ring attention and tensor parallelism are not supported.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         # DeepSpeed's engine, which takes the model's place, has a `config` of its own.
         self.hf_config = self.model.config
+        # The first forward pass may correct both. What it looks at is the model, not the data, so all ranks agree.
         self.reason_not_to_share = _reason_not_to_share(self.model)
+        self.head_is_last = True  # whether the head's logits are the model's: Granite scales them, Gemma 2 caps them
         if self.reason_not_to_share is None:
             _wrap_attention(self.hf_config._attn_implementation)
         else:
             logger.info(f"prompts are not shared: {self.reason_not_to_share}")
-        # Whether the head's logits are the model's; Granite scales them, Gemma 2 caps them. Seen at the first forward.
-        self.head_is_last = True
 
     def forward(
         self,
@@ -91,29 +96,16 @@ class SelectiveActor(Actor):
         log_probs, entropy, squares, output = self._forward_selected(
             sequences, action_mask, attention_mask, return_entropy, return_statistics
         )
-        if return_statistics:
-            output.statistics = (entropy.detach(), squares.detach())
         if return_entropy:
             output.entropy = entropy
+        if return_statistics:
+            output.statistics = (entropy.detach(), squares.detach())
         return (log_probs, output) if return_output else log_probs
 
-    def _forward_selected(self, sequences, action_mask, attention_mask, return_entropy, with_statistics):
-        share = self.reason_not_to_share is None
-        packed = pack(sequences, attention_mask, action_mask, share=share)
-        inputs = {"attention_mask": None, "position_ids": packed.positions}
-        tokens, rows = packed.tokens, packed.rows
-        if share:
-            inputs |= {"attention_mask": _NO_MASK.to(tokens.device), "packed_batch": packed}
-        elif not self.packing_samples:
-            tokens, position_ids = sequences, attention_mask.long().cumsum(-1) - 1
-            inputs = {
-                "attention_mask": attention_mask,
-                "position_ids": position_ids.masked_fill(attention_mask == 0, 1),
-            }
-            row, column = action_mask.bool().nonzero(as_tuple=True)
-            length = sequences.shape[1]
-            rows = row * length + length - action_mask.shape[1] + column - 1
-
+    def _forward_selected(self, sequences, action_mask, attention_mask, with_entropy, with_statistics):
+        """Return (B, A) log-probs, entropies and Σ_{j≠o} P_j², the last two if asked for, and the model's output."""
+        arguments = (sequences, action_mask, attention_mask, with_entropy, with_statistics)
+        packed, rows, inputs = self._model_inputs(sequences, action_mask, attention_mask)
         causal_lm = getattr(self.model, "module", self.model)
         head = causal_lm.get_output_embeddings()
         fused = self.head_is_last and type(head) is nn.Linear
@@ -123,39 +115,73 @@ class SelectiveActor(Actor):
             if not fused:
                 return type(head).forward(head, hidden[None])
             columns = selected_log_probs(
-                hidden, head.weight, packed.targets, head.bias, self.temperature, return_entropy, with_statistics
+                hidden, head.weight, packed.targets, head.bias, self.temperature, with_entropy, with_statistics
             )
             columns = torch.stack([column for column in columns if column is not None], dim=-1)
             return torch.cat([columns, columns.new_full((1, columns.shape[1]), _WITNESS)])[None]
 
-        # The head's hooks, by which ZeRO-3 gathers its weight, stay.
+        # The head's own hooks still run: ZeRO-3 gathers its weight by them.
         with replaced_attribute(head, "forward", forward_head):
-            output = self.model(tokens, **inputs)
-        if share and not packed.was_attended:
-            raise RuntimeError(f"{type(causal_lm).__name__} does not hand its attention what prompt sharing needs")
+            output = self.model(**inputs)
         result = output["logits"]
-        if fused and not (result[0, -1] == _WITNESS).all():
-            logger.info(f"{type(causal_lm).__name__} changes the LM head's logits: they are computed all at once")
-            self.head_is_last = False
-            return self._forward_selected(sequences, action_mask, attention_mask, return_entropy, with_statistics)
-        if not fused:
-            logits = result.float() / self.temperature
-            columns = [log_probs_from_logits(logits, packed.targets[None])[0]]
-            if with_statistics:
-                columns += distribution_statistics(logits, torch.arange(len(rows), device=rows.device), packed.targets)
-            if return_entropy:
-                columns[1:2] = [compute_entropy(logits)[0]]
-            result = torch.stack(columns, dim=-1)[None]
 
+        # If a shortcut proves wrong for this model, compute again without it; the first attempt's graph goes first.
+        if self._drops_a_shortcut(causal_lm, packed, result, fused):
+            del output, result
+            return self._forward_selected(*arguments)
+
+        if not fused:
+            result = self._columns(result, packed.targets, with_entropy, with_statistics)
         padded = torch.zeros(action_mask.numel(), result.shape[-1], device=result.device)
         padded = padded.index_copy(0, packed.places, result[0, : len(packed.places)]).view(*action_mask.shape, -1)
         log_probs, entropy, squares = (*padded.unbind(dim=-1), None, None)[:3]
         return log_probs, entropy, squares, output
 
+    def _model_inputs(
+        self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor
+    ) -> tuple[PackedBatch, Tensor, dict]:
+        """Return the packed batch, the (N,) flat positions that predict a selected token, and the model's inputs."""
+        share = self.reason_not_to_share is None
+        packed = pack(sequences, attention_mask, action_mask, share=share)
+        if share or self.packing_samples:
+            inputs = {"input_ids": packed.tokens, "attention_mask": None, "position_ids": packed.positions}
+            if share:
+                inputs |= {"attention_mask": _NO_MASK.to(sequences.device), "packed_batch": packed}
+            return packed, packed.rows, inputs
+
+        # As upstream numbers the positions of a padded batch.
+        positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+        inputs = {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}
+        row, column = action_mask.bool().nonzero(as_tuple=True)
+        length = sequences.shape[1]
+        return packed, row * length + length - action_mask.shape[1] + column - 1, inputs
+
+    def _drops_a_shortcut(self, causal_lm: nn.Module, packed: PackedBatch, result: Tensor, fused: bool) -> bool:
+        """Check a forward pass, and give up prompt sharing or the fused head where the pass shows that it must be."""
+        if self.reason_not_to_share is None and (reason := _obstacle_met(causal_lm, packed)):
+            logger.info(f"prompts are not shared: {reason}")
+            self.reason_not_to_share = reason
+            return True
+        if fused and not (result[0, -1] == _WITNESS).all():
+            logger.info(f"{type(causal_lm).__name__} changes the LM head's logits: they are computed all at once")
+            self.head_is_last = False
+            return True
+        return False
+
+    def _columns(self, logits: Tensor, targets: Tensor, with_entropy: bool, with_statistics: bool) -> Tensor:
+        """Return what `selected_log_probs` does, stacked to (1, N, 1 to 3), from the model's (1, N, V) logits."""
+        logits = logits.float() / self.temperature
+        columns = [log_probs_from_logits(logits, targets[None])[0]]
+        if with_statistics:
+            columns += distribution_statistics(logits, torch.arange(len(targets), device=targets.device), targets)
+        if with_entropy:  # in place of the statistics' entropy, which has no gradient
+            columns[1:2] = [compute_entropy(logits)[0]]
+        return torch.stack(columns, dim=-1)[None]
+
 
 @contextmanager
 def replaced_attribute(instance: object, name: str, value: object) -> Iterator[None]:
-    """`value` in place of an instance's attribute or method, for a while."""
+    """Put `value` in place of an instance's attribute or method while the context lasts."""
     own = {name: vars(instance)[name]} if name in vars(instance) else {}
     setattr(instance, name, value)
     try:
@@ -166,7 +192,7 @@ def replaced_attribute(instance: object, name: str, value: object) -> Iterator[N
 
 
 def _reason_not_to_share(model: nn.Module) -> str | None:
-    """Why `model` cannot compute a packed row with shared prefixes exactly; None where it can."""
+    """Return why `model` cannot compute a packed row with shared prefixes exactly, or None where it can."""
     config = model.config
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(base, "_supports_attention_backend", False):
@@ -178,6 +204,9 @@ def _reason_not_to_share(model: nn.Module) -> str | None:
         getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
     ):
         return "not every layer attends to the whole sequence"
+    # Their frequencies follow the greatest position, which the cut after the last selected token lowers.
+    if by_length := _rope_types(config) & {"dynamic", "longrope"}:
+        return f"{min(by_length)} RoPE depends on the length of the sequences"
     if getattr(config, "output_router_logits", False):
         return "the experts' balancing loss counts every token"
     if hasattr(config, "kv_lora_rank") or hasattr(config, "quantization_config"):
@@ -185,16 +214,28 @@ def _reason_not_to_share(model: nn.Module) -> str | None:
     return None
 
 
+def _rope_types(config: PretrainedConfig) -> set[str | None]:
+    """Return the types of RoPE in a model, whose parameters stand in one dictionary or in one per type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [value for value in parameters.values() if isinstance(value, dict)]
+    return {p.get("rope_type", p.get("type")) for p in of_layers or [parameters]}
+
+
+def _obstacle_met(model: nn.Module, packed: PackedBatch) -> str | None:
+    """Return why the forward pass of a packed row was not exact, or None where it was."""
+    if met := [_obstacles[module] for module in model.modules() if module in _obstacles]:
+        return met[0]
+    return None if packed.was_attended else f"{type(model).__name__} does not call transformers' attention functions"
+
+
 def _wrap_attention(implementation: str) -> None:
-    """Has transformers' attention function of that name leave packed rows to `shared_prompt`."""
+    """Make transformers' attention function of that name leave packed rows to `shared_prompt`."""
     upstream = ALL_ATTENTION_FUNCTIONS[implementation]
     if getattr(upstream, "takes_packed_batches", False):
         return
 
-    attend = flash_segment_attention if implementation == "flash_attention_2" else segment_attention
-
     def attention(
-        module,
+        module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -203,11 +244,29 @@ def _wrap_attention(implementation: str) -> None:
         packed_batch: PackedBatch | None = None,
         **kwargs,
     ):
-        if packed_batch is None:
+        is_packed_row = attention_mask is not None and attention_mask.shape[-2:] == _NO_MASK.shape[-2:]
+        if packed_batch is None and not is_packed_row:
             return upstream(module, query, key, value, attention_mask, **kwargs)
+        if reason := _obstacle(module, packed_batch, kwargs):
+            # Finish the pass, whose result is thrown away: an error would leave ZeRO-3 half way through the layers.
+            _obstacles[module] = reason
+            return upstream(module, query, key, value, None, **kwargs)
+        if implementation == "flash_attention_2":
+            return flash_segment_attention(upstream, module, query, key, value, packed_batch, **kwargs)
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return attend(query, key, value, packed_batch, scale, kwargs.get("dropout", 0.0)), None
+        return segment_attention(query, key, value, packed_batch, scale, kwargs.get("dropout", 0.0)), None
 
     attention.takes_packed_batches = True
     ALL_ATTENTION_FUNCTIONS.register(implementation, attention)
+
+
+def _obstacle(module: nn.Module, packed: PackedBatch | None, kwargs: dict) -> str | None:
+    """Return why an attention layer with these keyword arguments cannot work on a packed row, or None where it can."""
+    if packed is None:
+        return f"the layers around {type(module).__name__} swallow keyword arguments"
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        return f"{type(module).__name__} is not causal"
+    given = [name for name in ("position_bias", "sliding_window") if kwargs.get(name) is not None]
+    return f"{type(module).__name__} has a {given[0].replace('_', ' ')}" if given else None

@@ -1,36 +1,38 @@
-"""A batch as one row of tokens: what responses share, their prompt, is computed once, and padding not at all.
+"""A batch as one row of tokens: a prompt that responses share is computed once, and padding is not computed.
 
-`pack` lays the row out as segments. Each attends to itself, causally, and to the whole of its prefix segment:
-n responses to one prompt become [prompt, r1, ..., rn], the r's with the prompt as their prefix and positions that go
-on from its end. Everything but attention works token by token, and needs to know nothing of it.
+`pack` lays the row out as segments. Each attends to itself, causally, and to the whole of its prefix segment. So
+n responses to one prompt become [prompt, r1, ..., rn], where the prompt is the prefix of each r and the positions of
+each r go on from the prompt's end. Everything but attention works token by token and needs no change.
 """
 
-import os
+from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
 class Segment(NamedTuple):
+    """A run of tokens in the packed row."""
+
     length: int
     prefix: int | None  # index of the segment that all its tokens see, or None
 
 
 class PackedBatch:
-    """What `pack` returns.
+    """Holds what `pack` returns.
 
     Attributes:
         tokens: (1, L) token ids.
         positions: (1, L) position of each token in its own sequence.
-        segments: of lengths that sum to L, in the row's order.
+        segments: The row's segments in order; their lengths sum to L.
         rows: (N,) index in the row of the token that predicts each selected one.
         targets: (N,) the selected token ids.
         places: (N,) index of each selected token in the flattened (B, A) mask.
-        was_attended: set by `segment_attention`: whether the model's attention went through it.
+        was_attended: Whether an attention layer of the model has worked on the segments; set by that layer.
     """
 
     def __init__(self, tokens, positions, segments, rows, targets, places) -> None:
@@ -40,7 +42,7 @@ class PackedBatch:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def mask(self, length: int, prefix: int) -> Tensor:
-        """(length, prefix + length), true where a token of a segment sees one of its prefix or of itself."""
+        """Return (length, prefix + length), true where a segment's token sees one of the prefix or the segment."""
         if (length, prefix) not in self._masks:
             mask = torch.ones(length, prefix + length, dtype=torch.bool, device=self.tokens.device)
             self._masks[length, prefix] = mask.tril_(diagonal=prefix)
@@ -48,8 +50,11 @@ class PackedBatch:
 
     @cached_property
     def varlen(self) -> dict:
-        """The layout as flash-attn's variable-length kernel takes it: a sequence per segment, its keys the prefix's
-        and its own. `keys`: (K,) index in the row of each key; the rest are the kernel's arguments."""
+        """The layout for flash-attn's variable-length kernel, which takes each segment as a sequence of its own.
+
+        `keys`, (K,), is the index in the row of each key: a segment's keys are its prefix's and its own. The rest are
+        keyword arguments of transformers' `flash_attention_forward`.
+        """
         stops = list(accumulate(s.length for s in self.segments))
         spans = [range(stop - s.length, stop) for s, stop in zip(self.segments, stops, strict=True)]
         prefixes = [range(0) if s.prefix is None else spans[s.prefix] for s in self.segments]
@@ -58,15 +63,15 @@ class PackedBatch:
         device = self.tokens.device
         return dict(
             keys=torch.tensor([i for k in keys for i in k], device=device),
-            cu_seqlens_q=torch.tensor([0, *stops], device=device, dtype=torch.int32),
-            cu_seqlens_k=torch.tensor([0, *accumulate(key_lengths)], device=device, dtype=torch.int32),
-            max_seqlen_q=max(s.length for s in self.segments),
-            max_seqlen_k=max(key_lengths),
+            cu_seq_lens_q=torch.tensor([0, *stops], device=device, dtype=torch.int32),
+            cu_seq_lens_k=torch.tensor([0, *accumulate(key_lengths)], device=device, dtype=torch.int32),
+            max_length_q=max(s.length for s in self.segments),
+            max_length_k=max(key_lengths),
         )
 
 
 def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: bool = True) -> PackedBatch:
-    """Lays a padded batch out as one row of tokens.
+    """Lay a padded batch out as one row of tokens.
 
     With `share`, the row holds the tokens that the selected ones depend on, and no more: sequences are cut after the
     last token that predicts a selected one, and common beginnings appear once. Without, every token of every sequence.
@@ -75,84 +80,116 @@ def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: 
         sequences: (B, T) token ids, padded on either side.
         attention_mask: (B, T), 1 on tokens, which are contiguous.
         action_mask: (B, A), A ≤ T - 1, nonzero where a log-prob is wanted; column j stands for token T - A + j.
-        share: whether to cut and share.
+        share: Whether to cut and share.
 
     Returns:
         The packed batch. Where nothing is selected it holds one token, so that a model can run.
     """
-    batch, length = sequences.shape
-    first_target = length - action_mask.shape[1]
-    selected = action_mask.bool()
-    start = attention_mask.long().argmax(dim=1)
-    if share:
-        # Position t predicts token t + 1; nothing selected needs nothing.
-        columns = torch.arange(action_mask.shape[1], device=sequences.device)
-        last = torch.where(selected, columns, -1).amax(dim=1) if action_mask.shape[1] else start.new_full((batch,), -1)
-        stop = torch.where(last >= 0, first_target + last, start)
-        if not (last >= 0).any():
-            stop[0] = start[0] + 1
-    else:
-        stop = start + attention_mask.long().sum(dim=1)
+    length, width, device = sequences.shape[1], action_mask.shape[1], sequences.device
+    start, stop = _needed_spans(attention_mask, action_mask, share)
 
-    # Sequences from their first token on, in lexicographic order: those that share most become neighbours.
-    at = (start[:, None] + torch.arange(length, device=sequences.device)).clamp(max=length - 1)
-    needed = torch.arange(length, device=sequences.device) < (stop - start)[:, None]
-    aligned = torch.where(needed, sequences.gather(1, at), -1)
-    lengths, rows_of_tokens = needed.sum(dim=1).tolist(), aligned.tolist()
-    order = [row for row in range(batch) if lengths[row]]
-    groups = [([row], 0) for row in order]
-    if share:
-        order.sort(key=rows_of_tokens.__getitem__)
-        above, below = aligned[order[:-1]], aligned[order[1:]]
-        common = ((above == below) & (above >= 0)).long().cumprod(dim=1).sum(dim=1).tolist()
-        groups = [([order[i] for i in group], prefix) for group, prefix in _best_groups(common)]
+    # Move every sequence to the left edge: there, beginnings compare column by column.
+    steps = torch.arange(length, device=device)
+    needed = steps < (stop - start)[:, None]
+    aligned = torch.where(needed, sequences.gather(1, (start[:, None] + steps).clamp(max=length - 1)), -1)
+    rows, lengths = aligned.tolist(), needed.sum(dim=1).tolist()
 
-    segments, tokens, positions = [], [], []
-    # Per sequence: how much of it lies in a prefix, and where its tokens 0, 1, ... lie in the row, if they do
-    # (`prefix_at`) and if they don't (`own_at`).
-    shared, prefix_at, own_at = ([0] * batch for _ in range(3))
-    total = 0
-    for group, prefix in groups:
-        if prefix:
-            prefix_index, group_at = len(segments), total
-            segments.append(Segment(prefix, None))
-            tokens += rows_of_tokens[group[0]][:prefix]
-            positions += range(prefix)
-            total += prefix
-        for row in group:
-            shared[row], prefix_at[row], own_at[row] = prefix, group_at if prefix else 0, total - prefix
-            own = lengths[row] - prefix
-            if own:
-                segments.append(Segment(own, prefix_index if prefix else None))
-                tokens += rows_of_tokens[row][prefix : lengths[row]]
-                positions += range(prefix, lengths[row])
-                total += own
+    order = [row for row in range(len(rows)) if lengths[row]]
+    groups = _sharing_groups(aligned, rows, order) if share else [([row], 0) for row in order]
+    layout = _lay_out(rows, lengths, groups)
 
-    row, column = selected.nonzero(as_tuple=True)
-    device = sequences.device
-    position = first_target + column - 1 - start[row]
-    shared, prefix_at, own_at = (torch.tensor(x, device=device)[row] for x in (shared, prefix_at, own_at))
+    # Find where in the row each selected token is predicted: in the shared prefix, or in the sequence's own segment.
+    row, column = action_mask.bool().nonzero(as_tuple=True)
+    target = length - width + column
+    position = target - 1 - start[row]
+    shared, prefix_at, own_at = (
+        torch.tensor(x, device=device)[row] for x in (layout.shared, layout.prefix_at, layout.own_at)
+    )
     return PackedBatch(
-        tokens=torch.tensor(tokens, device=device)[None],
-        positions=torch.tensor(positions, device=device)[None],
-        segments=segments,
+        tokens=torch.tensor(layout.tokens, device=device)[None],
+        positions=torch.tensor(layout.positions, device=device)[None],
+        segments=layout.segments,
         rows=torch.where(position < shared, prefix_at, own_at) + position,
-        targets=sequences[row, first_target + column],
-        places=row * action_mask.shape[1] + column,
+        targets=sequences[row, target],
+        places=row * width + column,
     )
 
 
+def _needed_spans(attention_mask: Tensor, action_mask: Tensor, share: bool) -> tuple[Tensor, Tensor]:
+    """Return the (B,) first columns of the tokens to compute and the (B,) columns behind the last of them."""
+    start = attention_mask.long().argmax(dim=1)
+    if not share:
+        return start, start + attention_mask.long().sum(dim=1)
+    (batch, length), width = attention_mask.shape, action_mask.shape[1]
+    # Position t predicts token t + 1. A sequence with nothing selected needs no token.
+    columns = torch.arange(width, device=start.device)
+    last = torch.where(action_mask.bool(), columns, -1).amax(dim=1) if width else start.new_full((batch,), -1)
+    stop = torch.where(last >= 0, length - width + last, start)
+    if not (last >= 0).any():
+        stop[0] = start[0] + 1
+    return start, stop
+
+
+def _sharing_groups(aligned: Tensor, rows: list[list[int]], order: list[int]) -> list[tuple[list[int], int]]:
+    """Divide the rows named by `order` into groups that share a beginning.
+
+    Args:
+        aligned: (B, T) token ids from the left edge, -1 behind the last.
+        rows: The same as lists.
+        order: Indices of the rows that have tokens.
+
+    Returns:
+        The groups as (indices of the rows, length of their shared beginning, 0 for a row on its own).
+    """
+    # In lexicographic order the rows that share most are neighbours.
+    order = sorted(order, key=rows.__getitem__)
+    above, below = aligned[order[:-1]], aligned[order[1:]]
+    common = ((above == below) & (above >= 0)).long().cumprod(dim=1).sum(dim=1).tolist()
+    return [([order[i] for i in group], prefix) for group, prefix in _best_groups(common)]
+
+
+class _Layout(NamedTuple):
+    """The packed row, and where each sequence lies in it."""
+
+    tokens: list[int]
+    positions: list[int]
+    segments: list[Segment]
+    shared: list[int]  # per sequence: how many of its tokens lie in a prefix
+    prefix_at: list[int]  # where its token 0 lies in the row, if it lies in a prefix
+    own_at: list[int]  # where token 0 would lie if the sequence's own segment began with it
+
+
+def _lay_out(rows: list[list[int]], lengths: list[int], groups: list[tuple[list[int], int]]) -> _Layout:
+    """Put the groups one after the other: the beginning that a group shares, then what each sequence adds to it."""
+    segments, tokens, positions = [], [], []
+    shared, prefix_at, own_at = ([0] * len(rows) for _ in range(3))
+    for group, prefix in groups:
+        prefix_index, group_at = len(segments), len(tokens)
+        if prefix:
+            segments.append(Segment(prefix, None))
+            tokens += rows[group[0]][:prefix]
+            positions += range(prefix)
+        for row in group:
+            shared[row], prefix_at[row], own_at[row] = prefix, group_at, len(tokens) - prefix
+            if lengths[row] > prefix:
+                segments.append(Segment(lengths[row] - prefix, prefix_index if prefix else None))
+                tokens += rows[row][prefix : lengths[row]]
+                positions += range(prefix, lengths[row])
+    return _Layout(tokens, positions, segments, shared, prefix_at, own_at)
+
+
 def _best_groups(common: list[int]) -> list[tuple[range, int]]:
-    """Divides a sequence of rows into groups of neighbours such that sharing saves most tokens.
+    """Divide a sequence of rows into groups of neighbours such that sharing saves most tokens.
 
     A group of n rows whose beginnings agree over p tokens saves (n - 1) p.
 
     Args:
-        common: of each row and the next, how many tokens they begin with in common.
+        common: How many tokens each row and the next begin with in common.
 
     Returns:
-        (indices of a group's rows, the length of its shared prefix: 0 for a row on its own), in order.
+        The groups in order, as (indices of the rows, length of the shared prefix, 0 for a row on its own).
     """
+    # best[i]: the most that rows 0 to i - 1 can save; cut[i]: where the last group of that division starts.
     count = len(common) + 1
     best, cut = [0] * (count + 1), [0] * (count + 1)
     for stop in range(1, count + 1):
@@ -177,14 +214,14 @@ def _best_groups(common: list[int]) -> list[tuple[range, int]]:
 def segment_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Attention within the segments of a packed row, and to their prefixes, by PyTorch's SDPA.
+    """Attend within the segments of a packed row, and to their prefixes, with PyTorch's SDPA.
 
     Args:
         query: (1, heads, L, D).
         key, value: (1, heads or a divisor of them, L, D).
-        packed: the layout of the row.
-        scale: what products are multiplied by before the softmax.
-        dropout: probability that an attention weight is dropped.
+        packed: The layout of the row.
+        scale: What products are multiplied by before the softmax.
+        dropout: Probability that an attention weight is dropped.
 
     Returns:
         (1, L, heads, D).
@@ -208,16 +245,31 @@ def segment_attention(
 
 
 def flash_segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, dropout: float = 0.0
-) -> Tensor:
-    """`segment_attention` by flash-attn: one kernel for all segments, whose causal mask is aligned to the last key."""
-    from flash_attn import flash_attn_varlen_func
+    flash_attention: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedBatch,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attend as `segment_attention` does, with flash-attn: one kernel for all segments.
 
+    The kernel aligns its causal mask to the last key, so that each segment sees the whole of its prefix.
+
+    Args:
+        flash_attention: transformers' `flash_attention_forward`, which also decides what the kernel can take of
+            `softcap`, `s_aux` (attention sinks) and the like. They are handed on in `kwargs` as the layer gave them.
+        module: The attention layer.
+        query: (1, heads, L, D).
+        key, value: (1, heads or a divisor of them, L, D).
+        packed: The layout of the row.
+
+    Returns:
+        (1, L, heads, D), and None in place of the attention weights.
+    """
     packed.was_attended = True
     layout = dict(packed.varlen)
     keys = layout.pop("keys")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (L, heads, D)
-    deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"  # as transformers reads it
-    return flash_attn_varlen_func(
-        q, k[keys], v[keys], **layout, dropout_p=dropout, softmax_scale=scale, causal=True, deterministic=deterministic
-    )[None]
+    key, value = (x[0].transpose(0, 1)[keys].transpose(0, 1)[None] for x in (key, value))
+    return flash_attention(module, query, key, value, None, **layout, **kwargs)

@@ -1,1 +1,1 @@
-"""What surrounds the update in a training run: the controller, the evaluation, the rewards."""
+"""Runs what surrounds the update: the controller, the rewards, the advantages and the evaluation."""

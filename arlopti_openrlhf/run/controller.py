@@ -1,5 +1,7 @@
-"""OpenRLHF's single controller, which leads a run: it takes the prompts in the seed's order, evaluates before the
-first step and after the last too, chooses the best checkpoint by accuracy, and logs histograms.
+"""Leads a run in place of OpenRLHF's single controller.
+
+It takes the prompts in the seed's order, evaluates before the first step and after the last too, chooses the best
+checkpoint by accuracy, logs histograms, and makes experience with `run.experience_maker`.
 """
 
 from collections.abc import Iterator
@@ -12,13 +14,14 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.utils.logging_utils import init_logger
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
 logger = init_logger(__name__)
 
 
 def install() -> None:
-    """Puts these trainers in place of OpenRLHF's. Called on the driver, before the CLI's `train` imports them.
+    """Put these trainers in place of OpenRLHF's. Call it on the driver, before the CLI's `train` imports them.
 
     Ray pickles them, and upstream's below them, by value, with their modules' globals as they are on the driver.
     """
@@ -29,12 +32,12 @@ def install() -> None:
 
 
 def _plain(actor_class) -> type:
-    """The class behind a Ray actor class."""
+    """Return the class behind a Ray actor class."""
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class SeededOrder:
-    """What reads the prompts: in the order of `--train.seed`. Upstream shuffles them in a process without a seed."""
+    """Shuffles the prompts by `--train.seed`. Upstream shuffles them in a process that sets no seed."""
 
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
         torch.manual_seed(strategy.args.train.seed)
@@ -42,18 +45,37 @@ class SeededOrder:
 
 
 class Controller:
-    """What upstream's two trainers have in common here: the best checkpoint is that of the highest accuracy, the
-    trackers stay open for an evaluation after the last step, and they get what the console does not show, the
-    statistics by probability."""
+    """Changes what upstream's two trainers share.
+
+    1. `ExperienceMaker` makes the experience.
+    2. The best checkpoint has the highest accuracy.
+    3. The trackers stay open for an evaluation after the last step.
+    4. The trackers, and not the console, get the statistics by probability.
+    """
 
     last_step, last_client_states, evaluated_step = 0, None, None
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
+        self.experience_maker = ExperienceMaker(
+            self.actor_model_group,
+            self.critic_model_group,
+            self.reward_model_group,
+            self.reference_model_group,
+            self.kl_ctl,
+            self.strategy,
+            self.tokenizer,
+        )
+
     def ppo_train(self, global_steps: int) -> dict:
+        """Return upstream's status, without the statistics by probability, which are kept for the trackers."""
         status = super().ppo_train(global_steps)
         self.token_statistics = {name: status.pop(name) for name in list(status) if name.startswith("tokens/")}
         return status
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        """Log and save as upstream does, and log the statistics by probability too."""
         self.last_step, self.last_client_states = global_step, dict(client_states or {})
         histograms = self.token_statistics.pop(HISTOGRAMS, None)
         super().save_logs_and_checkpoints(global_step, (logs_dict or {}) | self.token_statistics, client_states)
@@ -63,7 +85,7 @@ class Controller:
             self._log_histogram("train/tokens/logit_grad_norm_by_probability", histograms[half:], global_step)
 
     def _log_histogram(self, name: str, values: list[float], global_step: int) -> None:
-        """`values`: of each of the equal bins of [0, 1], how much lies there."""
+        """Log the weights `values` of equal bins of [0, 1] to the trackers."""
         edges = [i / len(values) for i in range(len(values) + 1)]
         if self.wandb_logger:
             import wandb
@@ -84,11 +106,11 @@ class Controller:
             )
 
     def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
-        """Upstream's, called after each evaluation. Before the first step there is nothing to save.
+        """Save as upstream does after each evaluation. Before the first step there is nothing to save.
 
         Raises:
-            ValueError: then, if the evaluation has not the user's metric: upstream would save no best checkpoint, and
-                not say so.
+            ValueError: the evaluation before the first step lacks the user's metric. Upstream would save no best
+                checkpoint, and not say so.
         """
         self.evaluated_step = global_step
         if global_step:
@@ -102,17 +124,18 @@ class Controller:
             )
 
     def _detect_eval_metric_key(self, eval_metrics) -> str | None:
-        """Upstream's, with `accuracy` as the default."""
+        """Return upstream's choice, with `accuracy` as the default."""
         if not self.best_eval_metric_key and "accuracy" in eval_metrics:
             self.best_eval_metric_key = "accuracy"
         return super()._detect_eval_metric_key(eval_metrics)
 
     def resume(self, checkpoint_states: dict) -> None:
+        """Take the last step from a checkpoint, or from the states of a new run."""
         self.last_step, self.last_client_states = checkpoint_states["global_step"], dict(checkpoint_states)
 
     @contextmanager
     def _saving_the_model(self) -> Iterator[None]:
-        """Upstream saves the trained model at the very end: an evaluation that fails must not lose it."""
+        """Save the trained model if what runs inside fails. Upstream saves it only at the very end."""
         try:
             yield
         except Exception:
@@ -123,7 +146,7 @@ class Controller:
         return [tracker for tracker in (self.wandb_logger, self.tensorboard_logger) if tracker]
 
     def _with_open_trackers(self, fit, *args) -> None:
-        """Upstream's `fit`, which closes them at its end."""
+        """Run upstream's `fit`, and keep the trackers open that it closes at its end."""
         with ExitStack() as stack:
             for tracker in self._trackers():
                 stack.enter_context(replaced_attribute(tracker, "close", lambda: None))
@@ -132,8 +155,7 @@ class Controller:
 
 @ray.remote
 class PPOTrainer(SeededOrder, Controller, _plain(ppo_trainer.PPOTrainer)):
-    """`PPOTrainer`; changed: the prompts' order is the seed's; it also evaluates before the first step and after the
-    last."""
+    """`PPOTrainer` with the changes of its bases. It also evaluates before the first step and after the last."""
 
     def fit(self, global_step: int = 0) -> None:
         evaluates = self.eval_dataloader is not None and self.args.eval.steps != float("inf")
@@ -156,8 +178,7 @@ class PPOTrainer(SeededOrder, Controller, _plain(ppo_trainer.PPOTrainer)):
 
 @ray.remote
 class GenerateSamplesActor(SeededOrder, _plain(ppo_trainer_async.GenerateSamplesActor)):
-    """`GenerateSamplesActor`; changed: the prompts' order is the seed's; it evaluates before the first step too, and
-    when asked to."""
+    """`GenerateSamplesActor` in the seed's order. It also evaluates before the first step, and on request."""
 
     is_resumed = False
 
@@ -178,18 +199,18 @@ class GenerateSamplesActor(SeededOrder, _plain(ppo_trainer_async.GenerateSamples
 
 @ray.remote
 class TrainingActor(Controller, _plain(ppo_trainer_async.TrainingActor)):
-    """`TrainingActor`; the only change: its trackers stay open until `finish`."""
+    """`TrainingActor` with the changes of `Controller`. Its trackers stay open until `finish`."""
 
     def fit(self, global_step: int = 0) -> None:
         self.resume(self.init_checkpoint_states())
         self._with_open_trackers(super().fit, global_step)
 
     def step_to_evaluate(self) -> int | None:
-        """The last step, unless it has been evaluated."""
+        """Return the last step, or None if it has been evaluated."""
         return None if self.evaluated_step == self.last_step else self.last_step
 
     def finish(self, generator=None) -> None:
-        """Evaluates the last step, if there is a `GenerateSamplesActor` to do it, and closes the trackers."""
+        """Evaluate the last step if there is a `GenerateSamplesActor` to do it, and close the trackers."""
         try:
             if generator is not None:
                 with self._saving_the_model():
@@ -205,7 +226,7 @@ class TrainingActor(Controller, _plain(ppo_trainer_async.TrainingActor)):
 
 @ray.remote
 class PPOTrainerAsync(_plain(ppo_trainer_async.PPOTrainerAsync)):
-    """`PPOTrainerAsync`; the only change: it also evaluates after the last step."""
+    """`PPOTrainerAsync` that also evaluates after the last step."""
 
     def fit(self) -> None:
         super().fit()

@@ -1,6 +1,7 @@
-"""Evaluation during training: the measures of `cli.evaluate` for each data source, from the samples' `scores`.
+"""Evaluates during training, with the measures of `cli.evaluate` for each data source.
 
-Upstream averages rewards. Here each source may also have its own number of samples and temperature.
+The measures come from the samples' `scores`, while upstream averages rewards. Each source may also have its own number
+of samples and temperature.
 """
 
 import fnmatch
@@ -25,12 +26,12 @@ _upstream_metrics = ppo_trainer.compute_eval_metrics
 
 
 def install(specs: Sequence[Sampling]) -> None:
-    """Makes OpenRLHF's trainers evaluate so. Called on the driver, before the CLI's `train`.
+    """Make OpenRLHF's trainers evaluate so. Call it on the driver, before the CLI's `train`.
 
     Ray pickles the trainers by value, with their modules' globals as they are on the driver.
 
     Args:
-        specs: how each source is sampled; the first matches all.
+        specs: how to sample each source. The first matches all.
     """
     for module in (ppo_trainer, ppo_trainer_async):
         module.SamplesGenerator = functools.partial(SourceSamplesGenerator, specs=specs)
@@ -38,11 +39,16 @@ def install(specs: Sequence[Sampling]) -> None:
 
 
 class SourceSamplesGenerator(SamplesGenerator):
-    """`SamplesGenerator`; the only change: evaluation samples each data source as its specification says."""
+    """`SamplesGenerator` with two changes.
+
+    1. An evaluation samples each data source as its specification says.
+    2. A sample knows whether its `scores` are its rewards, because the reward function returned none.
+    """
 
     def __init__(self, *args, specs: Sequence[Sampling], **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.specs = specs
+        self._with_and_without_scores: set[bool] = set()  # the kinds of samples so far
         sources = {str(source) for sources, *_ in self.eval_dataloader or () for source in sources}
         for spec in specs[1:] if sources else ():
             if not fnmatch.filter(sources, spec.pattern):
@@ -51,9 +57,9 @@ class SourceSamplesGenerator(SamplesGenerator):
                 )
 
     def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
-        """Upstream's samples, source by source and those of one problem together, each with its `datasource`.
+        """Return upstream's samples with their `datasource`, ordered by source and then by problem.
 
-        `temperature` and `n_samples_per_prompt` are the specifications'.
+        The specifications give `temperature` and `n_samples_per_prompt`.
         """
         problems = defaultdict(list)
         for batch in self.eval_dataloader:
@@ -71,32 +77,47 @@ class SourceSamplesGenerator(SamplesGenerator):
             samples += of_source
         return samples
 
+    def _process_response_into_experience(self, response, **generate_kwargs) -> Experience:
+        experience = super()._process_response_into_experience(response, **generate_kwargs)
+        # A custom agent's responses have no such entry. Their scores are its own.
+        experience.scores_are_rewards = response.get(SCORES_ARE_REWARDS, False)
+        if experience.scores_are_rewards not in self._with_and_without_scores:
+            self._with_and_without_scores.add(experience.scores_are_rewards)
+            if len(self._with_and_without_scores) == 2:
+                logger.warning(
+                    "the reward function returns `scores` for some samples only. For the others, their reward stands "
+                    "in, and a data source with such samples has no accuracy."
+                )
+        return experience
+
 
 def compute_eval_metrics(
     eval_dataloader, samples_list: Sequence[Experience], n_samples_per_prompt: int, specs: Sequence[Sampling]
 ) -> dict[str, float]:
-    """The measures of each source, as `<source>/<measure>` with its 95% interval `.../low` and `.../high`; `accuracy`,
-    the mean over the sources; and upstream's metrics, which averaged rewards, from scores.
+    """Return each source's measures, their mean accuracy, and upstream's metrics with scores in place of rewards.
 
-    A source whose reward function returns no scores has upstream's metrics alone: rewards do not say what is right.
+    A measure is `<source>/<measure>`, with the ends of its 95% interval in `.../low` and `.../high`. `accuracy` is the
+    mean over the sources. A source with samples without scores has upstream's metrics alone, because rewards do not
+    say what is right.
 
     Args:
-        eval_dataloader: upstream's; not needed.
-        samples_list: of `SourceSamplesGenerator`.
-        n_samples_per_prompt: upstream's; the specifications say more.
+        eval_dataloader: upstream's argument, which is not needed here.
+        samples_list: the samples of `SourceSamplesGenerator`.
+        n_samples_per_prompt: upstream's argument. The specifications say more.
+        specs: how each source was sampled.
     """
     logs: dict[str, float] = {}
     accuracies = []
     for source, group in itertools.groupby(samples_list, key=lambda sample: sample.datasource):
         samples, n = list(group), sampling_of(source, specs).n
-        if all(sample.scores is not None and SCORES_ARE_REWARDS not in sample.info for sample in samples):
+        if all(sample.scores is not None and not sample.scores_are_rewards for sample in samples):
             samples = [replace(sample, rewards=sample.scores) for sample in samples]
             responses = list(map(_response, samples))
             for name, estimate in estimate_source([responses[i : i + n] for i in range(0, len(responses), n)]).items():
                 logs[f"{source}/{name}"] = estimate.value
                 logs[f"{source}/{name}/low"], logs[f"{source}/{name}/high"] = estimate.low, estimate.high
             accuracies.append(logs[f"{source}/accuracy"])
-        # Upstream finds a sample's source by its prompt, which another source may have too.
+        # Upstream looks a sample's source up by its prompt, which another source may have too.
         own_data = [([source], sample.prompts, sample.labels, [None]) for sample in samples]
         upstream = _upstream_metrics(own_data, samples, n)
         logs |= {name: value for name, value in upstream.items() if name.startswith(f"eval_{source}_")}

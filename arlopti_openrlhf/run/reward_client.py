@@ -1,6 +1,6 @@
-"""Rewards that are there or stop the run: OpenRLHF's single-turn executor, with a reward source it does not outlive.
+"""Fetches the reward of each sample, and stops the run with the cause where there is none.
 
-Upstream logs a reward that it cannot have and goes on without; the run dies later, of something else.
+Upstream logs that it got no reward, and goes on without. The run then dies later, of something else.
 """
 
 import asyncio
@@ -16,51 +16,60 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
 
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+
 logger = init_logger(__name__)
 
 _ATTEMPT = aiohttp.ClientTimeout(total=180)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, doubling
 _SAY_EVERY = 60.0  # seconds
-# The entry of a sample's `extra_logs` that says that its source returned no scores: upstream puts rewards there.
+# The entry of an output that is true where its source returned no scores, so that the reward takes their place.
 SCORES_ARE_REWARDS = "scores_are_rewards"
 
 
 class RewardError(Exception):
-    """A sample has no usable reward, and nothing is left to try."""
+    """Says that a sample has no usable reward, and that nothing is left to try."""
 
 
 def install(retry_minutes: float) -> None:
-    """Makes OpenRLHF's vLLM engines fetch rewards with `RewardExecutor`. Called on the driver, before Ray starts.
+    """Make OpenRLHF's vLLM engines fetch rewards with `RewardExecutor`. Call it on the driver, before Ray starts.
 
     Ray pickles `RolloutRayActor` by value, with its module's globals as they are on the driver.
+
+    Args:
+        retry_minutes: how long each sample waits for a reward server.
     """
     vllm_engine.SingleTurnAgentExecutor = functools.partial(RewardExecutor, retry_minutes=retry_minutes)
 
 
 class RewardExecutor(SingleTurnAgentExecutor):
-    """`SingleTurnAgentExecutor`, whose samples all have a finite reward.
+    """`SingleTurnAgentExecutor` with three changes.
 
-    The only changes to upstream: a server that does not answer is waited for; a reward function that raises, or a
-    reward that is no number, ends the run with its cause.
+    1. `kk` and `math` stand for the package's reward files.
+    2. It waits for a server that does not answer.
+    3. A reward function that raises, or a reward that is no finite number, ends the run with its cause.
 
     Args:
-        remote_rm_url: as upstream: the path of a Python file, or URLs that take turns.
-        retry_minutes: how long to wait for a server, for each sample.
+        remote_rm_url: `kk`, `math`, the path of a Python file, or URLs that take turns.
+        retry_minutes: how long each sample waits for a server.
     """
 
     def __init__(self, remote_rm_url: str | list[str] | None = None, retry_minutes: float = 10.0) -> None:
-        super().__init__(remote_rm_url)
+        sources = [remote_rm_url] if isinstance(remote_rm_url, str) else remote_rm_url or []
+        # The engine looks the files up, and not the driver, because their nodes may have the package in two folders.
+        super().__init__([REWARD_FILES.get(source, source) for source in sources])
         self.retry_seconds = 60 * retry_minutes
-        # Without endpoints upstream's `execute` generates, and leaves the reward to ours.
+        # Without endpoints, upstream's `execute` generates and leaves the reward to ours.
         self.sources, self.reward_endpoints = self.reward_endpoints, []
-        self._waiting = 0  # samples whose server does not answer
+        self._waiting = 0  # samples that wait for a server
         self._down_since = self._said = 0.0
 
     async def execute(self, prompt, label, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None):
-        """Upstream's result, with its `reward`, `scores` and `extra_logs` as numbers.
+        """Return upstream's result, with its `reward`, `scores` and `extra_logs` as numbers.
 
         Raises:
-            RewardError: see `_call_function`, `_ask_server` and `_number`.
+            RewardError: the function raised, no server answered in time, one refused the request, or the answer has no
+                finite reward.
         """
         output = await super().execute(
             prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=images
@@ -79,9 +88,10 @@ class RewardExecutor(SingleTurnAgentExecutor):
             scores = result.get("scores")
             output["reward"] = reward
             output["scores"] = reward if scores is None else _number("scores", scores)
+            output[SCORES_ARE_REWARDS] = scores is None
             output["extra_logs"] = {
                 name: _number(name, value, finite=False) for name, value in (result.get("extra_logs") or {}).items()
-            } | ({SCORES_ARE_REWARDS: 1.0} if scores is None else {})
+            }
         except ValueError as error:
             raise RewardError(f"{self.sources[0]} returned {error}{_about(query, label)}") from None
         return output
@@ -95,7 +105,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
             ) from error
 
     async def _ask_server(self, message: dict) -> Any:
-        """The server's answer, after as many attempts as the time allows; another server's turn each time.
+        """Return a server's answer, after as many attempts as the time allows. Each attempt asks the next server.
 
         Raises:
             RewardError: the time is up, or the server refuses the request itself (4xx).
@@ -139,7 +149,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
 
 
 async def _post(url: str, message: dict) -> Any:
-    # A connection of its own for each, as upstream: one that was kept could have died with a server in the meantime.
+    # Each request opens its own connection, as upstream's do. A kept one could have died with its server since.
     async with aiohttp.ClientSession(timeout=_ATTEMPT) as session, session.post(url, json=message) as response:
         if 400 <= response.status < 500 and response.status not in (408, 429):
             text = (await response.text())[:500]
@@ -151,7 +161,7 @@ async def _post(url: str, message: dict) -> Any:
 
 
 def _number(name: str, value: Any, finite: bool = True) -> float:
-    """The one number of a batch of one: a number, or a list or tensor that holds one. ValueError for anything else."""
+    """Return the number in `value`, which is a number, or a list or tensor of one. ValueError for anything else."""
     if isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
         value = value.tolist()
     given = value

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.scoring.measures import Estimate
@@ -30,7 +31,7 @@ def markdown(results: dict[str, dict]) -> str:
                     spec = [str(found["n"]), str(found["samples"]), f"{found['temperature']:g}"]
                     digits = 0 if measure == "response_length" else 3
                     lines.append([name, source, *spec, measure, _cell(estimate, digits)])
-    return "\n".join([*filter(None, tables), _table(lines)])
+    return "\n".join([*filter(None, tables), markdown_table(lines)])
 
 
 def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str:
@@ -46,14 +47,15 @@ def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str
             # Over some of the sources it would not compare with the other models'.
             cells.append(f"{sum(f['accuracy']['value'] for f in found) / len(found):.3f}" if all(found) else "")
         lines.append([name, *cells])
-    return _table(lines)
+    return markdown_table(lines)
 
 
 def _cell(estimate: dict, digits: int = 3) -> str:
     return f"{estimate['value']:.{digits}f} [{estimate['low']:.{digits}f}, {estimate['high']:.{digits}f}]"
 
 
-def _table(lines: list[list[str]]) -> str:
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the first line is its head."""
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 

@@ -1,5 +1,5 @@
-# What the paper's runs have in common (arXiv 2505.12929, Tables 2 and 3), for train_kk.sh and train_math.sh.
-# From METHOD, alpha and ETA it makes method_flags; paper_flags are the rest.
+# The settings that the paper's runs share (arXiv 2505.12929, Tables 2 and 3), for train_kk.sh and train_math.sh.
+# METHOD, alpha and ETA become method_flags. paper_flags are the rest.
 
 case $METHOD in
   both)  method_flags=(--algo.ar.alpha "$alpha" --algo.lopti.eta "${ETA:-0.5}") ;;
@@ -11,7 +11,7 @@ esac
 
 grpo_flags=(--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3)
 
-# Table 2 leaves the rest to verl's defaults, hence AdamW's betas and weight decay and the constant learning rate.
+# Table 2 leaves the rest to verl's defaults, among them AdamW's betas and weight decay and the constant learning rate.
 paper_flags=(
   --algo.kl.init_coef 0.001
   --actor.eps_clip_low_high 0.2 0.24

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The paper's Knights-and-Knaves run (arXiv 2505.12929, Tables 2 and 3) on one node with 4 GPUs of 80 GB.
 #
-# Data: the authors' files of 3 to 7 people (git clone https://github.com/zhyang2226/AR-Lopti); prompts keep their text:
+# Data: the authors' files of 3 to 7 people (git clone https://github.com/zhyang2226/AR-Lopti). Prompts keep their text:
 #   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/kk/instruct/merge_34567ppl/train.parquet --prompt-format text --out data/kk/train.jsonl
 #   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/kk/instruct/[3-7]ppl/test_new.parquet --prompt-format text --out data/kk/test.jsonl
-# or new puzzles, 900 and 100 of each number of people as there:
+# or new puzzles, 900 and 100 for each number of people as in the authors' files:
 #   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 #
 # Then, from the repository's root:
@@ -27,6 +27,8 @@ case $ALGO in
 esac
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
+# The paper's text puts the k1 KL into the reward of REINFORCE++, and so does this script. The authors' own scripts keep
+# the KL loss there. To train as they did, append --algo.kl.use_loss --algo.kl.estimator k3.
 algo_flags=("${grpo_flags[@]}")
 if [ "$ALGO" = reinforce++ ]; then
   algo_flags=(--algo.advantage.estimator reinforce --algo.kl.estimator k1)
@@ -39,7 +41,7 @@ python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${paper_flags[@]}" \
   --actor.model_name_or_path "$MODEL" \
   --data.prompt_dataset "$DATA" \
-  --reward.remote_url rewards/kk_reward.py \
+  --reward.remote_url kk \
   --rollout.batch_size 64 \
   --rollout.temperature 0.7 \
   --train.batch_size 256 \

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # The paper's math run (arXiv 2505.12929, Tables 2 and 3) on one node with 8 GPUs of 80 GB.
 #
-# Data: the authors' files (git clone https://github.com/zhyang2226/AR-Lopti): DSR-Uniform without the test sets' problems
-# (or --dataset orz, with EPOCHS=1), and the test sets. Prompts are plain text: a base model has no chat template to follow.
+# Data: the authors' files (git clone https://github.com/zhyang2226/AR-Lopti), which are DSR-Uniform without the test sets'
+# problems (or --dataset orz, with EPOCHS=1) and the test sets. Prompts are plain text, because a base model has no chat
+# template to follow.
 #   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/math/MATH-500.parquet AR-Lopti/data/deepscaler/minerva_dsr.parquet AR-Lopti/data/deepscaler/olympiad_bench_dsr.parquet AR-Lopti/data/deepscaler/amc_dsr.parquet AR-Lopti/data/deepscaler/aime_dsr.parquet --prompt-format text --out data/math/test.jsonl
 #   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/deepscaler_c/deepscaler_uniform_train.parquet --exclude data/math/test.jsonl --prompt-format text --out data/math/train.jsonl
 #
-# Then, from the repository's root; the paper recommends either method alone:
+# Then, from the repository's root (the paper recommends either method alone):
 #   METHOD=ar bash examples/scripts/train_math.sh
 #   METHOD=lopti bash examples/scripts/train_math.sh --logger.wandb.key "$WANDB_API_KEY"
 set -euo pipefail
@@ -27,7 +28,7 @@ python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${paper_flags[@]}" \
   --actor.model_name_or_path "$MODEL" \
   --data.prompt_dataset "$DATA" \
-  --reward.remote_url rewards/math_reward.py \
+  --reward.remote_url math \
   --rollout.batch_size 128 \
   --rollout.temperature 1.0 \
   --train.batch_size 512 \

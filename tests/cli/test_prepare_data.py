@@ -1,3 +1,5 @@
+"""The command that writes data: what it makes, converts, drops and refuses."""
+
 import json
 import os
 import subprocess
@@ -6,10 +8,11 @@ import sys
 import pandas as pd
 import pytest
 
-from arlopti_openrlhf.cli.prepare_data import convert_rows, generate_rows, main
+from arlopti_openrlhf.cli.prepare_data import main
 from arlopti_openrlhf.data import knights_knaves
 from arlopti_openrlhf.data import published as published_sets
 from arlopti_openrlhf.data.published import MATH_INSTRUCTION
+from arlopti_openrlhf.data.rows import convert_rows
 from arlopti_openrlhf.grading.kk_reward import grade
 
 QUIZ = (
@@ -53,18 +56,6 @@ def test_generated_files(tmp_path, capsys):
         assert row["prompt"][0] == {"role": "system", "content": knights_knaves.INSTRUCTION}
         assert row["prompt"][1]["content"].endswith("So who is a knight and who is a knave?")
         assert grade(f"<think></think><answer>{row['label']}</answer>", row["label"]).reward == 3.0
-
-
-def test_train_and_test_share_no_puzzle_and_no_row_twice():
-    train = [row["prompt"][1]["content"] for row in generate_rows([2], 2000, held_out=False, seed=0)]
-    test = [row["prompt"][1]["content"] for row in generate_rows([2], 500, held_out=True, seed=1)]
-    assert len(set(train)) == 2000 and len(set(test)) == 500
-    assert not set(train) & set(test)
-
-
-def test_more_rows_continue_fewer():
-    assert generate_rows([3], 20, held_out=True, seed=5)[:8] == generate_rows([3], 8, held_out=True, seed=5)
-    assert generate_rows([3], 8, held_out=True, seed=6) != generate_rows([3], 8, held_out=True, seed=5)
 
 
 def test_same_bytes_in_every_process(tmp_path):

@@ -37,6 +37,11 @@ FITTING = ["--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8", 
         ("--algo.lopti.eta 0.5 --train.batch_size 256", ["--train.batch_size", "256", "128"]),
         ("--algo.lopti.eta 0.5 --train.batch_size 96", ["--train.batch_size", "96", "128"]),
         ("--algo.lopti.etaa 0.5", ["--algo.lopti.etaa"]),
+        ("--reward.remote_url KK", ["--reward.remote_url", "KK", "kk, math"]),
+        ("--reward.remote_url kk,math", ["--reward.remote_url", "kk,math", "one Python file"]),
+        ("--reward.remote_url r.py,http://a/b", ["--reward.remote_url", "r.py,http://a/b", "one Python file"]),
+        ("--reward.remote_url http://a/b,kk", ["--reward.remote_url", "http://a/b,kk", "URLs"]),
+        ("--reward.retry_minutes -1", ["--reward.retry_minutes", "-1", "[0, inf]"]),
     ],
 )
 def test_refused_in_one_line(flags, named, capsys):
@@ -56,6 +61,18 @@ def test_defaults_are_off_and_values_arrive():
     assert (on["algo.lopti.scope"], on["algo.lopti.order"], on["algo.lopti.groups"]) == ("batch", "low_first", "both")
 
 
+@pytest.mark.parametrize(
+    "source", ["kk", "math", "rewards/kk_reward.py", "http://a:5000/get_reward", "http://a/b,https://c/d"]
+)
+def test_reward_sources_arrive_as_they_are(source):
+    """The engines look names up, on their own nodes."""
+    assert vars(train_ppo_ray.parse(["--reward.remote_url", source]))["reward.remote_url"] == source
+
+
+def test_an_agent_has_no_reward_source():
+    train_ppo_ray.parse(["--train.agent_func_path", "agent.py", "--reward.remote_url", "anything"])
+
+
 def test_help_lists_upstreams_flags_and_ours(capsys):
     with pytest.raises(SystemExit) as stopped:
         train_ppo_ray.parse(["--help"])
@@ -63,6 +80,7 @@ def test_help_lists_upstreams_flags_and_ours(capsys):
     assert stopped.value.code == 0
     for flag in ("--algo.advantage.estimator", "--vllm.num_engines", "--algo.ar.alpha", "--algo.lopti.eta"):
         assert flag in text
+    assert "--reward.remote_url kk|math|PATH.py|URL,..." in text
 
 
 @pytest.mark.parametrize("installed", ["0.11.1", "0.12.0", None])

@@ -4,7 +4,19 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    Gemma2Config,
+    GraniteConfig,
+    GraniteSWAConfig,
+    GraniteSWAPreTrainedModel,
+    LlamaConfig,
+    MistralConfig,
+    NemotronConfig,
+    Phi3Config,
+    Qwen2Config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +56,40 @@ MODELS = {
     "mistral, sliding window": MistralConfig(**SHAPE, sliding_window=4),
     "gemma 2, capped logits": Gemma2Config(**SHAPE, sliding_window=4, final_logit_softcapping=2.0),
     "granite, scaled logits": GraniteConfig(**SHAPE, logits_scaling=3.0),
+    "nemotron, layers swallow keyword arguments": NemotronConfig(**SHAPE),
+    # The batch's longest sequence has 23 tokens. Without its last one it would have other frequencies.
+    "llama, dynamic RoPE": LlamaConfig(
+        **SHAPE | dict(max_position_embeddings=8),
+        rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0),
+    ),
+    "phi 3, longrope": Phi3Config(
+        **SHAPE,
+        original_max_position_embeddings=22,
+        rope_parameters=dict(
+            rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.0, 4.0]
+        ),
+    ),
 }
+SHARING = ["qwen2, tied", "llama, untied", "granite, scaled logits"]
+
+
+def save(config, folder) -> str:
+    """Save a model of that shape whose parameters are random, those that start at 0 or 1 included."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:
+            torch.nn.init.normal_(parameter, std=2.0)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
-    torch.manual_seed(0)
-    folder = str(tmp_path_factory.mktemp("model"))
-    AutoModelForCausalLM.from_config(MODELS[request.param]).save_pretrained(folder)
-    return folder
+    return save(MODELS[request.param], tmp_path_factory.mktemp("model"))
 
 
-def actors(folder, **kwargs):
+def actors(folder, attn_implementation="sdpa", **kwargs):
     """(upstream's actor, ours) with the same float32 weights."""
     from openrlhf.models import Actor
 
@@ -64,7 +98,7 @@ def actors(folder, **kwargs):
     pair = []
     for kind in (Actor, SelectiveActor):
         torch.manual_seed(1)  # LoRA's
-        actor = kind(folder, attn_implementation="sdpa", param_dtype="bf16", temperature=0.7, **kwargs)
+        actor = kind(folder, attn_implementation=attn_implementation, param_dtype="bf16", temperature=0.7, **kwargs)
         for name, parameter in actor.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -150,18 +184,65 @@ def test_no_logits_of_the_whole_batch_exist(tiny_model, batch, monkeypatch):
     assert seen["head"] == (1, 35 + 1, 2)  # and a witness that nothing follows the head
 
 
-def test_models_say_whether_they_share(tmp_path):
-    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+def test_models_say_whether_they_share(model, batch, request):
+    """At the latest after the first forward pass, and the same whatever the batch holds."""
+    _, ours = actors(model)
+    run(ours, batch, mask=torch.zeros_like(batch[2]))
+    shares = request.node.callspec.params["model"] in SHARING
+    assert (ours.reason_not_to_share is None) == shares
 
-    reasons = {}
-    for name, config in MODELS.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(tmp_path)
-        reasons[name] = SelectiveActor(str(tmp_path), attn_implementation="sdpa").reason_not_to_share
-    assert [name for name, reason in reasons.items() if reason] == [
-        "mistral, sliding window",
-        "gemma 2, capped logits",
-    ]
+
+def test_a_batch_lost_on_the_way_to_attention_is_computed_again(tmp_path, batch):
+    """Once, at the first forward pass, with gradient checkpointing too."""
+    stock, ours = actors(save(NemotronConfig(**SHAPE), tmp_path))
+    passes = []
+    ours.model.get_input_embeddings().register_forward_hook(lambda m, args, out: passes.append(out.shape[:2]))
+    for actor in (stock, ours):
+        actor.gradient_checkpointing_enable({"use_reentrant": False})
+        actor.model.enable_input_require_grads()
+        actor.train()
+    assert ours.reason_not_to_share is None
+    assert_same(stock, ours, batch)
+    assert "swallow keyword arguments" in ours.reason_not_to_share
+    assert len(passes) == 2 and passes[1] == batch[0].shape
+    assert_same(stock, ours, batch)
+    assert len(passes) == 3
+
+
+def test_a_model_that_is_not_causal_does_not_share(tmp_path, batch):
+    """BERT as a "causal" model sees both ways: what it computes for a token depends on the tokens after it."""
+    shape = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
+    no_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    stock, ours = actors(save(BertConfig(**shape, **no_dropout, is_decoder=False), tmp_path))
+    assert_same(stock, ours, batch)
+    assert "is not causal" in ours.reason_not_to_share
+
+
+FULL = dict(layer_types=["full_attention"] * 2)
+FLASH_MODELS = {  # and what the kernel must get beside the layout
+    "llama": (LlamaConfig(**SHAPE), None),
+    "gemma 2, capped scores": (
+        Gemma2Config(**SHAPE, **FULL, attn_logit_softcapping=0.5, final_logit_softcapping=None),
+        "softcap",
+    ),
+    "granite, attention sinks": (GraniteSWAConfig(**SHAPE, **FULL), "s_aux"),
+}
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", FLASH_MODELS)
+def test_flash_attention_gets_all_that_a_layer_gives(name, packing, batch, tmp_path, flash_attention, monkeypatch):
+    """Upstream's own flash attention caps scores and adds sinks; so does that of a packed row."""
+    config, argument = FLASH_MODELS[name]
+    # Else transformers fetches a kernel with sinks from its hub.
+    monkeypatch.setattr(GraniteSWAPreTrainedModel, "_compatible_flash_implementations", None)
+    stock, ours = actors(save(config, tmp_path), attn_implementation="flash_attention_2", packing_samples=packing)
+    assert_same(stock, ours, batch)
+    assert ours.reason_not_to_share is None
+    of_stock, of_ours = flash_attention[:2], flash_attention[2:]  # one call per layer
+    assert len(of_ours) == 2 and all(call["max_seqlen_k"] > call["max_seqlen_q"] for call in of_ours)
+    for call in of_stock + of_ours:
+        assert call.keys() & {"softcap", "s_aux"} == {argument} - {None}
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

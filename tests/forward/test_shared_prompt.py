@@ -1,13 +1,10 @@
 """The packed row: what it holds, and that attention over its segments is that of the separate sequences."""
 
-import sys
-import types
-
 import pytest
 import torch
 from torch.nn import functional as F
 
-from arlopti_openrlhf.forward.shared_prompt import Segment, flash_segment_attention, pack, segment_attention
+from arlopti_openrlhf.forward.shared_prompt import Segment, pack, segment_attention
 
 
 def padded(rows: list[list[int]], left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,32 +58,14 @@ def test_the_groups_are_those_that_save_most():
     assert packed.tokens.shape[1] == 3 * 7 + 1
 
 
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, deterministic
-):
-    """What flash-attn documents: a causal mask aligned to the bottom right corner, grouped heads."""
-    assert causal and dropout_p == 0 and not deterministic
-    outputs = []
-    for q0, q1, k0, k1 in zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True):
-        queries, (keys, values) = q[q0:q1], (x[k0:k1].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        assert len(queries) <= max_seqlen_q and len(keys) <= max_seqlen_k
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * softmax_scale
-        seen = torch.arange(len(keys)) <= torch.arange(len(queries))[:, None] + len(keys) - len(queries)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("attend", [segment_attention, flash_segment_attention])
-def test_attention_is_that_of_separate_sequences(attend, monkeypatch):
-    stand_in = types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+def test_attention_is_that_of_separate_sequences():
     generator = torch.Generator().manual_seed(0)
     rows = [[7, 8, 9, *range(20, 20 + n)] for n in (4, 1, 6)] + [[1, 2, 3, 4]]
     sequences, attention_mask = padded(rows)
     packed = pack(sequences, attention_mask, attention_mask[:, 1:])
     total = packed.tokens.shape[1]
     query, key, value = (torch.randn(1, h, total, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
-    output = attend(query, key, value, packed, scale=0.3)
+    output = segment_attention(query, key, value, packed, scale=0.3)
     assert output.shape == (1, total, 4, 8)
     for row, tokens in enumerate(rows):
         # The places of this sequence's tokens, all but the last, in the packed row.

@@ -31,7 +31,7 @@ def sample(prompt: str, label, score: float, reward: float = -0.5, source: str =
         truncated=torch.tensor([False]),
         info={name: torch.tensor([value]) for name, value in info.items()},
     )
-    experience.datasource = source
+    experience.datasource, experience.scores_are_rewards = source, False
     return experience
 
 
@@ -40,7 +40,8 @@ def test_measures_are_those_of_the_scores():
     samples = [sample("q", ["c"], 1.0, well_formed=1.0, **kk), sample("q", ["c"], 0.0, well_formed=0.0, **kk)]
     samples += [sample("p", "a", 1.0, reward=3.0, well_formed=1.0, **kk) for _ in range(2)]
     samples += [sample("p", "a", float(i == 2), **aime) for i in range(4)]
-    samples += [sample("r", "d", 1.0, reward=1.0, source="None", scores_are_rewards=1.0)]
+    samples += [sample("r", "d", 1.0, reward=1.0, source="None")]
+    samples[-1].scores_are_rewards = True
     logs = compute_eval_metrics(DATA, samples, 2, specs=SPECS)
     # kk_2ppl: q is right once of 2, p twice; aime: once of 4.
     assert logs["kk_2ppl/accuracy"] == pytest.approx((0.5 + 1) / 2)

@@ -5,12 +5,15 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from openrlhf.trainer.ppo_utils.experience import make_experience_batch, split_experience_batch
 
-from arlopti_openrlhf.run import reward_client
+from arlopti_openrlhf.run import evaluation, reward_client
+from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.run.reward_client import RewardError, RewardExecutor
 
 GOOD = {"rewards": 3.0, "scores": 1.0, "extra_logs": {"answered": 1.0}}
@@ -106,8 +109,8 @@ def test_lists_of_one_are_one_number(server, answer):
 def test_scores_default_to_the_rewards(server):
     http = server(lambda n, message: (200, {"rewards": 0.5}))
     [output] = execute(RewardExecutor([http.url]))
-    # The evaluation must not take them for what is right.
-    assert (output["reward"], output["scores"], output["extra_logs"]) == (0.5, 0.5, {"scores_are_rewards": 1.0})
+    assert (output["reward"], output["scores"], output["extra_logs"]) == (0.5, 0.5, {})
+    assert output["scores_are_rewards"]  # the evaluation must not take them for what is right
 
 
 @pytest.mark.parametrize("failure", [(500, {"error": "down"}), (503, b""), (429, b""), (200, b"<html>starting")])
@@ -206,6 +209,50 @@ def test_a_reward_function_that_raises(tmp_path):
         execute(RewardExecutor([path]))
     assert "query: prompt answer" in str(error.value)
     assert isinstance(error.value.__cause__, KeyError) and error.value.__cause__.__traceback__ is not None
+
+
+@pytest.mark.parametrize(
+    "name, reward, metrics", [("kk", -3.0, {"well_formed", "answered"}), ("math", 0.0, {"well_formed", "timed_out"})]
+)
+def test_the_names_of_the_packages_rewards(name, reward, metrics, monkeypatch, tmp_path):
+    """From a folder with a `rewards` package of its own, as a string or in upstream's list."""
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "__init__.py").write_text("raise ImportError('not these')")
+    monkeypatch.chdir(tmp_path)
+    for source in (name, [name]):
+        [output] = execute(RewardExecutor(source), label="(1) Zoey is a knight")
+        assert output["reward"] == reward and output["extra_logs"].keys() == metrics
+        assert not output["scores_are_rewards"]
+
+
+@pytest.mark.parametrize("path", ["rewards/kk_reward.py", "rewards/math_reward.py"])
+def test_the_files_for_openrlhf(path):
+    file = Path(__file__).parents[2] / path
+    [output] = execute(RewardExecutor([str(file)]), prompts=["\\boxed{7}"], label="(1) Zoey is a knight")
+    assert output["reward"] in (-3.0, 0.0) and output["extra_logs"]["well_formed"] in (0.0, 1.0)
+
+
+def test_samples_with_and_without_scores_and_metrics_make_a_batch(tmp_path, monkeypatch):
+    """Through upstream's code as a run takes them: executor, samples generator, micro-batches, replay buffer."""
+    lines: list[str] = []
+    monkeypatch.setattr(evaluation.logger, "warning", lines.append)
+    only_some = '({"scores": torch.ones(1), "extra_logs": {"steps": torch.tensor([4])}} if labels[0] == "b" else {})'
+    path = write(tmp_path / "r.py", f'return {{"rewards": torch.tensor([0.5])}} | {only_some}')
+    executor = RewardExecutor([path])
+    outputs = [output for label in "abab" for output in execute(executor, label=label)]
+    parts = {"algo": SimpleNamespace(), "train": SimpleNamespace(dynamic_batch_enable=False)}
+    parts["algo"].advantage = SimpleNamespace(estimator="group_norm")
+    strategy = SimpleNamespace(args=SimpleNamespace(**parts, rollout=SimpleNamespace(micro_batch_size=4)))
+    generator = evaluation.SourceSamplesGenerator(strategy, None, None, None, [], specs=[])
+    samples = [generator._process_response_into_experience(output) for output in outputs]
+    assert [sample.scores_are_rewards for sample in samples] == [True, False, True, False]
+    assert len(lines) == 1 and "`scores` for some samples only" in lines[0]
+    maker = ExperienceMaker(None, None, None, None, None, strategy, SimpleNamespace(pad_token_id=0))
+    [batch] = maker.split_rollout_samples(samples)
+    info = make_experience_batch(split_experience_batch(batch)).info
+    assert (
+        torch.stack(info["score"]).tolist() == [0.5, 1.0, 0.5, 1.0] and torch.stack(info["steps"]).tolist() == [4] * 4
+    )
 
 
 def test_without_a_reward_source_only_responses():

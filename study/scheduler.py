@@ -1,0 +1,207 @@
+"""Make the inputs of the study's runs and train the runs, several at a time, on one Ray cluster."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from arlopti_openrlhf.analysis.scalars import read_scalars
+from study import runs
+from study.runs import ROOT, Run
+from study.stored import write, write_whole
+from study.summary import step_seconds, summarize
+
+_STAMP = "configuration.json"  # in the folder of a seed's inputs: what they were made from
+
+
+class Scheduler:
+    """Runs the study's runs on one Ray cluster, each as a process of its own with its log in its folder.
+
+    Args:
+        work: folder for models and logs.
+        results: folder for the results.
+        parallel: runs at a time; each computes with one thread.
+        timeout: of one run, in seconds.
+    """
+
+    def __init__(self, work: Path, results: Path, parallel: int, timeout: float) -> None:
+        self.work, self.results, self.parallel, self.timeout = work, results, parallel, timeout
+        self.stopped = False
+        self.processes: set[subprocess.Popen] = set()
+
+    def run(self, open_runs: list[Run]) -> int:
+        """Train every run. SIGTERM and SIGINT end the study, and the runs that are going.
+
+        Returns:
+            The exit status: 1 if a run failed or the study was stopped, else 0.
+        """
+        self._start_cluster()
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+        failed = []
+
+        def attempt(run: Run) -> None:
+            if self.stopped:
+                return
+            start = time.time()
+            try:
+                result = self._train(run)
+            except Exception as error:  # the others go on
+                failed.append(run.name)
+                print(f"{run.name}: failed: {error}", flush=True)
+            else:
+                write(result, self.results)
+                after = [f"{s} {m['accuracy'][0]:.3f}" for s, m in result["after"].items()]
+                print(f"{run.name}: {', '.join(after)}, {time.time() - start:.0f} s", flush=True)
+
+        with ThreadPoolExecutor(self.parallel) as pool:
+            # All warm starts first: runs of one seed would wait for theirs side by side.
+            list(pool.map(self._make_inputs, sorted({run.seed for run in open_runs})))
+            list(pool.map(attempt, open_runs))
+        print(f"{'stopped' if self.stopped else 'finished'}; failed: {', '.join(failed) or 'none'}", flush=True)
+        return 1 if failed or self.stopped else 0
+
+    def _stop(self, *_) -> None:
+        self.stopped = True
+        for maker in multiprocessing.active_children():
+            maker.kill()
+        for process in list(self.processes):
+            os.killpg(process.pid, signal.SIGKILL)  # Ray ends the workers of a driver that is gone
+
+    def _start_cluster(self) -> None:
+        """Start a Ray cluster that ends with this process and whose workers import this repository."""
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+            "HF_HUB_OFFLINE": "1",
+            # The policy is too small for a second thread to help; where a core is taken, threads wait for each other.
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would bind itself to the same first core
+            # The model runs in the engine's own process. In two, each would spin while the other computes.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be its default
+            "RAY_worker_niceness": "0",  # added to this process's own; Ray's default of 15 yields to everything
+        }
+        os.environ.update(environment)
+        from arlopti_openrlhf import cpu
+
+        cpu.enable()  # first, so that the cluster inherits what it puts into the environment
+        import ray
+
+        gpus = 2 * self.parallel
+        context = ray.init(num_gpus=gpus, num_cpus=gpus + 4 * self.parallel, include_dashboard=False)
+        imported = Path(ray.get(ray.remote(_package_file).remote()))
+        if not imported.is_relative_to(ROOT):
+            raise SystemExit(f"Ray's workers import {imported}, which is not in {ROOT}")
+        os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]
+
+    def _train(self, run: Run) -> dict:
+        inputs = self._inputs(run.seed)
+        made = json.loads((inputs / _STAMP).read_text("utf-8"))
+        out = self.work / run.name
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *runs.flags(run, inputs, out)]
+        log = out / "train.log"
+        start, commit = time.time(), _commit()
+        with open(log, "w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0
+            )
+            self.processes.add(process)
+            try:
+                status = process.wait(self.timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise RuntimeError(f"no end after {self.timeout / 60:.0f} minutes: {log}") from None
+            finally:
+                self.processes.remove(process)
+        if status:
+            raise RuntimeError(f"status {status}: {log}")
+        seconds = time.time() - start
+        shutil.rmtree(out / "model")
+        scalars = read_scalars(out / "tensorboard")
+        return summarize(run, scalars) | {
+            "seconds": {"run": round(seconds, 1), "warm_start": made["seconds"]} | step_seconds(scalars),
+            "commit": commit,
+            "machine": _machine() | {"parallel": self.parallel},
+            "warm_start_sha256": _sha256(inputs / "model" / "model.safetensors"),
+        }
+
+    def _inputs(self, seed: int) -> Path:
+        """Return the folder of the seed's puzzles and warm-started model."""
+        return self.work / f"inputs-{seed}"
+
+    def _make_inputs(self, seed: int) -> None:
+        """Make the seed's inputs, unless they are there. If that fails, say so; the seed's runs will fail too."""
+        folder, configuration = self._inputs(seed), runs.inputs_configuration(seed)
+        stamp = folder / _STAMP
+        if self.stopped or (stamp.exists() and json.loads(stamp.read_text("utf-8"))["configuration"] == configuration):
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        start = time.time()
+        # In a process of its own, whose memory is free again once it ends.
+        maker = multiprocessing.get_context("spawn").Process(target=make_inputs, args=(seed, folder))
+        maker.start()
+        maker.join(self.timeout)
+        maker.kill()
+        maker.join()
+        if maker.exitcode:
+            print(f"the warm start of seed {seed} failed with status {maker.exitcode}", flush=True)
+            return
+        write_whole(json.dumps({"configuration": configuration, "seconds": round(time.time() - start, 1)}), stamp)
+
+
+def make_inputs(seed: int, folder: Path) -> None:
+    """Write a seed's training puzzles, held-out puzzles and warm-started model.
+
+    The greedy answers have held-out puzzles of their own: OpenRLHF's evaluation knows a puzzle by its prompt.
+    """
+    from arlopti_openrlhf.data import tiny_policy
+    from arlopti_openrlhf.data.rows import generate_rows, write_rows
+
+    def rows(count: int, held_out: bool) -> list[dict]:
+        return generate_rows(runs.PEOPLE, count, held_out=held_out, seed=seed, names=tiny_policy.NAMES)
+
+    folder.mkdir(parents=True)
+    train = rows(-(-runs.STEPS * runs.PROMPTS_PER_STEP // len(runs.PEOPLE)), held_out=False)
+    write_rows(train[: runs.STEPS * runs.PROMPTS_PER_STEP], folder / "train.jsonl")
+    test = rows(runs.HELD_OUT + runs.HELD_OUT_GREEDY, held_out=True)
+    sampled = runs.HELD_OUT * len(runs.PEOPLE)  # the sources alternate
+    greedy = [row | {"datasource": f"{row['datasource']}_greedy"} for row in test[sampled:]]
+    write_rows(test[:sampled] + greedy, folder / "test.jsonl")
+    tiny_policy.make_policy(folder / "model", people=runs.PEOPLE, seed=seed, **runs.WARM_START)
+
+
+def _package_file() -> str:
+    import arlopti_openrlhf
+
+    return arlopti_openrlhf.__file__
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return result.stdout.strip()
+
+
+def _commit() -> str:
+    """Return the checkout's commit, with a + if there are changes to it."""
+    return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s", "-uno") else "")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _machine() -> dict:
+    names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count()}

@@ -1,0 +1,47 @@
+"""Store the results of runs, one small file each, and tell which runs are done."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from study import runs
+from study.runs import ROOT, Run
+
+RESULTS = ROOT / "study" / "results"
+
+
+def is_done(run: Run, folder: Path) -> bool:
+    """Tell whether there is a result of this run with its present configuration."""
+    path = folder / f"{run.name}.json"
+    return path.exists() and json.loads(path.read_text("utf-8"))["configuration"] == runs.configuration(run)
+
+
+def load(wanted: Iterable[Run], folder: Path) -> dict[str, dict]:
+    """Return {name: result} of those runs that are done."""
+    return {
+        run.name: json.loads((folder / f"{run.name}.json").read_text("utf-8"))
+        for run in wanted
+        if is_done(run, folder)
+    }
+
+
+def write(result: dict, folder: Path) -> None:
+    """Write a run's result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(_json(result) + "\n", folder / f"{result['run']}.json")
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
+
+
+def _json(value, depth: int = 0) -> str:
+    """Return JSON with a line for each entry down to the third level."""
+    if not isinstance(value, dict) or depth == 3:
+        return json.dumps(value, ensure_ascii=False)
+    pad = " " * depth
+    lines = (f"{pad} {json.dumps(key)}: {_json(inner, depth + 1)}" for key, inner in value.items())
+    return "{\n" + ",\n".join(lines) + f"\n{pad}}}"

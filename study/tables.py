@@ -1,0 +1,173 @@
+"""Write the study's tables: accuracy, differences to the baselines, time and stability, the learning rates tried."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from arlopti_openrlhf.scoring.tables import markdown_table
+from study import runs
+from study.comparison import PASS, SOURCES, TITLES, Row, accuracy, average, differences, mean_reward, rows_of
+from study.significance import PairedTest, holm, interval
+
+
+def tables(results: dict[str, dict]) -> str:
+    """Return the whole generated part of docs/study.md."""
+    parts = [setting()]
+    sections = (
+        ("GRPO", list(runs.GRPO)),
+        ("Ablations (Section 5.3)", ["grpo", runs.CONTROL, *runs.ABLATIONS]),
+        ("REINFORCE++ (Appendix D)", list(runs.REINFORCE)),
+    )
+    for title, variants in sections:
+        rows = rows_of(variants, results)
+        # The ablations have fewer seeds. Compare them with the baseline's runs of the same seeds.
+        if title.startswith("Ablations"):
+            planned = rows[1].planned
+            rows[0] = rows[0]._replace(
+                planned=planned, results={seed: r for seed, r in rows[0].results.items() if seed < planned}
+            )
+        parts += [f"## {title}\n", accuracy_table(rows), difference_table(rows), stability_table(rows)]
+    parts += ["## The learning rate, chosen for GRPO alone\n", tuning_table(results)]
+    missing = [run.name for run in [*runs.STUDY, *runs.TUNING] if run.name not in results]
+    parts.append(f"Runs that are missing: {', '.join(missing) or 'none'}.\n")
+    machines = sorted({_machine(r["machine"]) for r in results.values()})
+    parts.append(f"Run on: {'; '.join(machines) or 'nothing yet'}.\n")
+    parts.append(f"At the commits: {', '.join(sorted({r['commit'] for r in results.values()}))}.\n")
+    return "\n".join(parts)
+
+
+def _machine(machine: dict) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores, runs at a time: {machine['parallel']}"
+
+
+def setting() -> str:
+    """Return a paragraph on what all runs have in common, from their own settings."""
+    people = " and ".join(map(str, runs.PEOPLE))
+    warm_start = ", ".join(f"{name} {value}" for name, value in runs.WARM_START.items())
+    return (
+        f"Puzzles of {people} people, equally often; held out, by structure: {runs.HELD_OUT} for each number of "
+        f"people, answered {runs.EVAL_SAMPLES} times at temperature {runs.TEMPERATURE}, and {runs.HELD_OUT_GREEDY} "
+        f"others, answered greedily. Warm start ({warm_start}), one per seed, shared by the seed's runs. Then "
+        f"{runs.STEPS} steps of {runs.PROMPTS_PER_STEP} puzzles x {runs.SAMPLES_PER_PROMPT} answers of at most "
+        f"{runs.MAX_NEW_TOKENS} tokens at temperature {runs.TEMPERATURE}, the same puzzles in the same order for all; "
+        "two mini-batches a step, each an optimizer step, and two with Lopti; learning rate "
+        f"{runs.LEARNING_RATE:g}, constant. `study/runs.py` has every flag.\n"
+    )
+
+
+def _cell(values: Sequence[float | None], digits: int = 3) -> str:
+    """Return mean ± half-width of the values that are known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-" if values else "missing"
+    found = interval(known)
+    return f"{found.mean:.{digits}f}" + ("" if math.isnan(found.half) else f" ± {found.half:.{digits}f}")
+
+
+def accuracy_table(rows: Sequence[Row]) -> str:
+    """Return sampled accuracy by number of people, then greedy, pass@k and reward, as mean ± 95% over seeds."""
+    head = ["held out, after training", "seeds", *(f"{people} people" for people in runs.PEOPLE)]
+    lines = [[*head, "average", "± by puzzle", "greedy", PASS, "reward over training"]]
+    baseline = rows[0]
+    entries = [("warm start", "before", baseline), *((TITLES[row.name], "after", row) for row in rows)]
+    for title, when, row in entries:
+        found = [result[when] for result in row.results.values()]
+        lines.append(
+            [title, f"{len(found)} of {row.planned}"]
+            + [_cell([measured[source]["accuracy"][0] for measured in found]) for source in SOURCES]
+            + [_cell([average(measured, "accuracy") for measured in found])]
+            + [f"{_by_puzzle(found):.3f}" if found else "missing"]
+            + [_cell([average(measured, measure) for measured in found]) for measure in ("greedy", PASS)]
+            + ["" if when == "before" else _cell([mean_reward(r) for r in row.results.values()])]
+        )
+    return markdown_table(lines)
+
+
+def _by_puzzle(found: Sequence[dict]) -> float:
+    """Return the half-width of the average's interval, had only puzzles and answers varied; clustered by puzzle."""
+    halves = [(m[s]["accuracy"][2] - m[s]["accuracy"][1]) / 2 for m in found for s in SOURCES]
+    return math.sqrt(sum(half**2 for half in halves)) / len(halves)
+
+
+def difference_table(rows: Sequence[Row]) -> str:
+    """Return the differences to the baseline, paired by seed."""
+    baseline, others = rows[0], rows[1:]
+    further: dict[str, Callable[[dict], float]] = {
+        f"{people} people": partial(accuracy, sources=[source])
+        for people, source in zip(runs.PEOPLE, SOURCES, strict=True)
+    }
+    further |= {name: lambda r, name=name: average(r["after"], name) for name in ("greedy", PASS)}
+    further["reward over training"] = mean_reward
+    lines = [[f"minus {TITLES[baseline.name]}'s", "pairs", "accuracy", "p", "p (Holm)", *further]]
+    tests = [differences(row, baseline, accuracy) for row in others]
+    corrected = holm([test.p if test else math.nan for test in tests])
+    for row, test, p in zip(others, tests, corrected, strict=True):
+        cells = [_difference(test), _p(test.p if test else math.nan), _p(p)]
+        cells += [_difference(differences(row, baseline, measure)) for measure in further.values()]
+        lines.append([TITLES[row.name], f"{test.difference.n if test else 0} of {row.planned}", *cells])
+    return markdown_table(lines)
+
+
+def _difference(test: PairedTest | None) -> str:
+    if test is None:
+        return "missing"
+    mean, half, n = test.difference
+    return f"{mean:+.3f}" + (f" ± {half:.3f}" if n > 1 else "")
+
+
+def _p(p: float) -> str:
+    return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def stability_table(rows: Sequence[Row]) -> str:
+    """Return time and stability, as means over seeds."""
+    head = [
+        "time and stability",
+        "seeds",
+        "collapses",
+        "gradient norm: median",
+        "max",
+        "share of p < 0.5, last",
+        "entropy, last",
+        "tokens, last",
+    ]
+    lines = [[*head, "s per step", "s per update", "min per run"]]
+    for row in rows:
+        found = list(row.results.values())
+        if not found:
+            lines.append([TITLES[row.name], f"0 of {row.planned}", *["missing"] * (len(lines[0]) - 2)])
+            continue
+        lines.append(
+            [
+                TITLES[row.name],
+                f"{len(found)} of {row.planned}",
+                f"{sum(r['collapsed'] for r in found)} of {len(found)}",
+            ]
+            + [_norms(found, name) for name in ("median", "max")]
+            + [_cell([r["curves"].get(name, [None])[-1] for r in found]) for name in ("low_share", "entropy")]
+            + [_cell([r["curves"]["response_length"][-1] for r in found], 1)]
+            + [_cell([r["seconds"][name] for r in found], 2) for name in ("step", "update")]
+            + [_cell([r["seconds"]["run"] / 60 for r in found], 1)]
+        )
+    return markdown_table(lines)
+
+
+def _norms(found: Sequence[dict], measure: str) -> str:
+    """Return the gradient's norm; with Lopti, each stage's."""
+    stages = {"grad_norm": "", "grad_norm_low": "low ", "grad_norm_high": "high "}
+    cells = [title + _cell([r[name][measure] for r in found], 2) for name, title in stages.items() if name in found[0]]
+    return ", ".join(cells)
+
+
+def tuning_table(results: dict[str, dict]) -> str:
+    """Return GRPO's accuracy at each learning rate."""
+    lines = [["learning rate", "seeds", "accuracy before", "after", "greedy", PASS, "collapses"]]
+    for rate in runs.LEARNING_RATES:
+        planned = [run for run in runs.TUNING if run.learning_rate == rate]
+        found = [results[run.name] for run in planned if run.name in results]
+        cells = [_cell([average(r["before"], "accuracy") for r in found])]
+        cells += [_cell([average(r["after"], measure) for r in found]) for measure in ("accuracy", "greedy", PASS)]
+        chosen = " (taken)" if rate == runs.LEARNING_RATE else ""
+        collapses = f"{sum(r['collapsed'] for r in found)} of {len(found)}"
+        lines.append([f"{rate:g}{chosen}", f"{len(found)} of {len(planned)}", *cells, collapses])
+    return markdown_table(lines)

@@ -1,0 +1,52 @@
+"""The report: its tables by hand, and what it says of an unfinished study."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from study_fakes import of_name, result
+
+from study import comparison, report, stored, tables
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_report_of_an_unfinished_study(tmp_path):
+    accuracies = {"grpo": (0.50, 0.52, 0.54), "both": (0.55, 0.59)}
+    for variant, values in accuracies.items():
+        for seed, accuracy in enumerate(values):
+            stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path)
+    (tmp_path / "study.md").write_text(f"Before.\n{report.START}\nold\n{report.END}\nAfter.\n")
+    command = [sys.executable, "-m", "study.report", "--results", tmp_path, "--docs", tmp_path]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert output.returncode == 0, output.stderr
+    page = (tmp_path / "study.md").read_text()
+    assert page.startswith("Before.\n") and page.endswith("\nAfter.\n") and "old" not in page
+    # GRPO: mean 0.52, s = 0.02, 4.303 · 0.02 / √3 = 0.050. By puzzle: 0.03 in each of 3 x 2, 0.03 / √6 = 0.012.
+    row = "| GRPO | 3 of 5 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.012 | 0.500 ± 0.000 | 0.500 ± 0.000 |"
+    assert f"{row} 1.500 ± 0.000 |" in page
+    # Both: differences 0.05 and 0.07: mean 0.06, s = 0.0141, t(1) = 12.706, so ± 0.127; t = 6: p = 1 - 2/π · atan 6.
+    assert "| + AR + Lopti | 2 of 5 | +0.060 ± 0.127 | 0.105 | 0.105 | +0.060 ± 0.127 |" in page
+    assert "| + Lopti (η = 0.5) | 0 of 5 | missing |" in page
+    assert "Runs that are missing: ar-0, lopti-0, ar-1," in page
+    assert "Run on: some CPU, 2 cores, runs at a time: 1." in page
+    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_from_different_warm_starts_are_no_pair():
+    results = {f"{v}-{seed}": result(of_name(f"{v}-{seed}")) for v in ("grpo", "ar") for seed in (0, 1)}
+    grpo, ar = comparison.rows_of(["grpo", "ar"], results)
+    assert comparison.differences(ar, grpo, comparison.accuracy).difference.n == 2
+    results["ar-1"]["warm_start_sha256"] = "b"
+    grpo, ar = comparison.rows_of(["grpo", "ar"], results)
+    assert comparison.differences(ar, grpo, comparison.accuracy).difference.n == 1
+
+
+def test_report_of_nothing_says_so():
+    page = tables.tables({})
+    assert page.count("0 of 5") >= 5 and "Run on: nothing yet." in page
+
+
+def test_the_page_has_its_marks():
+    page = (ROOT / "docs" / "study.md").read_text("utf-8")
+    assert page.count(report.START) == page.count(report.END) == 1

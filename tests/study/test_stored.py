@@ -1,0 +1,42 @@
+"""Stored results: which runs are done, on any machine."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from study_fakes import of_name, result
+
+from study import runs, stored
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_run_of_the_study_is_done():
+    """A change of the configuration that is not meant would throw away hours of training."""
+    assert all(stored.is_done(run, stored.RESULTS) for run in [*runs.STUDY, *runs.TUNING])
+
+
+def test_a_run_is_done_with_its_own_configuration_only(tmp_path):
+    wanted = of_name("both-1")
+    assert not stored.is_done(wanted, tmp_path)
+    stored.write(result(wanted), tmp_path)
+    assert stored.is_done(wanted, tmp_path)
+    assert not stored.is_done(wanted._replace(learning_rate=1.0), tmp_path)
+    assert not stored.is_done(of_name("both-2"), tmp_path)
+    assert stored.load(runs.STUDY, tmp_path) == {"both-1": result(wanted)}
+    assert len((tmp_path / "both-1.json").read_text()) < 6000
+
+
+def test_the_configuration_is_that_of_any_machine():
+    text = json.dumps(runs.configuration(of_name("ar-0")))
+    assert str(ROOT) not in text and "rewards/kk_reward.py" in text and "INPUTS/model" in text
+
+
+def test_dry_run_lists_and_starts_nothing():
+    command = [sys.executable, "-m", "study.run", *shlex.split("--dry-run --only 'only-*'")]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert output.returncode == 0, output.stderr
+    listed = [line.split()[1] for line in output.stdout.splitlines()[1:]]
+    assert listed == [f"only-{group}-{seed}" for seed in range(3) for group in ("low", "high")]
