@@ -130,11 +130,14 @@ def run_update(
     near_policy=False,
     on_policy=False,
     nan_in_fresh_memory=False,
+    restated=False,
+    first_rank_only=False,
 ):
     """Trains once on this rank's samples, in a worker; returns all that a test may ask for.
 
     `on_policy` asks the actor for the old log-probs, as upstream's experience maker does; `near_policy` moves all of
-    the batch's log-probs to the current policy's, give or take what sets its own apart.
+    the batch's log-probs to the current policy's, give or take what sets its own apart. `restated` has the trainer run
+    its own step though everything is off. With `first_rank_only` the other ranks get no sample.
     """
     args = probe.strategy.args
     for name, value in overrides.items():
@@ -143,9 +146,15 @@ def run_update(
     probe.actor.packing_samples = args.ds.packing_samples
     if rebuild:
         probe.trainer = new_trainer(probe, stock)
+    if restated:
+        assert probe.trainer.is_off
+        probe.trainer.is_off = False
     torch.manual_seed(7 + probe._rank)
     size = len(batch) // probe._world_size
-    for sample in copy.deepcopy(batch[probe._rank * size : (probe._rank + 1) * size]):
+    own = batch[probe._rank * size : (probe._rank + 1) * size]
+    if first_rank_only:
+        own = batch if probe._rank == 0 else []
+    for sample in copy.deepcopy(own):
         if near_policy:
             move_to_policy(probe, sample)
         if on_policy:
@@ -170,7 +179,7 @@ def new_trainer(probe, stock):
 
     from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
-    return (ActorPPOTrainer if stock else TokenUpdateTrainer)(
+    trainer = (ActorPPOTrainer if stock else TokenUpdateTrainer)(
         probe.strategy,
         probe.actor,
         ema_model=probe.ema_model,
@@ -180,6 +189,9 @@ def new_trainer(probe, stock):
         tokenizer=probe.tokenizer,
         ema_beta=probe.strategy.args.train.ema_beta,
     )
+    if stock:
+        trainer.defers_old_log_probs = False  # which our policy actor asks
+    return trainer
 
 
 def move_to_policy(probe, sample):
@@ -226,10 +238,10 @@ def watched(probe):
         del strategy.optimizer_step, trainer.training_step
 
 
-def full_parameters(probe):
+def full_parameters(probe, averaged=False):
     import deepspeed
 
-    parameters = list(probe.actor.model.module.parameters())
+    parameters = list((probe.ema_model if averaged else probe.actor).model.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters, enabled=probe.strategy.args.ds.zero_stage == 3):
         return [p.detach().clone() for p in parameters]
 
@@ -270,9 +282,9 @@ class Group:
         assert len({result.steps for result in results}) == 1, "ranks took different numbers of optimizer steps"
         return results[0]
 
-    def parameters(self):
+    def parameters(self, averaged=False):
         assert self.current[self.selective] is self
-        return ray.get(self.workers[self.selective].async_run_method("parameters"))[0]
+        return ray.get(self.workers[self.selective].async_run_method("parameters", averaged))[0]
 
 
 def relative_distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
@@ -297,6 +309,25 @@ OFF = {
     "algo.advantage.is_correction_threshold": [0.5, 5.0],
     "train.max_epochs": 1,
     "logger.probability_stats": "bins",
+}
+
+
+LOSSES = {
+    "token-mean": {},
+    "entropy and dual clip": {"actor.entropy_coef": 0.05, "actor.dual_clip": 3.0},
+    "packed": {"ds.packing_samples": True, "actor.entropy_coef": 0.05},
+    "seq-mean-token-mean": {"actor.loss_agg_mode": "seq-mean-token-mean"},
+    "seq-mean, packed": {"actor.loss_agg_mode": "seq-mean-token-mean", "ds.packing_samples": True},
+    "gspo": {"actor.policy_loss_type": "gspo", "actor.entropy_coef": 0.05},
+    "token importance sampling": {
+        "algo.advantage.is_correction_level": "token",
+        "algo.advantage.is_correction_threshold": [0.9, 1.1],
+    },
+    "sequence importance sampling": {
+        "algo.advantage.is_correction_level": "seq",
+        "algo.advantage.is_correction_threshold": [0.97, 1.03],
+    },
+    "quantile": {"algo.lopti.quantile": 0.3, "algo.lopti.eta": None},
 }
 
 

@@ -4,6 +4,7 @@ A failure says what moved upstream and what of ours leans on it: read the new co
 """
 
 import ast
+import hashlib
 import importlib.metadata
 import importlib.util
 from functools import lru_cache
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 TRAINER = "update.trainer.TokenUpdateTrainer"
+STEP = "update.micro_batch.MicroBatchTrainer"
 PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
 BUFFER = "openrlhf.trainer.ppo_utils.replay_buffer"
 STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
@@ -33,7 +35,7 @@ SIGNATURES = [
         PPO_ACTOR,
         "ActorPPOTrainer.training_step",
         "self experience kl_ctl step loss_batch_info",
-        f"{TRAINER}.training_step",
+        f"{STEP}.training_step",
     ),
     (PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "self", f"{TRAINER}.broadcast_to_vllm"),
     (
@@ -41,21 +43,21 @@ SIGNATURES = [
         "PolicyLoss.forward",
         "self log_probs old_log_probs advantages action_mask rollout_log_probs dp_size batch_num_tokens "
         "global_batch_size",
-        "update.trainer.GroupPolicyLoss",
+        "update.group_loss.group_policy_loss",
     ),
     (
         "openrlhf.utils.loss_utils",
         "get_loss_batch_info",
         "strategy loss_mask *, replay_buffer step dynamic_batch batch_num_tokens global_batch_size",
-        f"{TRAINER}: dynamic batching's denominators",
+        f"{STEP}.training_step",
     ),
     (
         "openrlhf.utils.loss_utils",
         "iter_grad_accum_global_norm",
         "data_iter strategy accumulated_gradient mask_fn",
-        f"{TRAINER}: the stages' denominators",
+        f"{TRAINER}._train_pass",
     ),
-    (BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy", f"{TRAINER}._train_in_passes"),
+    (BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy", "update.passes.dynamic_mini_batches"),
     (BUFFER, "NaiveReplayBuffer.append", "self experience", "token_update: AR needs no other seam"),
     (
         AGENT,
@@ -64,7 +66,6 @@ SIGNATURES = [
         f"{REWARDS}.execute",
     ),
     (STRATEGY, "DeepspeedStrategy.moving_average", "self model model_ema beta device", "cpu._patch_strategy"),
-    (STRATEGY, "DeepspeedStrategy.all_reduce", "self data op", f"{TRAINER}._mini_batches"),
     (
         "openrlhf.utils.distributed_util",
         "stateless_init_process_group",
@@ -91,7 +92,7 @@ SIGNATURES = [
         "Actor.forward",
         "self sequences action_mask attention_mask return_output allgather_logits return_logprobs ring_attn_group "
         "packed_seq_lens return_entropy **mm_inputs",
-        f"actor.SelectiveActor.forward, {TRAINER}._forward_whole_response",
+        "forward.selective_actor.SelectiveActor.forward",
     ),
     (
         "openrlhf.models.model",
@@ -176,11 +177,11 @@ SOURCES = [
         "openrlhf.cli.train_ppo_ray",
         "",
         "from openrlhf.trainer.ray.ppo_actor import PolicyModelActor",
-        "update.trainer.install",
+        "update.policy_actor.install",
     ),
     # The policy actor builds its trainer by global name, and is pickled with the globals it has on the driver.
-    (PPO_ACTOR, "", "@ray.remote(num_gpus=1) class PolicyModelActor(BaseModelActor):", "update.trainer.install"),
-    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "ActorPPOTrainer(", "update.trainer.install"),
+    (PPO_ACTOR, "", "@ray.remote(num_gpus=1) class PolicyModelActor(BaseModelActor):", "update.policy_actor.install"),
+    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "ActorPPOTrainer(", "update.policy_actor.install"),
     (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "scheduler_steps=max_steps", TRAINER),
     (PPO_ACTOR, "PolicyModelActor.fit", "self.trainer.ppo_train(kl_ctl)", TRAINER),
     # What the trainer keeps, under names that the subclass reads and sets.
@@ -191,96 +192,24 @@ SOURCES = [
             "vllm_engines".split()
         )
     ),
-    # One epoch over the replay buffer: the order of its samples, and the loss denominators of an optimizer step.
-    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "if self.args.train.dynamic_batch_enable:", f"{TRAINER}._mini_batches"),
-    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "self.replay_buffer.setup_dynamic_batch(self.strategy)", TRAINER),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.ppo_train",
-        "should_shuffle = ( self.strategy.ring_attn_group is None and self.args.ds.tensor_parallel_size <= 1 "
-        "and not self.args.train.dynamic_batch_enable )",
-        f"{TRAINER}._mini_batches",
-    ),
-    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "shuffle=should_shuffle, drop_last=True,", f"{TRAINER}._mini_batches"),
-    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "for epoch in range(self.max_epochs):", f"{TRAINER}._train_in_passes"),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.ppo_train",
-        "iter_grad_accum_global_norm( pbar, self.strategy, self.strategy.accumulated_gradient, "
-        "lambda e: e.action_mask )",
-        f"{TRAINER}.training_step: the denominators are the whole response's",
-    ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.ppo_train",
-        'if k in ("actor_grad_norm", "actor_lr"):',
-        "update.trainer._PassMetrics",
-    ),
-    # One micro-batch: the mask that it uses, what it calls, what it returns.
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.training_step",
-        "actor_loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio = self.actor_loss_fn( action_log_probs, "
-        "old_action_log_probs, advantages, action_mask=experience.action_mask, "
-        "rollout_log_probs=experience.rollout_log_probs, **loss_batch_info, )",
-        "update.trainer.GroupPolicyLoss",
-    ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.training_step",
-        "self.actor( sequences, action_mask, attention_mask=attention_mask,",
-        f"{TRAINER}._forward_whole_response",
-    ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.training_step",
-        "kl_loss = aggregate_loss(kl, experience.action_mask, **loss_batch_info)",
-        f"{TRAINER}.training_step",
-    ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.training_step",
-        "output.entropy[:, -experience.action_mask.shape[1] :], experience.action_mask, **loss_batch_info,",
-        f"{TRAINER}.training_step",
-    ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.training_step",
-        "aux_loss = output.aux_loss * self.args.actor.aux_loss_coef",
-        f"{TRAINER}.__init__",
-    ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.training_step",
-        'self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")',
-        f"{TRAINER}.__init__, cpu._patch_strategy",
-    ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.training_step",
-        'return { "metrics": metrics, "weights": weights, '
-        '"num_samples": float(experience.action_mask.shape[0]), '
-        '"num_action_tokens": float(experience.action_mask.sum().item()), }',
-        f"{TRAINER}._without_empty_means",
-    ),
     (
         "openrlhf.models.loss",
         "PolicyLoss.forward",
         "return loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio",
-        "update.trainer.GroupPolicyLoss",
+        "update.group_loss.group_policy_loss",
     ),
     # The weight sync.
     (
         PPO_ACTOR,
         "ActorPPOTrainer.broadcast_to_vllm",
         "for n, p in model.named_parameters() if",
-        "update.trainer._merged_parameters",
+        "update.lora.merged_parameters",
     ),
     (
         PPO_ACTOR,
         "ActorPPOTrainer.broadcast_to_vllm",
         "param.shape if self.strategy.args.ds.zero_stage != 3 else param.ds_shape",
-        "update.trainer._merged_parameters",
+        "update.lora.merged_parameters",
     ),
     (
         PPO_ACTOR,
@@ -329,7 +258,7 @@ SOURCES = [
         "return cdb.all_gather_into_tensor(output_tensor=output_tensor, input_tensor=tensor, group=group,",
         "cpu._patch_deepspeed_comm",
     ),
-    (STRATEGY, "", 'mesh_dim_names=("dp", "sp", "tp")', f"{TRAINER}: the data-parallel group"),
+    (STRATEGY, "", 'mesh_dim_names=("dp", "sp", "tp")', "update.ranks.Ranks"),
     # Without flash-attn.
     (
         "openrlhf.models.ring_attn_utils",
@@ -338,63 +267,52 @@ SOURCES = [
         "from flash_attn.utils.distributed import all_gather",
         "cpu._flash_attn_stand_in",
     ),
-    # The selective actor takes the place of `Actor` where policy and reference are built; the tensors of a micro-batch
-    # are taken before its forward, the mask after it; old log-probs are made without gradient, and not read at once.
-    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "actor = Actor(", "update.trainer.install"),
+    # The selective actor takes the place of `Actor` where policy and reference are built. Old log-probs come from the
+    # policy actor's `forward`, and are not read before the update.
+    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "actor = Actor(", "update.policy_actor.install"),
     (
         "openrlhf.trainer.ray.launcher",
         "ReferenceModelActor.init_model_from_pretrained",
         "Actor(",
-        "update.trainer.install",
+        "update.policy_actor.install",
     ),
     (
         PPO_ACTOR,
         "PolicyModelActor.forward",
         "with torch.no_grad(): action_log_probs = self.actor(",
-        "actor.SelectiveActor.defers_log_probs",
+        "update.policy_actor.PolicyActor.forward",
     ),
     (
         "openrlhf.trainer.ppo_utils.experience_maker",
         "RemoteExperienceMaker.make_experience",
         "if (self.initial_model_group is not None) and (not args.algo.kl.use_loss): kl = compute_approx_kl(",
-        f"{TRAINER}._can_defer_log_probs",
+        "update.old_log_probs.can_defer",
     ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.training_step",
-        "old_action_log_probs = experience.action_log_probs advantages = experience.advantages",
-        f"{TRAINER}._take_old_log_probs: filled in place by the forward that follows",
-    ),
-    (PPO_ACTOR, "ActorPPOTrainer.training_step", "old_action_log_probs,", f"{TRAINER}._take_old_log_probs"),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.ppo_train",
-        "batch_size=self.replay_buffer.sample_batch_size,",
-        "update.trainer._MicroBatches",
-    ),
-    (
-        PPO_ACTOR,
-        "ActorPPOTrainer.ppo_train",
-        "collate_fn=self.replay_buffer.collate_fn,",
-        "update.trainer._MicroBatches",
-    ),
+    # An optimizer step that is skipped: without a boundary `step` counts the micro-batch, and does nothing else.
     (
         "deepspeed.runtime.engine",
-        "DeepSpeedEngine._take_model_step",
-        "self.optimizer.step()",
-        f"{TRAINER}._no_step_for_nothing",
+        "DeepSpeedEngine.step",
+        "if self.is_gradient_accumulation_boundary(): self.gas_boundary_ctr += 1",
+        "update.optimizer_steps.skip",
+    ),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine.step", "self.micro_steps += 1", "update.optimizer_steps.skip"),
+    (
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.is_gradient_accumulation_boundary",
+        "if self._is_gradient_accumulation_boundary is None:",
+        "update.optimizer_steps.skip",
     ),
     (
         "transformers.masking_utils",
         "_preprocess_mask_arguments",
         "if isinstance(attention_mask, (torch.Tensor, BlockMask)) and len(attention_mask.shape) == 4: return True,",
-        "actor._NO_MASK",
+        "forward.selective_actor._NO_MASK",
     ),
     (
         "transformers.models.qwen2.modeling_qwen2",
         "Qwen2Attention.forward",
         "ALL_ATTENTION_FUNCTIONS.get_interface( self.config._attn_implementation, eager_attention_forward )",
-        "actor._wrap_attention",
+        "forward.selective_actor._wrap_attention",
     ),
     # Rewards: `execute` generates, and fetches a reward where it has endpoints, whose errors it logs.
     (
@@ -475,6 +393,13 @@ SOURCES = [
     ),
 ]
 
+# (module, name in it, digest of its body, who restates it). After a change upstream read it, change ours alike, and then
+# the digest. tests/update/test_step.py checks that both are equal.
+BODIES = [
+    (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "318e39fde0e3c042", f"{TRAINER}._train_in_passes"),
+    (PPO_ACTOR, "ActorPPOTrainer.training_step", "8f2c662e0539abbf", f"{STEP}.training_step"),
+]
+
 EXPERIENCE_FIELDS = (
     "sequences attention_mask action_mask action_log_probs base_action_log_probs rollout_log_probs values returns "
     "advantages kl rewards scores response_length truncated total_length index prompts labels images mm_train_inputs "
@@ -538,6 +463,18 @@ def test_signature(module, name, expected, leans):
 def test_source(module, name, text, leans):
     source = ast.get_source_segment(source_of(module), find(module, name)) if name else source_of(module)
     assert squeeze(text) in squeeze(source), f"{module} {name} no longer holds `{text}`; what leans on it: {leans}"
+
+
+def digest(function: ast.FunctionDef) -> str:
+    """Return a digest of a function's statements, which its comments, its docstring and its layout do not change."""
+    statements = function.body[1:] if ast.get_docstring(function) else function.body
+    return hashlib.sha256("\n".join(map(ast.unparse, statements)).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(("module", "name", "expected", "restated"), BODIES, ids=map(case_id, BODIES))
+def test_body(module, name, expected, restated):
+    found = digest(find(module, name))
+    assert found == expected, f"{module}.{name} has another body ({found}); it is restated in {restated}"
 
 
 def test_experience_fields():

@@ -1,0 +1,103 @@
+"""Our step beside upstream's, which it restates: with everything off they are equal bit for bit."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from update_workers import LOSSES, OFF, SAMPLES, Group, cluster, experiences, flags, relative_distance
+
+NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster():
+    with cluster():
+        yield
+
+
+@pytest.fixture(params=[2, 3], ids=["zero2", "zero3"], scope="module")
+def group(request, tiny_model):
+    """Two optimizer steps of two micro-batches each."""
+    return Group(flags(tiny_model, "--ds.zero_stage", str(request.param), "--train.batch_size", str(SAMPLES // 2)))
+
+
+def assert_equal(group: Group, overrides: dict, steps: int) -> None:
+    batch = experiences(seed=1, empty=(3,))
+    stock = group.run(batch, NO_METHOD | overrides, stock=True)
+    ours = group.run(batch, NO_METHOD | overrides, restated=True)
+    assert ours.steps == stock.steps == steps
+    assert len(ours.seen) == len(stock.seen) > steps
+    for a, b in zip(ours.gradients, stock.gradients, strict=True):
+        assert all(map(torch.equal, a, b))
+        assert any(gradient.abs().max() > 0 for gradient in a)
+    assert ours.status == stock.status
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "quantile"])
+def test_equals_upstreams(group, loss):
+    assert_equal(group, LOSSES[loss], steps=2)
+
+
+@pytest.mark.parametrize(
+    "kl",
+    [
+        {"algo.kl.use_loss": False},
+        {"algo.kl.init_coef": 0.0},
+        {"algo.kl.estimator": "k1", "algo.kl.unbiased_gradient": True},
+    ],
+    ids=["no KL loss", "coefficient 0", "unbiased k1"],
+)
+def test_equals_upstreams_whatever_the_kl(group, kl):
+    as_it_was = {"algo.kl.use_loss": True, "algo.kl.init_coef": 0.1, "algo.kl.estimator": "k3"}
+    assert_equal(group, as_it_was | {"algo.kl.unbiased_gradient": False} | kl, steps=2)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_equals_upstreams_dynamically_batched(tiny_model, zero_stage):
+    dynamic = ["--train.dynamic_batch_enable", "--ds.packing_samples", "--ds.zero_stage", str(zero_stage)]
+    group = Group(flags(tiny_model, *dynamic, "--actor.entropy_coef", "0.05"))
+    assert_equal(group, {"ds.packing_samples": True, "actor.entropy_coef": 0.05}, steps=1)
+
+
+@pytest.fixture(scope="module")
+def experts(tiny_model, tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("experts"))
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        initializer_range=0.2,
+        sliding_window=None,
+    )
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_experts_are_balanced_once(experts):
+    """Equal to upstream's with everything off; with Lopti the stages' gradients add up, the balancing loss's too."""
+    group = Group(flags(experts, "--actor.aux_loss_coef", "0.5", "--actor.max_norm", "0"))
+    assert_equal(group, {}, steps=1)
+    batch, balanced = experiences(seed=2), NO_METHOD | {"actor.aux_loss_coef": 0.5}
+    whole = group.run(batch, balanced, near_policy=True)
+    without = group.run(batch, balanced | {"actor.aux_loss_coef": 0.0}, near_policy=True)
+    low, high = group.run(batch, balanced | {"algo.lopti.eta": 0.003}, near_policy=True).gradients
+    assert relative_distance([a + b for a, b in zip(low, high, strict=True)], whole.gradients[0]) < 1e-5
+    assert relative_distance(without.gradients[0], whole.gradients[0]) > 1e-2
+
+
+def test_the_average_of_the_weights_is_upstreams(tiny_model):
+    """EMA over two optimizer steps; with Lopti the stages share a step's decay."""
+    averages = {}
+    for name, more in {"stock": {"stock": True}, "ours": {"restated": True}, "Lopti": {}}.items():
+        ema = ["--train.enable_ema", "--train.ema_beta", "0.5", "--actor.adam.lr", "1e-3"]
+        group = Group(flags(tiny_model, *ema, "--train.batch_size", str(SAMPLES // 2)))
+        overrides = NO_METHOD | ({"algo.lopti.eta": 0.5} if name == "Lopti" else {})
+        group.run(experiences(seed=3), overrides, **more)
+        averages[name] = group.parameters(averaged=True)
+    assert all(map(torch.equal, averages["ours"], averages["stock"]))
+    assert 0 < relative_distance(averages["Lopti"], averages["stock"]) < 1e-2
