@@ -20,6 +20,8 @@ STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
 AGENT = "openrlhf.utils.agent"
 REWARDS = "run.reward_client.RewardExecutor"
+MAKER = "openrlhf.trainer.ppo_utils.experience_maker"
+ADVANTAGES = "run.experience_maker.ExperienceMaker"
 
 # (module, name in it, the names of its parameters in order, who leans on it)
 SIGNATURES = [
@@ -162,6 +164,43 @@ SIGNATURES = [
         "_pad_input",
         "hidden_states indices batch seqlen",
         "cpu._flash_attn_stand_in",
+    ),
+    (
+        MAKER,
+        "RemoteExperienceMaker.__init__",
+        "self actor_model_group critic_model_group reward_model_group initial_model_group kl_controller strategy "
+        "tokenizer **kwargs",
+        "run.controller.Controller.__init__",
+    ),
+    (
+        MAKER,
+        "RemoteExperienceMaker.split_rollout_samples",
+        "self rollout_samples",
+        f"{ADVANTAGES}.split_rollout_samples",
+    ),
+    (
+        MAKER,
+        "RemoteExperienceMaker.compute_advantages_and_returns",
+        "self experiences",
+        f"{ADVANTAGES}.compute_advantages_and_returns",
+    ),
+    (
+        MAKER,
+        "RemoteExperienceMaker.get_cumulative_returns",
+        "self rewards action_mask gamma",
+        f"{ADVANTAGES}._drop_reward",
+    ),
+    (
+        "openrlhf.models.utils",
+        "compute_reward",
+        "r kl_coef kl action_mask reward_clip_range",
+        f"{ADVANTAGES}._drop_reward",
+    ),
+    (
+        "openrlhf.trainer.ppo_utils.samples_generator",
+        "SamplesGenerator._process_response_into_experience",
+        "self response **generate_kwargs",
+        "run.evaluation.SourceSamplesGenerator: marks samples without scores",
     ),
 ]
 
@@ -341,6 +380,65 @@ SOURCES = [
         "rewards=torch.tensor([reward_val]) if reward_val is not None else None,",
         f"{REWARDS}: one number per sample",
     ),
+    # Advantages: a group of equal rewards has none.
+    (
+        "openrlhf.trainer.ppo_trainer",
+        "BasePPOTrainer.__init__",
+        "self.experience_maker = RemoteExperienceMaker( self.actor_model_group, self.critic_model_group, "
+        "self.reward_model_group, self.reference_model_group, self.kl_ctl, self.strategy, tokenizer, )",
+        "run.controller.Controller.__init__: builds ours with the same arguments",
+    ),
+    (
+        "openrlhf.trainer.ppo_trainer",
+        "BasePPOTrainer.train_step",
+        "experiences = self.experience_maker.make_experience_batch(rollout_samples)",
+        ADVANTAGES,
+    ),
+    (
+        MAKER,
+        "RemoteExperienceMaker.make_experience_batch",
+        "samples_list = self.split_rollout_samples(rollout_samples)",
+        f"{ADVANTAGES}.split_rollout_samples",
+    ),
+    *(
+        (MAKER, "RemoteExperienceMaker.compute_advantages_and_returns", text, leans)
+        for text, leans in (
+            ("apply_length_penalties(experiences, args)", f"{ADVANTAGES}: reads the rewards after it"),
+            ("rewards[indices] = raw_rewards", "run.experience_maker.equal_groups: does the same"),
+            (
+                "rewards = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-9)",
+                f"{ADVANTAGES}: guards it",
+            ),
+            (
+                "reward = compute_reward( reward, self.kl_ctl.value, experience.kl, "
+                "action_mask=experience.action_mask, reward_clip_range=args.reward.clip_range, )",
+                f"{ADVANTAGES}._drop_reward: does the same",
+            ),
+            ("experience.advantages = experience.returns.clone()", f"{ADVANTAGES}._drop_reward: sets both"),
+            (
+                'experience.info["return"] = reward.sum(dim=-1) experience.kl = None',
+                f"{ADVANTAGES}: keeps kl, and sets the return",
+            ),
+        )
+    ),
+    (
+        AGENT,
+        "SingleTurnAgentExecutor.__init__",
+        'if self.reward_endpoints and self.reward_endpoints[0].endswith(".py"):',
+        f"{REWARDS}: kk and math become paths",
+    ),
+    (
+        "openrlhf.cli.train_ppo_ray",
+        "train",
+        "remote_rm_url=args.reward.remote_url,",
+        "cli.train_ppo_ray: kk and math reach the engines as they are",
+    ),
+    (
+        "openrlhf.cli.train_ppo_ray",
+        "",
+        'args.reward.remote_url = args.reward.remote_url.split(",")',
+        "cli.train_ppo_ray._check_reward_source",
+    ),
     # Evaluation, in the synchronous and the asynchronous trainer.
     ("openrlhf.trainer.ppo_trainer", "", "logs = compute_eval_metrics(", "evaluation.install"),
     ("openrlhf.trainer.ppo_trainer_async", "", "logs = compute_eval_metrics(", "evaluation.install"),
@@ -393,8 +491,8 @@ SOURCES = [
     ),
 ]
 
-# (module, name in it, digest of its body, who restates it). After a change upstream read it, change ours alike, and then
-# the digest. tests/update/test_step.py checks that both are equal.
+# (module, name in it, digest of its body, who restates it). After a change upstream read it, change ours alike, and
+# then the digest. tests/update/test_step.py checks that both are equal.
 BODIES = [
     (PPO_ACTOR, "ActorPPOTrainer.ppo_train", "318e39fde0e3c042", f"{TRAINER}._train_in_passes"),
     (PPO_ACTOR, "ActorPPOTrainer.training_step", "8f2c662e0539abbf", f"{STEP}.training_step"),
