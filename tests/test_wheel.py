@@ -1,4 +1,4 @@
-"""What `pip install` gives a user: the wheel beside the stack, away from the repository and from our names."""
+"""A wheel beside the stack trains away from the repository, in a folder that has our names."""
 
 import os
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy: a build leaves its folders behind."""
+    """Build the wheel from a copy, because a build leaves its folders behind."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory) -> str:
-    """A virtual environment's interpreter, with the wheel and, after it on the path, the stack of this environment.
+    """Return the interpreter of a virtual environment that has the wheel, and behind it on the path, our stack.
 
     Python only searches a folder that a .pth file names. The .pth files in there, such as our editable install's, do
     nothing.
@@ -48,7 +48,7 @@ def python(wheel, tmp_path_factory) -> str:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A working directory with a package `rewards` of the user's own."""
+    """Make a working directory with a package `rewards` of the user's own."""
     rewards = tmp_path / "work" / "rewards"
     rewards.mkdir(parents=True)
     (rewards / "__init__.py").touch()
