@@ -1,11 +1,11 @@
 """The weight sync of a LoRA model, through upstream's own loop: fake engines, real PEFT layers, real ZeRO-3."""
 
 import copy
+import gc
 import os
 import socket
 import subprocess
 import sys
-import weakref
 from types import SimpleNamespace
 
 import deepspeed
@@ -35,12 +35,14 @@ def merged_by_peft(model) -> dict[str, torch.Tensor]:
 
 
 class Engine:
-    """A vLLM engine that keeps what it is told, and a process group that keeps what is sent."""
+    """A vLLM engine that keeps what it is told, and a process group that keeps what is sent.
 
-    def __init__(self) -> None:
-        self.weights, self.alive, self.last = {}, 0, None
+    `on_arrival` is called with the engine while a weight is on its way.
+    """
+
+    def __init__(self, on_arrival=lambda engine: None) -> None:
+        self.weights, self.last, self.on_arrival = {}, None, on_arrival
         self.update_weight = self.update_weight_cuda_ipc = SimpleNamespace(remote=self._update)
-        self._sent = []
 
     def _update(self, name, dtype, shape, empty_cache, ipc_handles=None):
         assert name not in self.weights and self.last is None
@@ -58,13 +60,12 @@ class Engine:
         name = list(self.weights)[-1]
         assert self.weights[name] == (tensor.dtype, tuple(tensor.shape))
         self.weights[name] = tensor.clone()
-        self._sent.append(weakref.ref(tensor))
-        self.alive = max(self.alive, sum(ref() is not None for ref in self._sent))
+        self.on_arrival(self)
 
 
-def sync(model, monkeypatch, is_vlm=False, zero_stage=2, use_cuda_ipc=False) -> Engine:
+def sync(model, monkeypatch, is_vlm=False, zero_stage=2, use_cuda_ipc=False, **kwargs) -> Engine:
     """Upstream's `broadcast_to_vllm`, of a trainer on one rank."""
-    engine = Engine()
+    engine = Engine(**kwargs)
     args = SimpleNamespace(
         vllm=SimpleNamespace(enable_prefix_caching=False, sync_with_ray=False),
         ds=SimpleNamespace(zero_stage=zero_stage, tensor_parallel_size=1),
@@ -105,11 +106,28 @@ def test_names_and_weights_are_those_of_pefts_merged_model(make_model, tied, dty
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+def storages(tensors) -> dict[int, int]:
+    """Address and bytes of the memory under some tensors."""
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+
+
+def tensors_alive() -> dict[int, int]:
+    return storages(x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
+
+
 def test_one_merged_weight_exists_at_a_time(tiny_model, monkeypatch):
-    """The model is not held a second time: each weight is gone when the next one is sent."""
+    """The memory of all tensors that there are grows by that of the weight on its way, and no more."""
     model = lora_model(tiny_model)
-    engine = sync(model, monkeypatch)
-    assert len(engine.weights) > 20 and engine.alive == 1
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    gc.collect()
+    before, peaks = tensors_alive(), []
+
+    def measure(engine):
+        new = tensors_alive().items() - before.items() - storages(engine.weights.values()).items()
+        peaks.append(sum(size for _, size in new))
+
+    engine = sync(model, monkeypatch, on_arrival=measure)
+    assert len(engine.weights) > 20 and 0 < max(peaks) <= largest
 
 
 def test_adapted_embeddings(make_model, monkeypatch):
@@ -148,13 +166,22 @@ def sync_partitioned(folder: str) -> None:
     rank = torch.distributed.get_rank()
     model = lora_model(folder)
     expected = merged_by_peft(model) if rank == 0 else {}
+    parameters = list(model.parameters())
+    largest = max(parameter.numel() for parameter in parameters)
+    gathered = []
     deepspeed.zero.Init(module=model, config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}})
-    assert not any(parameter.numel() for parameter in model.parameters())
+    assert not any(parameter.numel() for parameter in parameters)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        engine = sync(model, monkeypatch, zero_stage=3)
-    assert list(engine.weights) == list(expected) and engine.alive == (rank == 0)
+        engine = sync(
+            model,
+            monkeypatch,
+            zero_stage=3,
+            on_arrival=lambda engine: gathered.append(sum(parameter.numel() for parameter in parameters)),
+        )
+    assert list(engine.weights) == list(expected)
     assert all(torch.equal(engine.weights[name], expected[name]) for name in expected)
-    assert not any(parameter.numel() for parameter in model.parameters())  # partitioned again
+    # One weight and its adapters at a time, and all are partitioned again.
+    assert max(gathered, default=0) < 1.5 * largest and not any(parameter.numel() for parameter in parameters)
     torch.distributed.barrier()
 
 
