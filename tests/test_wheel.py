@@ -97,7 +97,7 @@ def test_two_steps_with_the_packages_reward_beside_a_rewards_folder(python, fold
         --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --train.colocate_all
         --vllm.enforce_eager --vllm.sync_backend gloo --ckpt.output_dir {folder}/final --ckpt.path {folder}/ckpt
     """
-    done = run(command.split(), folder, 420)
+    done = run(command.split(), folder, 600)
     log = done.stdout + done.stderr
     assert done.returncode == 0 and (folder / "final" / "model.safetensors").exists(), log[-6000:]
     assert re.findall(r"Global step (\d+): \{", log) == ["1", "2"]
