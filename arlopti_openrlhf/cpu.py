@@ -26,7 +26,7 @@ _KV_CACHE_GIB = "1"
 
 
 def uses_cpu() -> bool:
-    """Return whether OpenRLHF runs on the CPU in this process. Never initialises CUDA.
+    """Return whether OpenRLHF runs on the CPU in this process. CUDA stays uninitialised if NVML is there.
 
     ARLOPTI_DEVICE decides where it is set, to `cpu` or `cuda`. Otherwise a machine without a CUDA device uses the CPU.
 
