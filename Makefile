@@ -19,7 +19,7 @@ help:
 	@echo "make setup       .venv with the whole CPU stack (Python 3.11, a C++ compiler)"
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
-	@echo "make lint        set up, then ruff"
+	@echo "make lint        set up, then ruff (rules and format) and mypy"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
 setup: $(PROJECT)
@@ -32,9 +32,11 @@ quickstart: setup
 
 lint: setup
 	@.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(STACK): export VIRTUAL_ENV := $(CURDIR)/.venv
 $(STACK):

@@ -7,7 +7,7 @@ HERE = Path(__file__).parent
 
 setup(
     name="arlopti_openrlhf",
-    # Read, not imported: the package's dependencies may not be there yet.
+    # An import would fail, because the package's dependencies may not be there yet.
     version=re.search(r'__version__ = "(.+)"', (HERE / "arlopti_openrlhf/__init__.py").read_text("utf-8")).group(1),
     description="Advantage Reweighting and Low-Probability Token Isolation for OpenRLHF",
     long_description=(HERE / "README.md").read_text("utf-8"),
@@ -27,6 +27,6 @@ setup(
         "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
         "dev": ["matplotlib", "pre-commit", "pytest", "pytest-timeout", "ruff", "simplemma", "websockets"],
     },
-    # vLLM loads its plugins in every process that it starts: the only way into its engine process.
+    # vLLM loads its plugins in every process that it starts. There is no other way into its engine process.
     entry_points={"vllm.general_plugins": ["arlopti_cpu = arlopti_openrlhf.cpu:enable"]},
 )

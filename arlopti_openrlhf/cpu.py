@@ -26,7 +26,7 @@ _KV_CACHE_GIB = "1"
 
 
 def uses_cpu() -> bool:
-    """Return whether OpenRLHF runs on the CPU in this process. Never initialises CUDA.
+    """Return whether OpenRLHF runs on the CPU in this process. CUDA stays uninitialised if NVML is there.
 
     ARLOPTI_DEVICE decides where it is set, to `cpu` or `cuda`. Otherwise a machine without a CUDA device uses the CPU.
 
@@ -72,7 +72,7 @@ def enable(driver: bool = False) -> None:
     # Before the defaults below: the workers may run on other machines, and get only what the user has set.
     settings = {name: os.environ[name] for name in ("ARLOPTI_DEVICE", "VLLM_CPU_KVCACHE_SPACE") if name in os.environ}
     if on_cpu:
-        message = "ARLOPTI_DEVICE=cpu" if os.environ.get("ARLOPTI_DEVICE") else "no CUDA device"
+        message = "ARLOPTI_DEVICE=cpu" if os.environ.get("ARLOPTI_DEVICE") else "no CUDA device on this machine"
         message += ": OpenRLHF runs on the CPU"
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _KV_CACHE_GIB)

@@ -1,4 +1,4 @@
-"""What is replaced where OpenRLHF runs without CUDA or without flash-attn; `arlopti_openrlhf.cpu` decides whether.
+"""Replaces what OpenRLHF cannot run without CUDA or without flash-attn. `arlopti_openrlhf.cpu` decides whether.
 
 Patches to the modules of OpenRLHF and DeepSpeed are made when those are imported, so a process pays for none that it
 does not use. Whatever a Ray actor class may capture on the driver must stay importable by name: the class travels by
@@ -51,7 +51,7 @@ def make(without_cuda: bool, without_flash_attn: bool, without_bf16: bool) -> No
 
 
 class _PatchOnImport(importlib.abc.MetaPathFinder):
-    """Runs `patches[name](load, module)` in place of executing module `name`; `load(module)` executes it."""
+    """Calls `patches[name](load, module)` where Python would execute module `name`. `load(module)` executes it."""
 
     def __init__(self, patches: dict[str, Callable]) -> None:
         self.patches = patches
@@ -72,7 +72,7 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
 
 
 class _CpuDevice(str):
-    """`torch.cuda.current_device()` on the CPU: a device for `.to()`, yet valid in upstream's f"cuda:{...}"."""
+    """Stands for `torch.cuda.current_device()`: names the CPU in `.to()`, and is valid in upstream's f"cuda:{...}"."""
 
     def __format__(self, spec: str) -> str:
         return "0"
@@ -193,10 +193,11 @@ def _patch_strategy(load: Callable, module: types.ModuleType) -> None:
 
 
 def _patch_deepspeed_comm(load: Callable, module: types.ModuleType) -> None:
-    """Every all-gather is complete when it returns.
+    """Let every all-gather be complete when it returns.
 
-    ZeRO-3 starts one per parameter and waits for the last alone (`_allgather_params_coalesced`): enough on a CUDA
-    stream, which keeps the order. Gloo's threads finish in any order, and weights not yet gathered were computed with.
+    ZeRO-3 starts one per parameter and waits for the last alone (`_allgather_params_coalesced`). That is enough on a
+    CUDA stream, which keeps the order. Gloo's threads finish in any order, so that the forward pass would use weights
+    that have not arrived.
     """
     load(module)
 
@@ -215,7 +216,7 @@ def _patch_deepspeed_comm(load: Callable, module: types.ModuleType) -> None:
 
 
 class _GlooGroup:
-    """The weight-sync group: upstream's `PyNcclCommunicator.broadcast`, over gloo."""
+    """Syncs weights over gloo, with the `broadcast` of upstream's `PyNcclCommunicator`."""
 
     def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
@@ -242,10 +243,9 @@ def _patch_worker_wrap(load: Callable, module: types.ModuleType) -> None:
 
 
 def _update_weight(self, name: str, dtype: torch.dtype, shape: torch.Size, empty_cache: bool = False) -> None:
-    """`WorkerWrap.update_weight` on the CPU, where vLLM repacks the weights of its layers after loading them.
+    """Receive one weight, as `WorkerWrap.update_weight` does, and load all with the last, which `empty_cache` marks.
 
-    Single parameters can't be loaded into the repacked layers: they are collected, and all are reloaded with the last
-    one, which `empty_cache` marks.
+    On the CPU vLLM repacks the weights of its layers after loading, and the repacked layers take no single weight.
     """
     if dtype != self.model_config.dtype:
         raise ValueError(f"weight {name} comes in {dtype}, the engine holds {self.model_config.dtype}")
@@ -261,7 +261,7 @@ def _update_weight(self, name: str, dtype: torch.dtype, shape: torch.Size, empty
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """A tied LM head is sent no weight of its own, and vLLM's reload leaves its packed copy as it was."""
+    """Renew the packed copy of a tied LM head. No weight is sent for it, so vLLM's reload leaves it as it was."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     embeddings = {id(m.weight) for m in model.modules() if type(m) is VocabParallelEmbedding}
@@ -284,7 +284,7 @@ _CPU_PATCHES = {
 
 @contextmanager
 def _flash_attn_stand_in() -> Iterator[None]:
-    """The helpers that `openrlhf.models.ring_attn_utils` imports, there only while it is imported.
+    """Provide what `openrlhf.models.ring_attn_utils` imports from flash-attn, while that module is imported.
 
     A lasting entry in `sys.modules` would tell transformers and vLLM that flash-attn is installed.
     """
@@ -322,9 +322,9 @@ def _patch_ring_attn_utils(load: Callable, module: types.ModuleType) -> None:
 
 
 def _with_sdpa(function: Callable) -> Callable:
-    """`function`, with SDPA in place of flash attention.
+    """Return `function` with SDPA in place of flash attention.
 
-    Packed sequences stay separate: for position ids that restart, transformers builds the block-diagonal mask itself.
+    Packed sequences stay separate, because transformers builds a block-diagonal mask where position ids restart.
     """
 
     @functools.wraps(function)

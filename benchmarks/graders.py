@@ -1,9 +1,9 @@
-"""Gradings per second: K&K's on one core, math's beside calling math-verify directly, in turn on the same answers.
+"""Measure gradings per second: K&K's on one core, and math's in turn with math-verify called directly.
 
 python benchmarks/graders.py [--labels SET.parquet] [--json results.json]
 
-The math answers are labels of a published set, each also spelled another way and changed to a wrong one; without
---labels, numbers, fractions, roots and intervals made here. Nothing is graded twice, so that no cache helps.
+The math answers are made from the labels of a published set, spelled another way or changed to a wrong answer. Without
+--labels, the labels are numbers, fractions, roots and intervals made here. Nothing is graded twice, so no cache helps.
 """
 
 import argparse
@@ -11,21 +11,22 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from arlopti_openrlhf.data import knights_knaves
 from arlopti_openrlhf.grading import kk_reward, math_reward
 
-CHARACTERS = 4000
+CHARACTERS = 4000  # of a K&K response
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--labels", metavar="PARQUET", help="verl-style set: reward_model.ground_truth")
+    parser.add_argument("--labels", metavar="PARQUET", help="verl-style set with reward_model.ground_truth")
     parser.add_argument("--count", type=int, default=600, help="math answers per round")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; the medians are reported")
+    parser.add_argument("--json", metavar="PATH", help="file for the results")
     args = parser.parse_args()
     kk = statistics.median(kk_rate() for _ in range(args.repeats))
     print(f"K&K: {kk:,.0f} gradings/s of {CHARACTERS:,}-character responses, one thread")
@@ -49,6 +50,7 @@ def main() -> None:
 
 
 def kk_rate() -> float:
+    """Return gradings per second of right answers to new puzzles, measured for a second."""
     rng = random.Random(0)
     puzzles = knights_knaves.generate(5, rng, held_out=False)
     samples = []
@@ -66,7 +68,7 @@ def kk_rate() -> float:
 
 
 def math_answers(labels: str | None, count: int) -> list[tuple[str, str]]:
-    """(response, label), all different."""
+    """Make pairs of response and label, all different."""
     rng = random.Random(0)
     if labels:
         import pandas as pd
@@ -75,7 +77,7 @@ def math_answers(labels: str | None, count: int) -> list[tuple[str, str]]:
         pool = [str(label[0] if hasattr(label, "tolist") else label).strip() for label in pool]
     else:
         pool = []
-    made = {}
+    made: dict[tuple[str, str], None] = {}  # a set that keeps its order
     while len(made) < count:
         a, b, c = (rng.randrange(2, 10**4) for _ in range(3))
         label = rng.choice(
@@ -86,19 +88,22 @@ def math_answers(labels: str | None, count: int) -> list[tuple[str, str]]:
     return list(made)
 
 
-def grade_ours(answers) -> None:
+def grade_ours(answers: Sequence[tuple[str, str]]) -> None:
+    """Grade with the package's math reward, as OpenRLHF calls it: from threads."""
     with ThreadPoolExecutor(math_reward.WORKERS) as threads:
         list(threads.map(lambda pair: math_reward.grade(*pair), answers))
 
 
-def grade_directly(answers) -> None:
+def grade_directly(answers: Sequence[tuple[str, str]]) -> None:
+    """Grade with math-verify alone, in this thread."""
     from math_verify import parse, verify
 
     for response, label in answers:
         verify(parse(f"${label}$"), parse(response))
 
 
-def seconds(function, answers) -> float:
+def seconds(function: Callable[[Sequence[tuple[str, str]]], None], answers: Sequence[tuple[str, str]]) -> float:
+    """Return how long the function takes for the answers."""
     start = time.perf_counter()
     function(answers)
     return time.perf_counter() - start

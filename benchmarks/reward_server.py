@@ -1,9 +1,9 @@
-"""Load on the reward server: a burst of requests at once, then as many as a number of connections can send.
+"""Put load on the reward server: a burst of requests at once, then as many as a number of connections can send.
 
 python benchmarks/reward_server.py [--grader kk] [--seconds 20] [--url http://host:port/get_reward]
 
-Each request is one query, as OpenRLHF sends it, with a response of 4,096 tokens. Without --url a server is started
-here and shares the cores with this load generator.
+Each request is one query, as OpenRLHF sends it, with a response of 4,096 tokens. Without --url, this command starts a
+server, which shares the cores with the load generator.
 """
 
 import argparse
@@ -23,18 +23,27 @@ from urllib.parse import urlsplit
 
 from arlopti_openrlhf.data import knights_knaves
 
-CHARACTERS = 4 * 4096  # of 4,096 tokens
+CHARACTERS = 4 * 4096  # of 4,096 tokens, at four characters each
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--grader", default="kk", choices=["kk", "math"])
-    parser.add_argument("--workers", type=int, default=1, help="of the server that is started here")
-    parser.add_argument("--burst", type=int, default=512, help="requests at once, each on a new connection")
-    parser.add_argument("--connections", type=int, default=64, help="kept alive, each with a request at a time")
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--url", help="of a server that runs elsewhere")
-    parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--grader", default="kk", choices=["kk", "math"], help="what to grade with (default: kk)")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="grading processes of the server started here (default: 1)"
+    )
+    parser.add_argument(
+        "--burst", type=int, default=512, help="requests at once, each on a new connection (default: 512)"
+    )
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=64,
+        help="connections kept alive, each with a request at a time (default: 64)",
+    )
+    parser.add_argument("--seconds", type=float, default=20, help="how long they send requests (default: 20)")
+    parser.add_argument("--url", help="URL of a server that runs already")
+    parser.add_argument("--json", metavar="PATH", help="file for the results")
     args = parser.parse_args()
     server, url = (None, args.url) if args.url else start_server(args.grader, args.workers)
     try:
@@ -53,6 +62,7 @@ def main() -> None:
 
 
 def start_server(grader: str, workers: int) -> tuple[subprocess.Popen, str]:
+    """Start a reward server on a free port, and return it and its URL once it is ready."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -71,7 +81,7 @@ def start_server(grader: str, workers: int) -> tuple[subprocess.Popen, str]:
 
 
 def requests(grader: str, url: str, count: int = 256) -> list[tuple[bytes, float]]:
-    """(HTTP request, the score it should get); half of them are right."""
+    """Make pairs of an HTTP request and the score that it should get. Half of the answers are right."""
     rng, parts, made = random.Random(0), urlsplit(url), []
     puzzles = knights_knaves.generate(3, rng, held_out=False)
     for i, puzzle in zip(range(count), puzzles, strict=False):
@@ -92,13 +102,18 @@ def requests(grader: str, url: str, count: int = 256) -> list[tuple[bytes, float
 
 
 class Connection:
-    """HTTP/1.1, kept alive, and nothing more: a full client would take the core that the server needs."""
+    """Speaks HTTP/1.1 on a connection that stays open, and no more. A full client would take the server's core."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.address = parts.hostname, parts.port or 80
 
     async def post(self, request: bytes) -> dict:
+        """Send a request and return the JSON of its answer.
+
+        Raises:
+            OSError: no answer, or one with another status than 200.
+        """
         if not hasattr(self, "reader"):
             self.reader, self.writer = await asyncio.open_connection(*self.address)
         self.writer.write(request)
@@ -110,8 +125,9 @@ class Connection:
         return json.loads(body)
 
 
-async def load(url: str, requests: list[tuple[bytes, float]], args) -> dict:
-    errors = []
+async def load(url: str, requests: list[tuple[bytes, float]], args: argparse.Namespace) -> dict[str, float]:
+    """Send the burst, then the steady load, and return rates, times and numbers of errors."""
+    errors: list[str] = []
 
     async def ask(connection: Connection, i: int) -> None:
         request, score = requests[i % len(requests)]
@@ -126,7 +142,7 @@ async def load(url: str, requests: list[tuple[bytes, float]], args) -> dict:
     start = time.perf_counter()
     burst = [Connection(url) for _ in range(args.burst)]
     await asyncio.gather(*(ask(connection, i) for i, connection in enumerate(burst)))
-    results = dict(burst_seconds=time.perf_counter() - start, burst_errors=len(errors))
+    results = {"burst_seconds": time.perf_counter() - start, "burst_errors": len(errors)}
     for error in errors[:3]:
         print(error, file=sys.stderr)
     errors.clear()
@@ -144,9 +160,11 @@ async def load(url: str, requests: list[tuple[bytes, float]], args) -> dict:
     await asyncio.gather(*(keep_asking(Connection(url), 7 * i) for i in range(args.connections)))
     results["per_s"] = (len(times) - len(errors)) / (time.perf_counter() - start)
     times.sort()
-    results |= dict(
-        errors=len(errors), p50_ms=1e3 * statistics.median(times), p99_ms=1e3 * times[int(0.99 * len(times))]
-    )
+    results |= {
+        "errors": len(errors),
+        "p50_ms": 1e3 * statistics.median(times),
+        "p99_ms": 1e3 * times[int(0.99 * len(times))],
+    }
     for error in errors[:3]:
         print(error, file=sys.stderr)
     return results

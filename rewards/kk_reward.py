@@ -1,4 +1,4 @@
-"""The Knights-and-Knaves reward, loaded by path: `--reward.remote_url rewards/kk_reward.py`, or `kk` for short."""
+"""Gives OpenRLHF the Knights-and-Knaves reward by path. `--reward.remote_url kk` is short for this file."""
 
 from arlopti_openrlhf.grading.kk_reward import reward_func
 

@@ -1,4 +1,4 @@
-"""The math reward, loaded by path: `--reward.remote_url rewards/math_reward.py`, or `math` for short."""
+"""Gives OpenRLHF the math reward by path. `--reward.remote_url math` is short for this file."""
 
 from arlopti_openrlhf.grading.math_reward import reward_func
 

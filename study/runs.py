@@ -1,7 +1,7 @@
-"""The study as data: what is trained, on what, with which flags. Nothing here runs anything."""
+"""Describe the study as data: what is trained, on what, with which flags. Nothing here runs anything."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -10,9 +10,15 @@ STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS = 30, 32, 8, 112
 TEMPERATURE = 1.0  # of rollouts and evaluations
 HELD_OUT, EVAL_SAMPLES = 160, 8  # puzzles per number of people, and answers to each of them
 HELD_OUT_GREEDY = 256  # further puzzles per number of people, answered once at temperature 0
-# Four answers of five are hasty, and right by chance; those that try assignments first are right far more often. So
-# training can raise accuracy, greedy accuracy too, by thinking at all, by thinking better, and by taking noise out.
-WARM_START = {"steps": 1200, "muon": True, "label_smoothing": 0.0, "hasty_share": 0.8, "solution_first": 0.7}
+# Four answers out of five are hasty, and right by chance. Answers that try assignments first are right far more often.
+# So training can raise accuracy, also greedy accuracy, by thinking at all, by thinking better, and with less noise.
+WARM_START: dict[str, Any] = {
+    "steps": 1200,
+    "muon": True,
+    "label_smoothing": 0.0,
+    "hasty_share": 0.8,
+    "solution_first": 0.7,
+}
 LEARNING_RATE = 3e-4  # the best for GRPO alone among `TUNING`'s, see docs/study.md
 
 
@@ -24,7 +30,7 @@ class Run(NamedTuple):
     seed: int
     flags: str  # the estimator's and the methods'
     learning_rate: float = LEARNING_RATE
-    mini_batches: int = 2  # of a step; an optimizer step each, two with Lopti
+    mini_batches: int = 2  # per step; each takes one optimizer step, or two with Lopti
 
     @property
     def name(self) -> str:
@@ -73,7 +79,7 @@ STUDY = [
 
 
 def flags(run: Run, inputs: Path, out: Path) -> list[str]:
-    """The run's flags for `cli.train_ppo_ray`, as a user would type them.
+    """Return the run's flags for `cli.train_ppo_ray`, as a user would type them.
 
     Args:
         run: the run.
@@ -111,7 +117,7 @@ def flags(run: Run, inputs: Path, out: Path) -> list[str]:
 
 
 def inputs_configuration(seed: int) -> dict:
-    """What the seed's puzzles and warm start are made from."""
+    """Return what the seed's puzzles and warm start are made from."""
     return {
         "people": list(PEOPLE),
         "train": STEPS * PROMPTS_PER_STEP,
@@ -123,9 +129,9 @@ def inputs_configuration(seed: int) -> dict:
 
 
 def configuration(run: Run) -> dict:
-    """What is trained on what, with which flags: a result with another configuration is not this run's.
+    """Return what is trained on what, with which flags. A result with another configuration is not this run's.
 
-    The code is no part of it; a result says at which commit it was made.
+    The code is no part of it. A result says at which commit it was made.
     """
     here = Path("INPUTS"), Path("OUT")
     return {

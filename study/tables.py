@@ -96,7 +96,7 @@ def difference_table(rows: Sequence[Row]) -> str:
         f"{people} people": partial(accuracy, sources=[source])
         for people, source in zip(runs.PEOPLE, SOURCES, strict=True)
     }
-    further |= {name: lambda r, name=name: average(r["after"], name) for name in ("greedy", PASS)}
+    further |= {name: partial(_average_after, measure=name) for name in ("greedy", PASS)}
     further["reward over training"] = mean_reward
     lines = [[f"minus {TITLES[baseline.name]}'s", "pairs", "accuracy", "p", "p (Holm)", *further]]
     tests = [differences(row, baseline, accuracy) for row in others]
@@ -106,6 +106,10 @@ def difference_table(rows: Sequence[Row]) -> str:
         cells += [_difference(differences(row, baseline, measure)) for measure in further.values()]
         lines.append([TITLES[row.name], f"{test.difference.n if test else 0} of {row.planned}", *cells])
     return markdown_table(lines)
+
+
+def _average_after(result: dict, measure: str) -> float:
+    return average(result["after"], measure)
 
 
 def _difference(test: PairedTest | None) -> str:

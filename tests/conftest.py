@@ -1,4 +1,4 @@
-"""What the tests share: the CPU backend, a tiny model and data of our own making, a Ray cluster with logical GPUs."""
+"""Gives the tests OpenRLHF on the CPU, a tiny model and tiny data, all made here."""
 
 import json
 
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
-    """make_model(tied) → directory of a Qwen2 model of 0.1M random parameters, with a byte tokenizer."""
+    """Return make_model(tied), which writes a Qwen2 model of 0.1M random parameters with a byte tokenizer."""
 
     def make(tied: bool = True) -> str:
         import torch
@@ -61,7 +61,7 @@ def tiny_model(make_model) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> str:
-    """JSONL of 256 prompts with a K&K solution as label: the tiny model will never solve one."""
+    """Write a JSONL file of 256 prompts, each labelled with a K&K solution that the tiny model will never find."""
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
     rows = (
         {

@@ -7,6 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import ray
+import torch
+
+from arlopti_openrlhf import cpu, cpu_patches
 
 # A machine with two GPUs as NVML shows it, and a record of everything that would initialise CUDA.
 TWO_GPUS = """
@@ -37,37 +41,55 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess:
 
 def test_enable_says_one_line_and_only_once():
     result = python("from arlopti_openrlhf import cpu; cpu.enable(); cpu.enable(); print('end')")
-    assert result.stdout == "arlopti_openrlhf: no CUDA device: OpenRLHF runs on the CPU.\nend\n", result.stderr
+    assert result.stdout == "arlopti_openrlhf: no CUDA device on this machine: OpenRLHF runs on the CPU.\nend\n", (
+        result.stderr
+    )
 
 
 @pytest.mark.parametrize(
     "gpus, variables, on_cpu",
     [
-        ("", {}, True),
-        ("", {"ARLOPTI_DEVICE": "cuda"}, False),
-        (TWO_GPUS, {}, False),
-        (TWO_GPUS, {"ARLOPTI_DEVICE": ""}, False),
-        (TWO_GPUS, {"ARLOPTI_DEVICE": "cpu"}, True),
-        (TWO_GPUS, {"CUDA_VISIBLE_DEVICES": ""}, True),
-        (TWO_GPUS, {"CUDA_VISIBLE_DEVICES": "1"}, False),
-        (TWO_GPUS + "torch.backends.cuda.is_built = lambda: True", {"CUDA_VISIBLE_DEVICES": "MIG-1234"}, False),
+        (0, {}, True),
+        (0, {"ARLOPTI_DEVICE": "cuda"}, False),
+        (2, {}, False),
+        (2, {"ARLOPTI_DEVICE": ""}, False),
+        (2, {"ARLOPTI_DEVICE": "cpu"}, True),
+        (2, {"CUDA_VISIBLE_DEVICES": ""}, True),
+        (2, {"CUDA_VISIBLE_DEVICES": "1"}, False),
+        (2, {"CUDA_VISIBLE_DEVICES": "MIG-1234"}, False),
     ],
 )
-def test_the_variable_overrides_the_hardware_both_ways(gpus, variables, on_cpu):
-    """Whatever is decided, CUDA stays uninitialised, and the choice is not written where children would inherit it."""
+def test_the_variable_overrides_the_hardware_both_ways(monkeypatch, gpus, variables, on_cpu):
+    for name in ("ARLOPTI_DEVICE", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    initialised = []
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: initialised.append(1) or gpus, raising=False)
+    monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: gpus)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    cpu._sees_gpu.cache_clear()
+    try:
+        assert cpu.uses_cpu() is on_cpu
+    finally:
+        cpu._sees_gpu.cache_clear()
+    assert not initialised
+
+
+@pytest.mark.parametrize("device", ["", "cpu"])
+def test_the_choice_is_not_written_where_children_would_inherit_it(device):
     code = f"""
-import os, torch
-{gpus}
+import os
+{TWO_GPUS}
 current_device = torch.cuda.current_device
 from arlopti_openrlhf import cpu
 cpu.enable()
-assert cpu.uses_cpu() is {on_cpu}
-assert (torch.cuda.current_device is current_device) is {not on_cpu}
-assert os.environ.get("DS_ACCELERATOR") == {"cpu" if on_cpu else None!r}
-assert os.environ.get("ARLOPTI_DEVICE") == {variables.get("ARLOPTI_DEVICE")!r}
-assert not getattr(torch, "initialised", []), torch.initialised
+assert (torch.cuda.current_device is current_device) is {not device}
+assert os.environ.get("DS_ACCELERATOR") == {device or None!r}
+assert os.environ["ARLOPTI_DEVICE"] == {device!r}
+assert not torch.initialised, torch.initialised
 """
-    result = python(code, **variables)
+    result = python(code, ARLOPTI_DEVICE=device)
     assert result.returncode == 0, result.stderr
 
 
@@ -158,61 +180,70 @@ print(json.dumps(ray.get([Worker.options(num_gpus=n).remote().report.remote() fo
 """
 
 
-@pytest.mark.parametrize("gpus", [2, 0])
-def test_each_worker_decides_for_itself(tmp_path, gpus):
+def test_each_worker_decides_for_itself(tmp_path):
     """A driver without a GPU joins a cluster, of two GPUs or of logical ones, and its workers go by their own machine.
 
     Ray narrows CUDA_VISIBLE_DEVICES after the hook has run, which counts only while CUDA is uninitialised. A worker
     that was given no GPU sees none of them then, and yet the run is not on the CPU.
     """
-    (tmp_path / "sitecustomize.py").write_text(TWO_GPUS if gpus else "")
     cluster = subprocess.Popen(
         [sys.executable, "-c", CLUSTER], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    reports = {}
     try:
-        result = python(DRIVER.format(address=cluster.stdout.readline().strip(), folder=tmp_path))
+        address = cluster.stdout.readline().strip()
+        for machine, code in (("with GPUs", TWO_GPUS), ("without", "")):
+            (tmp_path / machine).mkdir()
+            (tmp_path / machine / "sitecustomize.py").write_text(code)  # what the workers' Python starts with
+            result = python(DRIVER.format(address=address, folder=tmp_path / machine))
+            assert result.returncode == 0, result.stderr[-3000:]
+            reports[machine] = json.loads(result.stdout.splitlines()[-1])
     finally:
         cluster.send_signal(signal.SIGINT)
         cluster.wait(60)
-    assert result.returncode == 0, result.stderr[-3000:]
-    without, with_one = json.loads(result.stdout.splitlines()[-1])
-    if gpus:
-        common = dict(on_cpu=False, redirected=False, hooked=True, initialised=[])
-        # flash-attn is missing here, which the first worker on each node says
-        variables = ["ARLOPTI_ANNOUNCED"]
-    else:
-        common = dict(on_cpu=True, redirected=True, hooked=True, initialised=None)
-        variables = ["ARLOPTI_ANNOUNCED", "DS_ACCELERATOR"]
-    assert without == common | dict(visible=0, variables=variables)
-    assert with_one == common | dict(visible=1 if gpus else 0, variables=variables)
+    # ARLOPTI_ANNOUNCED: each worker says itself what it found, here that flash-attn is missing.
+    common = dict(on_cpu=False, redirected=False, hooked=True, initialised=[], variables=["ARLOPTI_ANNOUNCED"])
+    assert reports["with GPUs"] == [common | dict(visible=0), common | dict(visible=1)]
+    variables = ["ARLOPTI_ANNOUNCED", "DS_ACCELERATOR"]
+    common = dict(on_cpu=True, redirected=True, hooked=True, initialised=None, variables=variables)
+    assert reports["without"] == [common | dict(visible=0)] * 2
 
 
 # --- what the driver tells Ray --------------------------------------------------------------------------------------
 
 
-def told(arguments: str = "", **variables: str) -> tuple[list[str], dict]:
-    """The lines that are printed, and the keywords that reach Ray's own `ray.init`, of a driver without a GPU."""
-    code = f"""
-import json, ray
-ray.init = lambda *args, **kwargs: print(json.dumps(kwargs))
-from arlopti_openrlhf import cpu
-cpu.enable(driver=True)
-cpu.declare_placement(gpus=3, ranks=1)
-ray.init({arguments})
-"""
-    result = python(code, **variables)
-    assert result.returncode == 0, result.stderr
-    *lines, keywords = result.stdout.splitlines()
-    return lines, json.loads(keywords)
+@pytest.fixture
+def told(monkeypatch, capsys):
+    """told(arguments, variables) → lines that a driver without a GPU prints, and what reaches `ray.init`."""
+    # Set first, so that what `enable` writes is undone.
+    for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_LOGICAL_GPUS", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "PATH"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_DEVICE", "RAY_ADDRESS", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu, "_sees_gpu", lambda: False)
+    monkeypatch.setattr(cpu_patches, "are_made", lambda: False)
+    monkeypatch.setattr(cpu_patches, "make", lambda **kwargs: None)
+    monkeypatch.setattr(ray, "init", lambda *args, **kwargs: kwargs)
+
+    def tell(arguments: dict, variables: dict[str, str]) -> tuple[list[str], dict]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        cpu.enable(driver=True)
+        assert capsys.readouterr().out == ""
+        cpu.declare_placement(gpus=3, ranks=1)
+        keywords = ray.init(**arguments)
+        return capsys.readouterr().out.splitlines(), keywords
+
+    return tell
 
 
 HOOK = "arlopti_openrlhf.cpu.enable"
 
 
-@pytest.mark.parametrize("arguments, variables", [("", {}), ("'local'", {"RAY_ADDRESS": "192.0.2.1:6379"})])
-def test_a_cluster_that_the_driver_starts_gets_logical_gpus(arguments, variables):
-    lines, keywords = told(arguments, **variables)
-    assert lines == ["arlopti_openrlhf: no CUDA device: OpenRLHF runs on the CPU."]
+@pytest.mark.parametrize("arguments, variables", [({}, {}), ({"address": "local"}, {"RAY_ADDRESS": "192.0.2.1:6379"})])
+def test_a_cluster_that_the_driver_starts_gets_logical_gpus(told, arguments, variables, tmp_path):
+    lines, keywords = told(arguments, variables | {"RAY_TMPDIR": str(tmp_path)})
+    assert lines == ["arlopti_openrlhf: no CUDA device on this machine: OpenRLHF runs on the CPU."]
     assert (keywords["num_gpus"], keywords["num_cpus"]) == (3, max(os.cpu_count(), 7))
     assert keywords["runtime_env"] == {"worker_process_setup_hook": HOOK, "env_vars": {"ARLOPTI_ANNOUNCED": "1"}}
 
@@ -220,38 +251,35 @@ def test_a_cluster_that_the_driver_starts_gets_logical_gpus(arguments, variables
 @pytest.mark.parametrize(
     "arguments, variables",
     [
-        ("", {"RAY_ADDRESS": "192.0.2.1:6379"}),
-        ("'192.0.2.1:6379'", {}),
-        ("address='auto'", {}),
-        ("address='ray://192.0.2.1:10001'", {}),
-        ("", {"RAY_TMPDIR": "FOLDER"}),  # where `ray start` leaves the address
+        ({}, {"RAY_ADDRESS": "192.0.2.1:6379"}),
+        ({"address": "192.0.2.1:6379"}, {}),
+        ({"address": "auto"}, {}),
+        ({"address": "ray://192.0.2.1:10001"}, {}),
+        ({}, {"RAY_TMPDIR": "FOLDER"}),  # where `ray start` leaves the address
     ],
 )
-def test_a_cluster_that_the_driver_joins_is_told_nothing_about_the_driver(arguments, variables, tmp_path):
+def test_a_cluster_that_the_driver_joins_is_told_nothing_about_the_driver(told, arguments, variables, tmp_path):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("192.0.2.1:6379")
-    lines, keywords = told(arguments, **{k: v.replace("FOLDER", str(tmp_path)) for k, v in variables.items()})
+    lines, keywords = told(arguments, {name: v.replace("FOLDER", str(tmp_path)) for name, v in variables.items()})
     assert lines == []
-    assert keywords.pop("address", "given") and keywords == {
-        "runtime_env": {"worker_process_setup_hook": HOOK, "env_vars": {}}
-    }
+    assert keywords == arguments | {"runtime_env": {"worker_process_setup_hook": HOOK, "env_vars": {}}}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_the_user_has_set_reaches_the_workers_of_a_cluster(device):
+def test_what_the_user_has_set_reaches_the_workers_of_a_cluster(told, device):
     user = {"ARLOPTI_DEVICE": device, "VLLM_CPU_KVCACHE_SPACE": "7"}
-    lines, keywords = told(RAY_ADDRESS="192.0.2.1:6379", **user)
+    lines, keywords = told({}, user | {"RAY_ADDRESS": "192.0.2.1:6379"})
     assert lines == []
     assert keywords["runtime_env"]["env_vars"] == user
 
 
-def test_variables_of_a_submitted_job_are_not_given_twice():
+def test_variables_of_a_submitted_job_are_not_given_twice(told):
     """`ray job submit` puts them in the driver's environment, and `ray.init` refuses a variable that both name."""
     from ray.runtime_env.runtime_env import _merge_runtime_env
 
     job = {"runtime_env": {"env_vars": {"ARLOPTI_DEVICE": "cuda"}}, "metadata": {}}
-    keywords = told(RAY_ADDRESS="192.0.2.1:6379", ARLOPTI_DEVICE="cuda", RAY_JOB_CONFIG_JSON_ENV_VAR=json.dumps(job))[
-        1
-    ]
+    variables = {"ARLOPTI_DEVICE": "cuda", "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
+    keywords = told({"address": "192.0.2.1:6379"}, variables)[1]
     merged = _merge_runtime_env(job["runtime_env"], keywords["runtime_env"])
     assert merged == {"worker_process_setup_hook": HOOK, "env_vars": {"ARLOPTI_DEVICE": "cuda"}}

@@ -200,7 +200,7 @@ def test_the_compiler_of_a_killed_build_is_waited_for(baton, tmp_path, capfd):
     assert "waiting for process" in first and "(sleep)" in first and "removed the lock" in second
 
 
-def test_a_build_that_is_killed_while_another_process_waits(baton, tmp_path, capfd):
+def test_a_build_that_is_killed_while_another_process_waits(tmp_path):
     builder = start(
         f"""
         import time

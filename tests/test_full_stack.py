@@ -1,4 +1,4 @@
-"""The command itself on the whole stack: Ray, DeepSpeed, vLLM, weight sync. Few runs, each with many features on."""
+"""Runs the command on the whole stack (Ray, DeepSpeed, vLLM, weight sync), a few times with many features on."""
 
 import os
 import re
@@ -19,7 +19,7 @@ GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estim
 
 @pytest.fixture
 def train(tiny_model, tiny_data, tmp_path):
-    """train(flags) → the run's log; 2 steps of 8 prompts x 4 samples for each 16 prompts."""
+    """Return train(flags), which returns the run's log. Each 8 prompts, with 4 samples each, are a step."""
 
     def run(flags: str, prompts: int = 16, reward: str = REWARD, fails: bool = False) -> str:
         command = f"""
@@ -47,11 +47,11 @@ def train(tiny_model, tiny_data, tmp_path):
 
 
 def steps(log: str) -> list[str]:
-    """The metrics that the run's controller printed for each global step."""
+    """Return the lines with the metrics of each global step, which the controller prints."""
     return [line for line in log.splitlines() if re.search(r"Global step \d+: \{", line)]
 
 
-# A reward that differs between the samples of a prompt, which the tiny model's answers to a puzzle do not.
+# The tiny model's answers all earn the same reward for a puzzle. This one differs between the samples of a prompt.
 NOISY_REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
     import torch
@@ -68,7 +68,7 @@ def noisy_reward(tmp_path) -> str:
 
 
 def scalars(folder: Path, name: str) -> dict[int, float]:
-    """step → value, from a run's TensorBoard log."""
+    """Return {step: value} from a run's TensorBoard log."""
     events = EventAccumulator(str(folder / "tensorboard" / "run"), size_guidance={"scalars": 0})
     events.Reload()
     return {event.step: event.value for event in events.Scalars(name)}
@@ -101,7 +101,7 @@ ONE_RANK = "--actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_eng
 
 
 def test_a_reward_server_that_restarts_in_mid_run(train, noisy_reward, tmp_path):
-    """It is gone for 12 s after the first rollout: no sample and no step is lost."""
+    """No sample and no step is lost although the server is gone for 12 s after the first rollout."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -91,7 +91,7 @@ def test_math_runs_the_published_settings(method, alpha, eta, tmp_path):
 
 
 def test_reinforce_with_the_kl_loss_of_the_authors_scripts(tmp_path):
-    """The flags that train_kk.sh names beside REINFORCE++."""
+    """The flags that train_kk.sh names beside REINFORCE++ lead to the KL loss."""
     script = ROOT / "examples/scripts/train_kk.sh"
     [flags] = re.findall(r"^# .*authors' own scripts keep\n# .* append (--.+)\.$", script.read_text(), re.M)
     args = parse(script, tmp_path, *flags.split(), ALGO="reinforce++")

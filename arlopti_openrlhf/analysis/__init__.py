@@ -1,1 +1,1 @@
-"""The paper's figures for one's own model, data and runs: what `cli.analyze` measures, draws and writes."""
+"""Compute and draw the paper's figures for your own models, data and runs: what `cli.analyze` calls."""

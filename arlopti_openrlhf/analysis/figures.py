@@ -1,4 +1,4 @@
-"""What Fig. 1-3 show, measured: each function returns its figure's data, ready for JSON."""
+"""Compute what Fig. 1-3 show. Each function returns its figure's data, ready for JSON."""
 
 import math
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from arlopti_openrlhf.scoring.measures import Z_95
 from arlopti_openrlhf.token_update import HIGH, LOW, group_mask, reweight_advantages, token_probabilities
 from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
 
-# Most tokens of a trained policy have a probability above 0.99: as one bin with the rest they would hide it.
+# Most tokens of a trained policy have a probability above 0.99. In one bin with the rest they would hide it.
 DIRECTION_EDGES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)
-_POINTS = 2500  # of a scatter plot
+_POINTS = 2500  # in a scatter plot
 _HISTOGRAM = 50  # bins
 
 
 def bin_names(edges: Sequence[float]) -> list[str]:
-    """ "0.25-0.5", or "≥ 0.75" for the last bin."""
+    """Name bins by their edges: "0.25-0.5", and "≥ 0.75" for the last."""
     names = [f"{low:g}-{high:g}" for low, high in zip(edges[:-2], edges[1:-1], strict=True)]
     return [*names, f"≥ {edges[-2]:g}"]
 
 
 def _bins(probabilities: Tensor, mask: Tensor, edges: tuple[float, ...]) -> list[Tensor]:
-    """(B, A) masks that partition `mask`."""
+    """Return (B, A) masks that partition `mask`."""
     index = bin_index(probabilities, edges)
     return [mask & (index == i) for i in range(len(edges) - 1)]
 
@@ -40,14 +40,14 @@ def _quantiles(values: Tensor) -> dict[str, float] | None:
 
 
 def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float, moments: Sequence[Tensor]) -> dict:
-    """Probabilities, advantages, gradient norms, and changes by one update, by quarters of the probability range.
+    """Compute probabilities, advantages, gradient norms and changes by one update, by quarter of the range of π.
 
     Args:
-        policy: with the weights that the batch was sampled from.
+        policy: the policy, at the weights that the batch was sampled from.
         batch: the rollouts.
         tokens: their statistics.
-        learning_rate: of each of the three updates.
-        moments: AdamW's second moments for all three: those of a training that updates all tokens.
+        learning_rate: of each of the three updates: by all tokens, by the lowest quarter, by the highest.
+        moments: AdamW's second moments for all three, from a training that updates all tokens.
     """
     probabilities, mask = token_probabilities(tokens.log_probs), batch.action_mask
     quarters = _bins(probabilities, mask, EDGES)
@@ -66,6 +66,7 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float,
                 "logit_gradient_share": (norm[quarter].sum() / norm[mask].sum()).item(),
             }
         )
+    # The scatter plots show a sample of the tokens, the same in each.
     chosen = mask.nonzero()
     chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))[:_POINTS]]
     rows, columns = chosen.unbind(dim=1)
@@ -97,24 +98,25 @@ def _norm(gradient: Sequence[Tensor]) -> float:
 
 
 def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: Sequence[int] | None = None) -> dict:
-    """The gradient of single tokens' log π at the activations of some layers, against 1 - π (Proposition 4.2).
+    """Compute the gradient of single tokens' log π at the activations of some layers, against 1 - π (Proposition 4.2).
 
-    The norm is over all positions that the token's loss reaches, weight w = 1.
+    The norm is over all positions that the token's loss reaches, with weight w = 1.
 
     Args:
         policy: the policy.
         batch: the rollouts.
         tokens: their statistics.
-        count: tokens, spread evenly over the range of probabilities.
-        layers: numbers of decoder layers, counted from 1; by default the first, middle and last.
+        count: tokens to look at, spread evenly over the range of probabilities.
+        layers: numbers of decoder layers, from 1; by default the first, middle and last.
     """
     probabilities = token_probabilities(tokens.log_probs)
-    chosen, generator = [], torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     tenths = _bins(probabilities, batch.action_mask, tuple(i / 10 for i in range(11)))
+    drawn = []
     for tenth in tenths:
         places = tenth.nonzero()
-        chosen.append(places[torch.randperm(len(places), generator=generator)[: max(1, count // len(tenths))]])
-    chosen = torch.cat(chosen)
+        drawn.append(places[torch.randperm(len(places), generator=generator)[: max(1, count // len(tenths))]])
+    chosen = torch.cat(drawn)
     modules = _layers(policy.model, layers)
     norms = _activation_gradient_norms(policy, batch, chosen, modules)
     rows, columns = chosen.unbind(dim=1)
@@ -122,13 +124,14 @@ def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: S
     expected = logit_gradient_norm(
         torch.ones(len(rows)), tokens.log_probs[rows, columns], tokens.squared_rest[rows, columns]
     )
+    # At the logits, Eq. 15 gives the norm, and Proposition 4.2 its bounds.
     vocabulary = policy.model.get_output_embeddings().weight.shape[0]
     lower, upper = logit_gradient_bounds(1 - rest, vocabulary)
     at_logits = norms["logits"] * policy.temperature
     inside = (at_logits >= lower * (1 - 1e-3) - 1e-6) & (at_logits <= upper * (1 + 1e-3) + 1e-6)  # float32
     panels = []
     for name, values in norms.items():
-        # Near 1 - π = 0 the quotient is rounding.
+        # Near 1 - π = 0 the quotient is nothing but rounding.
         slopes = (values / rest)[rest > 1e-3]
         correlation = torch.corrcoef(torch.stack([rest, values]))[0, 1].item()
         panels.append(
@@ -150,7 +153,11 @@ def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: S
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's decoder layers. ValueError where they are no list of modules."""
+    """Return the model's decoder layers.
+
+    Raises:
+        ValueError: no list of modules has as many members as the model has layers.
+    """
     number = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
@@ -168,9 +175,9 @@ def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, nn.Mod
 def _activation_gradient_norms(
     policy: Policy, batch: Batch, chosen: Tensor, modules: dict[str, nn.Module]
 ) -> dict[str, Tensor]:
-    """{layer: (N,) norm} of the gradient of each chosen token's log π, at the modules' outputs and at the logits.
+    """Return {layer: (N,) norms} of the gradients of the chosen tokens' log π, at the modules' outputs and the logits.
 
-    Each token gets a row of its own, cut before it: rows don't interact, so one backward pass gives all their
+    Every token gets a row of its own, cut before it. Rows do not interact, so one backward pass gives all their
     gradients.
     """
     outputs: dict[str, Tensor] = {}
@@ -221,10 +228,10 @@ def figure_3(
     alphas: Sequence[float],
     etas: Sequence[float],
 ) -> dict:
-    """The share of positive tokens whose probability rises in one update, by probability, method by method.
+    """Compute the share of positive tokens whose probability rises in one update, by probability and method.
 
-    Every update starts from the same weights and the same batch. Shares have a 95% interval, clustered by prompt; with
-    them comes the rounding of log π, from the same weights in other micro-batches.
+    Every update starts from the same weights and the same batch. Shares have a 95% interval, clustered by prompt. The
+    rounding of log π is returned too: the median difference between two passes with other micro-batches.
     """
     probabilities = token_probabilities(tokens.log_probs)
     positive = batch.action_mask & (batch.advantages > 0)
@@ -252,7 +259,10 @@ def figure_3(
 
 
 def _share(right: Tensor, selected: Tensor, prompts: Tensor) -> dict[str, float] | None:
-    """Σ right / Σ selected, ± its linearised standard error by prompts; None where nothing is selected."""
+    """Return Σ right / Σ selected and its 95% half-width, linearised and clustered by prompt.
+
+    None where nothing is selected.
+    """
     total = int(selected.sum())
     if not total:
         return None

@@ -1,4 +1,4 @@
-"""The figures as PNG, each drawn from its JSON alone, in light or dark colours."""
+"""Draw the figures as PNG, each from its JSON alone, in light or dark colours."""
 
 import io
 from collections.abc import Callable
@@ -6,9 +6,11 @@ from collections.abc import Callable
 import matplotlib
 
 matplotlib.use("Agg")
+from cycler import cycler  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 _DPI = 130
@@ -19,13 +21,13 @@ _POSITIVE, _NEGATIVE = _COLOURS[2], _COLOURS[1]
 
 
 def png(name: str, data: dict, dark: bool = False) -> bytes:
-    """The figure called `name` ("fig1" ...) from its data."""
+    """Draw the figure called `name` ("fig1" ...) from its data and return it as PNG."""
     ink, paper = ("#e6e6e6", _DARK) if dark else ("#222222", _LIGHT)
     style = {
         "figure.facecolor": paper,
         "axes.facecolor": paper,
         "savefig.facecolor": paper,
-        "axes.prop_cycle": matplotlib.cycler(color=_COLOURS),
+        "axes.prop_cycle": cycler(color=_COLOURS),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
@@ -79,12 +81,12 @@ def _figure_1(data: dict) -> Figure:
         "lowest": (lowest, "(e) ... of the lowest quarter alone"),
         "highest": (highest, "(f) ... of the highest quarter alone"),
     }
-    # One scale for the three, which outliers do not set.
-    limit = sorted(abs(v) for c in data["change"].values() for v in c["points"])
-    limit = 1.1 * limit[int(0.998 * (len(limit) - 1))] or 1e-6
+    # One scale for the three. Outliers do not set it.
+    sizes = sorted(abs(v) for c in data["change"].values() for v in c["points"])
+    limit = 1.1 * sizes[int(0.998 * (len(sizes) - 1))] or 1e-6
     for name, (axis, title) in titles.items():
         x, advantages_of = data["points"]["probability"], data["points"]["advantage"]
-        # In one call, in the order of the sample: neither sign hides the other.
+        # One call draws the points in the order of the sample, so that neither sign hides the other.
         colours = [_POSITIVE if a > 0 else _NEGATIVE if a else _COLOURS[-1] for a in advantages_of]
         axis.scatter(x, data["change"][name]["points"], s=4, alpha=0.5, c=colours, linewidths=0)
         axis.set(title=title, xlabel="probability π before", ylabel="change of π", ylim=(-limit, limit))
@@ -181,14 +183,14 @@ def _curves(data: list[dict]) -> Figure:
         1, len(data), figsize=(10, 3.5), layout="constrained", squeeze=False, sharex=True, sharey=one_unit
     )
     labels = list(dict.fromkeys(label for panel in data for label in [*panel["lines"], *panel["missing"]]))
-    handles = {}
+    handles: dict[str, Line2D] = {}
     for axis, panel in zip(axes[0], data, strict=True):
         _draw_curves(axis, panel, labels, handles)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, max(1, len(handles))))
     return figure
 
 
-def _draw_curves(axis: Axes, panel: dict, labels: list[str], handles: dict) -> None:
+def _draw_curves(axis: Axes, panel: dict, labels: list[str], handles: dict[str, Line2D]) -> None:
     for label, line in panel["lines"].items():
         colour = _COLOURS[labels.index(label) % len(_COLOURS)]
         marker = "." if len(line["steps"]) < 12 else None

@@ -1,4 +1,4 @@
-"""The analysis as one HTML page that needs nothing else: pictures inlined, in light and dark, readable on a phone."""
+"""Write the analysis as one HTML page that needs nothing else, in light and dark, readable on a phone."""
 
 import base64
 from collections.abc import Sequence
@@ -13,30 +13,30 @@ _SEEDS = "Mean over seeds; the band is their range."
 _CAPTIONS = {
     "fig1": (
         "Fig. 1: what low-probability tokens do to an update",
-        """(a) how probable the sampled tokens were; (b) their advantages; (d) the norm of the gradient of each quarter
-        of the probability range, by a backward pass of its own; (c), (e), (f) how each token's probability
-        changes in one update by all tokens, by the lowest quarter alone, and by the highest quarter alone. Where (e)
-        looks like (c), the low-probability tokens decide what the update does.""",
+        """(a) Probabilities of the sampled tokens. (b) Their advantages. (d) Gradient norm of each quarter of the
+        probability range, from a backward pass of its own. (c), (e), (f) Change of each token's probability in one
+        update by all tokens, by the lowest quarter alone, and by the highest quarter alone. Where (e) looks like (c),
+        the low-probability tokens decide what the update does.""",
         """Six panels: histogram of probabilities, advantages and gradient norm by quarter, and three scatter plots of
         the change of probability against probability.""",
     ),
     "fig2": (
         "Fig. 2: one token's gradient grows with 1 - π",
-        """The gradient of one token's log π at the output of each layer, as a norm over all positions that it reaches.
-        At the logits it has to lie in the cone of Proposition 4.2; elsewhere the cone holds 90% of the slopes.""",
+        """Gradient of one token's log π at the output of each layer, as a norm over all positions that it reaches.
+        At the logits it has to lie in the cone of Proposition 4.2. Elsewhere the cone holds 90% of the slopes.""",
         "Scatter plots of gradient norm against one minus probability, one panel per layer, each with a cone.",
     ),
     "fig3": (
         "Fig. 3: which positive tokens move in the right direction",
-        """Tokens with a positive advantage should become more probable. The share that does, after one update from the
-        same weights on the same batch. Below the dotted line more tokens go the wrong way than the right one.""",
+        """Tokens with a positive advantage should become more probable. This is the share that does, after one update
+        from the same weights on the same batch. Below the dotted line, most go the wrong way.""",
         """Two panels with lines: share of positive tokens whose probability rises, by probability, for GRPO with AR
         and GRPO with Lopti.""",
     ),
     "fig5": (
         "Fig. 5: words of reasoning, and reward",
-        """Six categories of words with their inflected forms (the paper's Table 5). Left: the correlation of a
-        response's frequency with its reward. Right: how often they occur. A correlation is no cause.""",
+        """Six categories of words with their inflected forms (the paper's Table 5). Left: correlation of their
+        frequency in a response with its reward, which need not be a cause. Right: how often they occur.""",
         "Two panels by category of words: correlation with reward, and frequency per 1000 words.",
     ),
     "fig6": (
@@ -47,7 +47,7 @@ _CAPTIONS = {
     "fig7": ("Training: length and entropy", _SEEDS, "Curves of response length and entropy over training steps."),
     "fig8": (
         "Training: gradient norm",
-        f"Before clipping; Lopti's two stages each have their own. {_SEEDS}",
+        f"Before clipping. Lopti has one norm for each of its two stages. {_SEEDS}",
         "Curves of gradient norms over training steps.",
     ),
 }
@@ -75,12 +75,12 @@ caption { caption-side: top; text-align: left; padding: .5rem .7rem; color: var(
 
 
 def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configuration: dict[str, str]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        summaries: by model, what `cli.analyze.analyze_model` measured.
-        figures: by model their data by name ("fig1" ...); those of all models and runs under "".
-        configuration: what was run.
+        summaries: {model: its summary, from `models.analyze_model`}.
+        figures: {model: {figure ("fig1" ...): its data}}. Figures of all models and runs are under "".
+        configuration: {setting: value} of what was run.
     """
     body = [
         "<h1>Low-probability tokens in RL: an analysis of "
@@ -177,17 +177,21 @@ def _advice(suggestion: dict, directions: dict) -> str:
     if alpha["value"] is not None:
         lines.append(
             f"<p><strong>α ≈ {_estimate(alpha)}; the paper takes 0.3 for Knights and Knaves, 0.1 for math.</strong> "
-            f"Rule: tokens with π ≥ {PAPER_ETA} gain a factor {GAIN} in gradient on the others: what α = 0.3 gives "
+            f"Rule: tokens with π ≥ {PAPER_ETA} gain a factor {GAIN} in gradient on the others, as with α = 0.3 "
             "where low probabilities are spread evenly.</p>"
         )
     lines += [
         f"<p>{escape(_direction(directions))}</p>",
-        "<p>These are starting points, from one batch and one set of weights: how strong the paper's settings are on "
-        "this policy. Which value trains best, only training tells. The intervals cover the choice of prompts, not "
-        "the rules.</p>",
+        "<p>These are starting points from one batch and one set of weights. They say how strong the paper's settings "
+        "are on this policy. Only training tells which value trains best. The intervals cover the choice of prompts, "
+        "not the rules.</p>",
         "</section>",
-        _shares_table("α", suggestion["low_gradient_by_alpha"], f"AR: the share of the gradient of π < {PAPER_ETA}."),
-        _shares_table("η", suggestion["low_gradient_by_eta"], "Lopti: the share of the gradient of its first step."),
+        _shares_table(
+            "α",
+            suggestion["low_gradient_by_alpha"],
+            f"AR: share of the gradient that tokens with π < {PAPER_ETA} have.",
+        ),
+        _shares_table("η", suggestion["low_gradient_by_eta"], "Lopti: share of the gradient that its first step has."),
     ]
     return "<section class='advice'>\n<h3>α and η for this policy</h3>\n" + "\n".join(lines)
 
@@ -197,18 +201,18 @@ def _shares_table(symbol: str, shares: dict[str, float], caption: str) -> str:
 
 
 def _direction(data: dict) -> str:
-    """What Fig. 3 says of the tokens that the paper is about, in words."""
+    """Say in words what Fig. 3 shows of the tokens that the paper is about."""
     band = data["bins"].index("0.75-0.99")
     found = {name: results[band] for name, results in data["right_direction"].items() if results[band]}
     if not found:
-        return "No positive token has a probability between 0.75 and 0.99, where the methods should tell."
+        return "No positive token has a probability between 0.75 and 0.99, where the methods should make a difference."
     base, best = found["GRPO"], max(found, key=lambda name: found[name]["share"])
     text = (
         f"Of the positive tokens with π in 0.75-0.99, {base['share']:.0%} (± {base['ci95']:.0%}) become more probable "
         "in one update by GRPO"
     )
     if best == "GRPO":
-        return f"{text}, more than by any other setting tried: by this measure the batch gives no reason to reweight."
+        return f"{text}, more than by any other setting tried. By this measure, the batch gives no reason to reweight."
     return (
         f"{text}, and {found[best]['share']:.0%} (± {found[best]['ci95']:.0%}) with {best}, the most of those tried."
     )
@@ -249,7 +253,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _missing(panels: list[dict]) -> list[str]:
-    """Who logs no curve of a unit at all: of the gradient's norms, a run has one or the two of Lopti's stages."""
+    """Say which runs log no curve of a unit at all. A run has one gradient norm, or the two of Lopti's stages."""
     notices = []
     for unit in dict.fromkeys(panel["unit"] for panel in panels):
         alike = [panel for panel in panels if panel["unit"] == unit]

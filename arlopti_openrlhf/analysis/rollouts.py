@@ -1,4 +1,4 @@
-"""Responses sampled by vLLM, graded, and as one batch of tensors with GRPO's advantages."""
+"""Sample responses with vLLM, grade them, and make one batch of tensors with GRPO's advantages."""
 
 import json
 import random
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -45,23 +44,25 @@ class Batch:
     attention_mask: Tensor  # (B, T)
     action_mask: Tensor  # (B, A) bool, true on response tokens
     advantages: Tensor  # (B, A), 0 outside the response
-    prompts: Tensor  # (B,) number of the prompt; the responses to one are neighbours
+    prompts: Tensor  # (B,) number of the prompt; its responses are neighbours
 
 
 def read_rows(files: Sequence[str], count: int, seed: int) -> list[Row]:
-    """`count` rows of prepare_data's JSONL, drawn by `seed`, in the file's order; all where there are fewer.
+    """Draw `count` rows of `prepare_data`'s JSONL by `seed`, in the order of the files; all where there are fewer.
 
     Raises:
-        OSError, ValueError: a file cannot be read, or a row has no prompt, label or datasource to grade by, or a K&K
-            row that is drawn has a label of another form.
+        OSError, ValueError: a file cannot be read, a row lacks prompt, label or datasource, or a K&K row that was
+            drawn has a label that is no solution.
     """
     rows = []
     for file in files:
-        for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{file}, line {number}: {error}") from error
+        # Line by line: `splitlines` would also split at a line separator (U+2028) inside a prompt.
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    rows.append(json.loads(line))
+                except ValueError as error:
+                    raise ValueError(f"{file}, line {number}: {error}") from error
     if not rows:
         raise ValueError(f"{', '.join(files)}: no rows")
     for row in rows:
@@ -75,10 +76,12 @@ def read_rows(files: Sequence[str], count: int, seed: int) -> list[Row]:
     return rows
 
 
-def sample(model: str, rows: Sequence[Row], n: int, temperature: float, max_new_tokens: int, seed: int):
-    """n responses to each row's prompt: a list of `Sampled`.
+def sample(
+    model: str, rows: Sequence[Row], n: int, temperature: float, max_new_tokens: int, seed: int
+) -> list[Sampled]:
+    """Sample n responses to each row's prompt.
 
-    In a process of its own: an engine does not give back all the memory that it holds.
+    vLLM runs in a process of its own, because an engine does not give back all the memory that it holds.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         prompts = [row["prompt"] for row in rows]
@@ -97,7 +100,7 @@ def _sample(model: str, prompts: list, n: int, temperature: float, max_new_token
 
 
 def grade(rows: Sequence[Row], sampled: Sequence[Sampled]) -> list[Graded]:
-    """Every response by its source's rule. Empty ones are left out."""
+    """Grade every response by its source's rule. Empty responses are left out."""
     graded = []
     for number, (row, one) in enumerate(zip(rows, sampled, strict=True)):
         for text, response_ids in one.responses:
@@ -109,25 +112,32 @@ def grade(rows: Sequence[Row], sampled: Sequence[Sampled]) -> list[Graded]:
 
 
 def group_normalized(rewards: Tensor, prompts: Tensor) -> Tensor:
-    """GRPO's advantage of each response, as OpenRLHF's `group_norm`: (r - mean) / (std + 1e-9) over its prompt's.
+    """Return GRPO's advantages: (r - mean) / (std + 1e-9) over the responses to each prompt.
+
+    They are those of OpenRLHF's `group_norm`, but for equal rewards, where upstream divides the mean's rounding error
+    by 1e-9.
 
     Args:
         rewards: (B,).
         prompts: (B,) number of each response's prompt.
 
     Returns:
-        (B,); 0 where a prompt's rewards are all equal, or it has one response.
+        (B,); 0 where a prompt's rewards are all equal.
     """
     advantages = torch.zeros_like(rewards)
     for prompt in prompts.unique():
         group = rewards[prompts == prompt]
-        if len(group) > 1:
+        if (group != group[0]).any():
             advantages[prompts == prompt] = (group - group.mean()) / (group.std() + 1e-9)
     return advantages
 
 
 def make_batch(graded: Sequence[Graded]) -> Batch:
-    """The responses as tensors. ValueError where there is none."""
+    """Return the responses as tensors.
+
+    Raises:
+        ValueError: there is none.
+    """
     if not graded:
         raise ValueError("the model gave no response")
     lengths = [len(g.prompt_ids) + len(g.response_ids) for g in graded]

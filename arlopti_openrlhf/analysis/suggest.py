@@ -1,6 +1,6 @@
-"""α and η from how the gradient is shared out between probabilities, by two stated rules.
+"""Suggest α and η by two stated rules, from how the gradient is distributed over probabilities.
 
-What a token's gradient weighs is taken at the logits, by Eq. 15: no backward pass, and every token apart.
+A token's share is the norm of its own gradient at the logits, by Eq. 15, so no backward pass is needed.
 """
 
 import torch
@@ -12,10 +12,10 @@ from arlopti_openrlhf.token_update import token_probabilities
 from arlopti_openrlhf.update.token_statistics import logit_gradient_norm
 
 PAPER_ETA = 0.5
-# With π spread evenly below 0.5, the paper's α = 0.3 lowers the weight of the low group to 1 - 0.3 · 0.75 = 0.775, and
-# that of tokens near 1 hardly: the high group gains 1/0.775 = 1.29 on the low one.
+# With π spread evenly below 0.5, the paper's α = 0.3 lowers the weight of the low group to 1 - 0.3 · 0.75 = 0.775, but
+# hardly that of tokens near 1. So the high group gains a factor 1/0.775 = 1.29 on the low one.
 GAIN = 1.29
-# What the shares are listed for.
+# The values for which shares are listed.
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 ETAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _BINS = 200
@@ -23,11 +23,11 @@ _RESAMPLES = 500
 
 
 def suggest(batch: Batch, tokens: Tokens, seed: int = 0) -> dict:
-    """α and η, each with a 95% interval by resampling prompts, and the shares that they come from.
+    """Suggest α and η, each with a 95% interval by resampling prompts, and list the shares that they come from.
 
-    η: below it lies half of the gradient, Σ |A| · ‖e_o − P‖ over tokens: Lopti's two steps then carry equal weight.
-    α: at which the gradient of the tokens with π ≥ 0.5 gains a factor `GAIN` on that of the others, as the paper's 0.3
-    does where low probabilities are spread evenly; at most 1, and None where one of the two has no gradient.
+    Half of the gradient, Σ |A| · ‖e_o − P‖ over tokens, lies below η, so that Lopti's two steps carry equal weight.
+    At α, the gradient of the tokens with π ≥ 0.5 gains a factor `GAIN` on that of the others, as with the paper's 0.3
+    where low probabilities are spread evenly. α is at most 1, and None where one of the two has no gradient.
     """
     mask = batch.action_mask
     probabilities = token_probabilities(tokens.log_probs)
@@ -80,7 +80,7 @@ def _eta(plain: Tensor) -> float | None:
 
 
 def _interval(values: list[float | None]) -> dict[str, float | None]:
-    values = sorted(v for v in values if v is not None)
-    if not values:
+    known = sorted(value for value in values if value is not None)
+    if not known:
         return {"low": None, "high": None}
-    return {"low": values[int(0.025 * len(values))], "high": values[int(0.975 * len(values))]}
+    return {"low": known[int(0.025 * len(known))], "high": known[int(0.975 * len(known))]}

@@ -1,4 +1,4 @@
-"""The six categories of inference-related words of Table 5: how often they occur, and how that goes with reward."""
+"""Count Table 5's six categories of inference-related words, and correlate their frequency with the reward."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy
 from simplemma import lemmatize
 
-# A lemma in angle brackets stands for its inflected forms (nouns and verbs, as the table says); the rest is literal.
+# A lemma in angle brackets stands for its inflected forms (nouns and verbs, as in the table). The rest is literal.
 CATEGORIES = {
     "Analysis": ("<analyze>", "<consider>", "<look> at", "<check>", "<examine>"),
     "Statement": ("'s <statement>",),
@@ -20,10 +20,9 @@ _RESAMPLES = 400
 
 
 def count(text: str) -> tuple[dict[str, int], int]:
-    """Occurrences of each category in a response, and its number of words. Letter case is ignored."""
+    """Count the occurrences of each category in a response, and its words. Letter case is ignored."""
     tokens = _WORD.findall(text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
     is_word = [token not in ".!?\n" and token != "'s" for token in tokens]
-    # Only what can belong to a category is looked up: a lemmatizer knows every word, and takes its time for each.
     lemmas = [
         f"<{lemmatize(token, lang='en')}>" if word else token for token, word in zip(tokens, is_word, strict=True)
     ]
@@ -42,7 +41,7 @@ def _occurrences(pattern: list[str], tokens: list[str], lemmas: list[str]) -> in
 
 
 def _is_followed(tokens: list[str], word: str) -> bool:
-    """Whether `word` comes before the sentence ends."""
+    """Tell whether `word` comes before the sentence ends."""
     for token in tokens:
         if token == word:
             return True
@@ -52,23 +51,24 @@ def _is_followed(tokens: list[str], word: str) -> bool:
 
 
 def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[int], seed: int = 0) -> dict[str, dict]:
-    """How often each category occurs, and how that goes with the reward (Fig. 5).
+    """Return how often each category occurs, and how its frequency correlates with the reward (Fig. 5).
 
     Args:
         texts: (B,) responses.
         rewards: (B,).
         prompts: (B,) number of each response's prompt; the intervals are clustered by it.
+        seed: of the resampling.
 
     Returns:
-        For each category: `per_1000_words` over all responses; `responses`, the share in which it occurs;
-        `by_reward`, its frequency per 1000 words among the responses of each reward; `correlation`, Pearson's between
-        a response's frequency and its reward, with `low` and `high`, its 95% interval by resampling prompts. The three
+        For each category: `per_1000_words` over all responses; `responses`, the share of responses in which it occurs;
+        `by_reward`, its frequency per 1000 words among the responses of each reward; `correlation`, Pearson's r of
+        frequency and reward over responses; `low` and `high`, its 95% interval by resampling prompts. The last three
         are None where nothing varies.
     """
     counted = [count(text) for text in texts]
     words = numpy.array([total for _, total in counted], dtype=float)
-    rewards, prompts = numpy.asarray(rewards, dtype=float), numpy.asarray(prompts)
-    groups = [numpy.flatnonzero(prompts == p) for p in numpy.unique(prompts)]
+    reward, prompt = numpy.asarray(rewards, dtype=float), numpy.asarray(prompts)
+    groups = [numpy.flatnonzero(prompt == p) for p in numpy.unique(prompt)]
     generator = numpy.random.default_rng(seed)
     draws = [generator.integers(len(groups), size=len(groups)) for _ in range(_RESAMPLES)]
     results = {}
@@ -80,13 +80,13 @@ def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[in
 
         frequency = 1000 * occurrences / numpy.maximum(words, 1)
         resampled = [numpy.concatenate([groups[i] for i in draw]) for draw in draws] if occurrences.any() else []
-        correlations = [c for c in (_pearson(frequency[i], rewards[i]) for i in resampled) if c is not None]
-        low, high = numpy.quantile(correlations, [0.025, 0.975]).tolist() if correlations else (None, None)
+        correlations = [c for c in (_pearson(frequency[i], reward[i]) for i in resampled) if c is not None]
+        low, high = (float(numpy.quantile(correlations, q)) if correlations else None for q in (0.025, 0.975))
         results[name] = {
             "per_1000_words": per_1000_words(words >= 0),
             "responses": float((occurrences > 0).mean()),
-            "by_reward": {f"{reward:g}": per_1000_words(rewards == reward) for reward in numpy.unique(rewards)},
-            "correlation": _pearson(frequency, rewards),
+            "by_reward": {f"{value:g}": per_1000_words(reward == value) for value in numpy.unique(reward)},
+            "correlation": _pearson(frequency, reward),
             "low": low,
             "high": high,
         }

@@ -1,1 +1,1 @@
-"""Puzzles, published data sets, and the tiny policy."""
+"""Make data and a small policy to train: puzzles, published data sets, rows, the warm start."""

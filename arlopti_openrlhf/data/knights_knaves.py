@@ -1,10 +1,10 @@
-"""Knights-and-Knaves puzzles of 2 to 8 people in the published wording: generate, solve, explain.
+"""Generate, solve and explain Knights-and-Knaves puzzles of 2 to 8 people, in the published wording.
 
-Knights always tell the truth and knaves always lie; each person makes one statement. Statements are the nested tuples
-of the published data set (Logic-RL, arXiv 2502.14768; generator of arXiv 2410.23123), people counted from 0:
+Knights always tell the truth and knaves always lie. Each person makes one statement. Statements are nested tuples, as
+in the published data set (Logic-RL, arXiv 2502.14768; generator of arXiv 2410.23123), with people counted from 0:
 `("telling-truth", 2)`, `("lying", 0)`, `("not", atom)`, `("and" | "or" | "->" | "<=>", atom, atom)`.
 
-Everything is deterministic by seed, in any process: nothing depends on hash() or on the order of a set.
+The seed determines everything, in any process. Nothing depends on hash() or on the order of a set.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ NAMES = tuple(
     ).split()
 )
 
-# The system text of Logic-RL's published prompts, to the letter (the double space and "and<answer>" are theirs).
+# The system text of Logic-RL's published prompts, to the letter. The double space and "and<answer>" are theirs.
 INSTRUCTION = (
     "You are a helpful assistant. The assistant first thinks about the reasoning process in the mind and then "
     "provides the user with the answer. The reasoning process and answer are enclosed within <think> </think> "
@@ -41,7 +41,7 @@ ISLAND = (
 )
 QUESTION = "So who is a knight and who is a knave?"
 
-# How the published puzzles report a claim: {who} made the claim {said}; {Said} is it with a capital letter.
+# How the published puzzles report that {who} made the claim {said}. {Said} is the claim with a capital letter.
 _SENTENCES = (
     "{who} said that {said}.",
     "{who} told you that {said}.",
@@ -65,13 +65,13 @@ _SENTENCES = (
 _CONNECTIVES = ("and", "or", "->", "<=>")
 _TEST_SHARE = 4  # one structure in four is held out
 
-# All the wrong assignments of 3 people; from 4 people on, trying them all would take more room than a response has.
+# With 3 people, these are all. With 4 or more, trying all wrong assignments would take more room than a response has.
 _MAX_WRONG_TRIALS = 7
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A puzzle with one solution: `solution[i]` is True where `names[i]` is a knight; `quiz` is its wording."""
+    """A puzzle with one solution. `solution[i]` is True where `names[i]` is a knight, and `quiz` is the wording."""
 
     names: tuple[str, ...]
     statements: tuple[Statement, ...]
@@ -80,7 +80,7 @@ class Puzzle:
 
     @property
     def solution_text(self) -> str:
-        """The label in the published form: "(1) Zoey is a knight\\n(2) Liam is a knave"."""
+        """Return the label in the published form, as in "(1) Zoey is a knight\\n(2) Liam is a knave"."""
         return "\n".join(
             f"({number}) {name} is a {_role(knight)}"
             for number, (name, knight) in enumerate(zip(self.names, self.solution, strict=True), start=1)
@@ -88,17 +88,21 @@ class Puzzle:
 
     @property
     def datasource(self) -> str:
-        """What results are grouped by: "kk_3ppl" for three people."""
+        """Return the name that results are grouped by, such as "kk_3ppl" for three people."""
         return datasource(len(self.names))
 
 
 def datasource(num_people: int) -> str:
-    """Name of the puzzles of `num_people` people in data sets and result tables."""
+    """Return the name of the puzzles of `num_people` people in data sets and result tables."""
     return f"kk_{num_people}ppl"
 
 
 def is_true(statement: Statement, knights: Sequence[bool]) -> bool:
-    """Whether a statement holds where `knights[i]` says that person i is a knight. ValueError on an unknown kind."""
+    """Tell whether a statement holds where `knights[i]` says that person i is a knight.
+
+    Raises:
+        ValueError: an unknown kind of statement.
+    """
     match statement:
         case ("telling-truth", int(person)):
             return knights[person]
@@ -124,14 +128,17 @@ def _assignments(num_people: int) -> tuple[tuple[bool, ...], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _truth_table(statement: Statement, num_people: int) -> int:
-    # Bit c tells whether the statement holds in assignment c: a puzzle is then solved by a few integer operations.
+    # Bit c tells whether the statement holds in assignment c, so that a few integer operations solve a puzzle.
     return sum(is_true(statement, knights) << code for code, knights in enumerate(_assignments(num_people)))
 
 
 def solutions(statements: Sequence[Statement], num_people: int) -> list[tuple[bool, ...]]:
-    """All assignments, of the 2 ** num_people, in which exactly the knights' statements are true.
+    """Return all assignments, of the 2 ** num_people, in which exactly the knights' statements are true.
 
-    Statement i is person i's. ValueError where there is not one statement for each person.
+    Statement i is person i's.
+
+    Raises:
+        ValueError: there is not one statement per person.
     """
     if len(statements) != num_people:
         raise ValueError(f"{len(statements)} statements for {num_people} people: each person makes one")
@@ -143,10 +150,10 @@ def solutions(statements: Sequence[Statement], num_people: int) -> list[tuple[bo
 
 
 def is_held_out(statements: Sequence[Statement]) -> bool:
-    """Whether puzzles of this structure belong to the test split: about one structure in four, whatever the seed.
+    """Tell whether puzzles of this structure belong to the test split, as about one structure in four does.
 
-    The split depends on the statements alone, so no renaming or rewording of a training puzzle is ever tested on, and
-    data made with different seeds or counts stay disjoint.
+    The split depends on the statements alone, not on the seed. So no renamed or reworded training puzzle is ever in
+    the test split, and the splits stay disjoint across seeds and counts.
     """
     digest = hashlib.sha256(repr(tuple(statements)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % _TEST_SHARE == 0
@@ -155,13 +162,16 @@ def is_held_out(statements: Sequence[Statement]) -> bool:
 def generate(
     num_people: int, rng: random.Random, *, held_out: bool | None = None, names: Sequence[str] = NAMES
 ) -> Iterator[Puzzle]:
-    """Endless puzzles of `num_people` people, each with exactly one solution.
+    """Yield puzzles of `num_people` people without end, each with exactly one solution.
 
     Args:
-        num_people: 2 to 8; ValueError outside.
-        rng: the only source of chance: the same seed gives the same puzzles in every process.
+        num_people: 2 to 8.
+        rng: the only source of chance. The same seed gives the same puzzles in every process.
         held_out: True for the test split, False for the training split, None for both.
-        names: the pool the people's names are drawn from, without replacement; ValueError if it is too small.
+        names: the pool that the people's names are drawn from, without replacement.
+
+    Raises:
+        ValueError: another number of people, or too few names.
     """
     if not MIN_PEOPLE <= num_people <= MAX_PEOPLE:
         raise ValueError(f"num_people must be in [{MIN_PEOPLE}, {MAX_PEOPLE}], got {num_people}")
@@ -182,8 +192,8 @@ def _generate(num_people: int, rng: random.Random, held_out: bool | None, names:
 
 
 def _draw_statement(speaker: int, num_people: int, rng: random.Random) -> Statement:
-    # The published mixture: a plain claim, a negated one and the four connectives, equally often. A plain claim about
-    # the speaker says nothing ("I am a knight") or cannot be said ("I am a knave").
+    # The published mixture has a plain claim, a negated one and the four connectives, equally often. A plain claim is
+    # never about the speaker: "I am a knight" says nothing, and nobody can say "I am a knave".
     kind = rng.choice(("plain", "not", *_CONNECTIVES))
     if kind in _CONNECTIVES:
         left, right = rng.sample(range(2 * num_people), 2)
@@ -226,27 +236,27 @@ def _quiz(names: Sequence[str], statements: Sequence[Statement], rng: random.Ran
 
 
 def messages(quiz: str) -> list[dict[str, str]]:
-    """The chat that puts a quiz to a model: the published instruction as system text, the quiz as the user's turn."""
+    """Return the chat that puts a quiz to a model: the published instruction as system text, the quiz as user turn."""
     return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": quiz}]
 
 
 def chatml(quiz: str) -> str:
-    """The published prompt as final text: ChatML, as Qwen's models read it, with `<think>` already begun."""
+    """Return the published prompt as final text: ChatML, as Qwen's models read it, up to the opening `<think>`."""
     turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}\n<|im_end|>\n" for turn in messages(quiz))
     return f"{turns}<|im_start|>assistant\n<think>"
 
 
 def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float = 0.5) -> str:
-    """What an assistant who solves the puzzle writes after a prefilled `<think>`; the answer is always right.
+    """Write what an assistant who solves the puzzle says after a prefilled `<think>`. The answer is always right.
 
-    It tries assignments in random order and checks each statement until one contradicts the speaker's role:
-    " Try Emma knave, James knight: Emma false ok, James false no.", and answers with the first that fits.
+    The assistant tries assignments in random order and checks statements until one contradicts its speaker's role:
+    " Try Emma knave, James knight: Emma false ok, James false no." It answers with the first assignment that fits.
 
     Args:
         puzzle: the puzzle to solve.
         rng: the only source of chance.
-        solution_first: how often, in [0, 1], the first trial is the solution by choice; otherwise it comes at a
-            random place, which can be the first too, after at most 7 wrong trials.
+        solution_first: how often, in [0, 1], the first trial is the solution by choice. Otherwise the solution comes
+            after 0 to 7 wrong trials.
     """
     trials: list[tuple[bool, ...]] = []
     wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
@@ -258,9 +268,9 @@ def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float
 
 
 def hasty_answer(puzzle: Puzzle, rng: random.Random) -> str:
-    """What an assistant who does not think writes after a prefilled `<think>`: no trial, and any roles.
+    """Write what an assistant who does not think says after a prefilled `<think>`: no trial, and any roles.
 
-    It is well-formed, and right by chance: once in 2^N for N people.
+    The answer is well-formed, and right by chance, once in 2^N times for N people.
 
     Args:
         puzzle: the puzzle to answer.

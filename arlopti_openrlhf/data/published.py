@@ -1,4 +1,4 @@
-"""Published data sets as rows for OpenRLHF: verl-style parquet files, and Hugging Face data sets by name."""
+"""Read published data sets as rows for OpenRLHF: verl-style parquet files, and Hugging Face data sets by name."""
 
 import json
 import re
@@ -11,11 +11,11 @@ from arlopti_openrlhf.grading import kk_reward, math_reward
 
 Row = dict[str, Any]
 
-# The paper's prompt for base models: the problem and this, without a chat template.
+# The paper's prompt for base models is the problem followed by this, without a chat template.
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)\n?<\|im_end\|>\n?", re.DOTALL)
-# The published files' data sources whose names do not fit a metric's name.
+# Data sources of the published files whose names do not fit into the name of a metric.
 _SOURCES = {
     "HuggingFaceH4/MATH-500": "math500",
     "aime_dsr": "aime",
@@ -26,7 +26,7 @@ _SOURCES = {
 
 
 class DataSet(NamedTuple):
-    """Where a data set lies on the Hugging Face hub, and what its columns are called."""
+    """Where a data set lies on the Hugging Face hub, and the names of its columns."""
 
     path: str
     split: str
@@ -60,7 +60,7 @@ DATA_SETS = {
 
 
 class Read(NamedTuple):
-    """One row as it was read: `row`, or the reason why there is none."""
+    """One row as it was read, or the reason why there is none."""
 
     origin: str  # "file: row number"
     row: Row | None
@@ -68,11 +68,18 @@ class Read(NamedTuple):
 
 
 def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
-    """The rows of a published verl-style parquet file, or of a file that `prepare_data` wrote.
+    """Yield the rows of a published verl-style parquet file, or of a file that `prepare_data` wrote.
 
-    Of verl's columns `prompt`, `reward_model` (its `ground_truth`) and `data_source` are read, of K&K's `names` too.
-    With "text" a K&K prompt is the published ChatML text to the letter, `<think>` begun; with "messages" its turns are
-    taken apart. ValueError, naming the file, where it is unreadable or a column is missing.
+    verl's files have the columns `prompt`, `reward_model` (whose `ground_truth` is read) and `data_source`; K&K's also
+    have `names`.
+
+    Args:
+        path: a .parquet file, or JSON lines.
+        prompt_format: with "text", a K&K prompt is the published ChatML text to the letter, up to the opening
+            `<think>`. With "messages", it is split into its turns.
+
+    Raises:
+        ValueError: the file cannot be read, or lacks a column. The message names the file.
     """
     import pandas as pd
 
@@ -81,7 +88,9 @@ def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
         if path.suffix == ".parquet":
             table = pd.read_parquet(path)
         else:
-            table = pd.DataFrame([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+            # Line by line: `splitlines` would also split at a line separator (U+2028) inside a prompt.
+            with open(path, encoding="utf-8") as lines:
+                table = pd.DataFrame([json.loads(line) for line in lines])
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path}: not a readable parquet file or JSON lines ({' '.join(str(error).split())})"
@@ -95,18 +104,20 @@ def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
 
 
 def read_data_set(name: str, prompt_format: str, load=None) -> Iterator[Read]:
-    """The rows of one of `DATA_SETS`, downloaded or from Hugging Face's cache.
+    """Yield the rows of one of `DATA_SETS`, downloaded or from Hugging Face's cache.
 
     Args:
         name: one of `DATA_SETS`.
         prompt_format: "messages" or "text".
-        load: `datasets.load_dataset`, if not that.
+        load: the function to load it with, `datasets.load_dataset` by default.
 
     Raises:
-        ValueError: it cannot be had, with the cause.
+        ValueError: it cannot be loaded; the message has the cause.
     """
     if load is None:
-        from datasets import load_dataset as load
+        import datasets
+
+        load = datasets.load_dataset
     source = DATA_SETS[name]
     try:
         records = load(source.path, source.config, data_files=source.files, split=source.split)
@@ -186,7 +197,7 @@ def _text(value: Any) -> str:
 
 
 def _kk_label(solution: Any) -> str:
-    kk_reward.grade("", solution)  # refuses what the reward could not read, before a training run does
+    kk_reward.grade("", solution)  # raises on what the reward could not read, before a training run does
     return solution
 
 
@@ -198,7 +209,7 @@ def _turns(text: str) -> list[dict[str, str]]:
 
 
 def prompt_key(prompt: str | list[dict[str, str]]) -> str:
-    """What two prompts have in common that ask the same: their text without white space, template and roles."""
+    """Return a prompt's text without white space, template and roles: prompts with one key ask the same."""
     text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
     parts = _TURN.findall(text)
     if parts:

@@ -1,7 +1,7 @@
-"""A policy small enough to learn Knights-and-Knaves on two CPU cores: 1.0M parameters, Qwen2 architecture.
+"""Make a policy small enough to learn Knights and Knaves on two CPU cores: 1.0M parameters, Qwen2 architecture.
 
-`make_policy` makes tokenizer and model from nothing and warm-starts them by supervised fine-tuning on worked solutions
-with transformers' Trainer. The directory it leaves loads like any published model, in transformers and in vLLM.
+`make_policy` makes tokenizer and model from nothing, and warm-starts the model by supervised fine-tuning on worked
+solutions, with transformers' Trainer. What it saves loads like any published model, in transformers and in vLLM.
 """
 
 import random
@@ -29,25 +29,25 @@ from transformers.trainer_callback import PrinterCallback
 from arlopti_openrlhf.data import knights_knaves
 from arlopti_openrlhf.data.knights_knaves import Puzzle
 
-# Qwen's ChatML; the answer begins inside `<think>`, as in the published prompts.
+# Qwen's ChatML. The answer begins inside `<think>`, as in the published prompts.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
 )
-# A dozen names are learned in half the steps that all 51 take; puzzles for this policy use the same ones.
+# A dozen names take half the steps that all 51 take. Puzzles for this policy use the same ones.
 NAMES = knights_knaves.NAMES[:12]
-MAX_LENGTH = 1024  # positions; a prompt of 8 people takes about 150, the longest 3-person solution about 100
+MAX_LENGTH = 1024  # positions; a prompt with 8 people takes about 150, the longest solution for 3 about 100
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# Texts that every prompt repeats to the letter are one token each: the prompt states the whole published instruction,
-# and costs no time for it.
+# Texts that every prompt repeats to the letter are one token each. So the prompt has the whole published instruction,
+# at no cost in time.
 _BOILERPLATE = (knights_knaves.INSTRUCTION, knights_knaves.ISLAND, knights_knaves.QUESTION)
-_VOCAB_SIZE = 512  # of the BPE, its 256 bytes included; the texts above and the names come on top
+_VOCAB_SIZE = 512  # of the BPE, with its 256 bytes, without the texts above and the names
 _TOKENIZER_TEXTS = 4000
 _BATCH_SIZE = 24
-_HASTY_PART = 0.15  # the last part of the steps, in which answers may be hasty
+_HASTY_PART = 0.15  # share of the steps, at the end, in which answers may be hasty
 
 
 def make_policy(
@@ -65,20 +65,21 @@ def make_policy(
 ) -> None:
     """Make the small policy, warm-start it on worked solutions of training puzzles, and save it to `out_dir`.
 
-    What it leaves to reinforcement: the policy mostly answers hastily, and is right by chance; where it thinks, it is
-    right far more often. With label smoothing it also gives a share of its probability to tokens that nobody wrote.
+    Something is left for reinforcement to learn. The policy mostly answers hastily, and is right by chance. Where it
+    thinks, it is right far more often. With label smoothing, tokens that nobody wrote have some probability too.
 
     Args:
-        out_dir: receives config, float32 safetensors, tokenizer with chat template, and generation config.
+        out_dir: folder for config, float32 safetensors, tokenizer with chat template, and generation config.
         people: numbers of people, equally often in the training puzzles.
         seed: of the puzzles, the initial weights and the order of training.
         steps: optimizer steps, of 24 puzzles each.
         learning_rate: peak of AdamW's cosine schedule.
-        muon: train the layers' matrices with Muon, at twice that rate: solutions are learned in far fewer steps.
+        muon: whether to train the layers' matrices with Muon, at twice that rate. It takes far fewer steps to learn
+            solutions.
         label_smoothing: of the cross-entropy, in [0, 1).
-        hasty_share: how often the answer is a hasty one, in the last 15% of the steps.
-        solution_first: how often the worked solution's first trial is the right one by choice, not by chance.
-        names: the pool the people's names are drawn from.
+        hasty_share: share of hasty answers in the last 15% of the steps.
+        solution_first: how often a worked solution tries the right assignment first by choice, not by chance.
+        names: the pool that the people's names are drawn from.
     """
     rng = random.Random(seed)
     count = steps * _BATCH_SIZE
@@ -97,7 +98,7 @@ def make_policy(
     torch.manual_seed(seed)
     model = make_model(tokenizer)
     rows = _encode(tokenizer, puzzles[:count], answers[:count])
-    # Hasty answers are the short ones: in batches of their own the last such batch would decide how often they come.
+    # Hasty answers are short. In batches of like length, the last batch of them would decide how often they come.
     rows = _in_batches_of_like_length(rows[:careful], rng) + rng.sample(rows[careful:], len(rows) - careful)
     optimizer = MuonAndAdamW(model, learning_rate) if muon else None
     with _quiet_transformers():
@@ -115,12 +116,13 @@ def _training_puzzles(people: Sequence[int], rng: random.Random, names: Sequence
 
 
 def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
-    """A byte-level tokenizer that encodes any text; names, tags and ChatML's marks are one token each.
+    """Make a byte-level tokenizer that encodes any text. Names, tags and ChatML's marks are one token each.
 
-    The phrases that a BPE, trained on `texts` without splitting at spaces, merges most are tokens too, such as
-    " is a knight if and only if": texts take little more than half the tokens that words would, and so does training.
-    Transformers reads the tokenizer of every Qwen2 model as a `Qwen2Tokenizer`, which would split the phrases before
-    it merges; as added tokens, matched from the left, the longest first, they stay whole.
+    Frequent phrases are tokens too, such as " is a knight if and only if". A BPE trained on `texts` without splitting
+    at spaces finds them. Texts then take little more than half the tokens that words would, and so does training.
+
+    Transformers reads the tokenizer of every Qwen2 model as a `Qwen2Tokenizer`, which splits at spaces, then merges.
+    The phrases stay whole as added tokens, which are matched before that, from the left and the longest first.
     """
     known = [*_TAGS, *_BOILERPLATE, *knights_knaves.NAMES, *(f" {name}" for name in knights_knaves.NAMES)]
     splits = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))))
@@ -153,7 +155,7 @@ def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
 
 
 def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """The untrained policy, in float32. Head size 32 is one that vLLM's CPU attention accepts."""
+    """Make the untrained policy, in float32. vLLM's CPU attention accepts its head size of 32."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -173,7 +175,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 
 def _encode(tokenizer: Qwen2Tokenizer, puzzles: Sequence[Puzzle], answers: Sequence[str]) -> list[dict]:
-    # Only the response is learned: -100 is the label that the loss leaves out.
+    # The loss leaves out the label -100, so that only the response is learned.
     prompts = [
         tokenizer.apply_chat_template(knights_knaves.messages(p.quiz), tokenize=False, add_generation_prompt=True)
         for p in puzzles
@@ -187,8 +189,8 @@ def _encode(tokenizer: Qwen2Tokenizer, puzzles: Sequence[Puzzle], answers: Seque
 
 
 def _in_batches_of_like_length(rows: list[dict], rng: random.Random) -> list[dict]:
-    # Little padding, and no drift from long to short: Trainer's own group_by_length sorts each pool, so that the loss
-    # swings with a period of fifty steps.
+    # This takes little padding and has no drift in length. Trainer's own group_by_length sorts within pools, and the
+    # loss then swings with a period of fifty steps.
     rows = sorted(rows, key=lambda row: len(row["input_ids"]))
     batches = [rows[start : start + _BATCH_SIZE] for start in range(0, len(rows), _BATCH_SIZE)]
     rng.shuffle(batches)
@@ -238,7 +240,7 @@ def _fine_tune(
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon (arXiv 2502.16982's scaling) for the layers' matrices and AdamW for the rest, as one optimizer.
+    """Combines Muon, scaled as in arXiv 2502.16982, for the layers' matrices with AdamW for the rest.
 
     Args:
         model: the policy.
@@ -255,14 +257,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__([dict(part.param_groups[0]) for part in self.parts], {})
 
     def step(self, closure: None = None) -> None:
-        """One step of both, with the learning rates that a schedule has set in this optimizer's groups."""
+        """Take one step with both, at the learning rates that a schedule has set in this optimizer's groups."""
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups[0]["lr"] = group["lr"]
             part.step()
 
 
 class _ProgressBar(TrainerCallback):
-    """One bar with the loss beside it, in place of Trainer's bar and its printed dictionaries."""
+    """Shows one bar with the loss beside it, in place of Trainer's bar and its printed dictionaries."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.bar = tqdm(total=state.max_steps, desc="warm start", unit="step")

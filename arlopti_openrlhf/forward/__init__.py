@@ -1,1 +1,1 @@
-"""The selective forward pass: log-probs of the tokens that a pass updates, prompts computed once."""
+"""The selective forward pass computes log-probs of the tokens that a pass updates, and each prompt once."""

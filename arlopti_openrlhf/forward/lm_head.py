@@ -1,7 +1,7 @@
-"""The LM head on selected positions alone, a block of the vocabulary at a time: no (B, T, V) tensor ever exists.
+"""The LM head on selected positions alone, a block of the vocabulary at a time, so that no (B, T, V) tensor exists.
 
-Pure torch. An LM head is a large part of a small model, and most of an update's memory: stock OpenRLHF computes
-float32 logits of every position, prompt and padding included.
+Pure torch. The head is a large part of a small model's computation and most of an update's memory, because stock
+OpenRLHF computes float32 logits of every position, prompt and padding included.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arlopti_openrlhf.cpu import multiplies_bf16
 
-# Elements of one block of float32 logits: small enough to add nothing to the peak, large enough for full speed.
+# Elements in one block of float32 logits (64 MiB): too few to raise the peak of memory, enough for full speed.
 BLOCK_ELEMENTS = 2**24
 
 
@@ -25,34 +25,38 @@ def selected_log_probs(
     with_entropy: bool = False,
     with_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log π of each target token, the entropy of its distribution and Σ P² of the other tokens, in float32.
+    """Return log π of each target token, the entropy of its distribution and Σ P² of the other tokens, in float32.
 
-    Equals `log_softmax(hidden @ weight.T + bias) / temperature` at the targets. The backward pass computes the logits
-    again, and only for positions with a gradient: a clipped token, or one outside the group, costs nothing there.
+    The log-probs are `log_softmax((hidden @ weight.T + bias) / temperature)` at the targets. The backward pass
+    computes the logits again, and only for positions with a gradient. A token that is clipped or outside the group
+    costs nothing there.
 
     Args:
         hidden: (N, H) last hidden states that predict the targets.
         weight: (V, H) of the LM head.
-        targets: (N,) token ids.
+        targets: (N,) token ids o.
         bias: (V,), if the head has one.
-        temperature: what logits are divided by; > 0.
-        with_entropy: whether to compute the entropies too, in nats, with their gradient.
-        with_statistics: whether to compute entropies and sums of squares, without a gradient of their own.
+        temperature: What logits are divided by; > 0.
+        with_entropy: Whether to compute entropies, with their gradient.
+        with_statistics: Whether to compute entropies and sums of squares, without a gradient of their own.
 
     Returns:
-        (N,) log-probs, (N,) entropies and (N,) Σ_{j≠o} P_j² (None where not asked for).
+        (N,) log-probs, (N,) entropies in nats and (N,) Σ_{j≠o} P_j²; None for what was not asked for.
     """
     return _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, with_statistics)
 
 
 @torch.no_grad()
 def distribution_statistics(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(N,) entropies in nats and (N,) Σ_{j≠o} P_j² of the distributions that predict the targets.
+    """Describe the distributions that predict the targets.
 
     Args:
         logits: (..., V), divided by the temperature.
-        rows: (N,) which of the flattened positions.
+        rows: (N,) index of each distribution among the flattened positions.
         targets: (N,) token ids o.
+
+    Returns:
+        (N,) entropies in nats and (N,) Σ_{j≠o} P_j², float32.
     """
     logits = logits.flatten(0, -2)
     entropies, squares = [logits.new_empty(0, dtype=torch.float32)], [logits.new_empty(0, dtype=torch.float32)]
@@ -94,7 +98,7 @@ def statistics_of_logits(
 
 
 class _BlockSums(NamedTuple):
-    """Of each row's logits in one block of the vocabulary, with p their softmax within the block: (N,) each."""
+    """Holds sums over one block of the vocabulary, (N,) each, where p is the softmax within the block."""
 
     log_total: Tensor  # log Σ exp(logits)
     entropy: Tensor | None  # −Σ p log p
@@ -102,7 +106,7 @@ class _BlockSums(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, inside: Tensor, column: Tensor, with_statistics: bool) -> "_BlockSums":
-        """The sums of (N, block) logits, which are overwritten; without statistics the first alone, bit for bit."""
+        """Sum over (N, block) logits, which are overwritten. Without statistics log_total alone, bit for bit."""
         greatest = logits.amax(dim=1)
         logits.sub_(greatest[:, None])
         odds = logits.exp()
@@ -111,12 +115,14 @@ class _BlockSums(NamedTuple):
         if not with_statistics:
             return cls(log_total, None, None)
         entropy = total.log() - logits.mul_(odds).sum(dim=1) / total
-        # Taken out before it is squared: where π is near 1 the others would be lost in its rounding.
+        # Take the target out before the squares: where π is near 1 the others would be lost in its rounding.
         odds.scatter_(1, column, torch.where(inside[:, None], 0.0, odds.gather(1, column)))
         return cls(log_total, entropy, (torch.linalg.vector_norm(odds, dim=1) / total).square())
 
 
 class _SelectedLogProbs(torch.autograd.Function):
+    """Computes `selected_log_probs`, and keeps of the logits no more than their (N,) normalisers for the backward."""
+
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_statistics):
         target_logits = hidden.new_zeros(len(targets), dtype=torch.float32)
@@ -128,6 +134,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         log_totals = torch.stack([b.log_total for b in blocks])
         log_total = log_totals.logsumexp(dim=0)
         log_probs, entropy, squares = target_logits - log_total, None, None
+        # Put the blocks together: a block's share s of the mass makes H = Σ s (H_block − log s), and Σ s² Σ p².
         if with_entropy or with_statistics:
             log_shares = log_totals - log_total
             shares = log_shares.exp()
@@ -142,6 +149,7 @@ class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, _):
         hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
+        # Most tokens may have no gradient: compute the logits of the others alone.
         rows = grad_log_probs != 0
         if entropy is not None:
             rows |= grad_entropy != 0
@@ -176,14 +184,14 @@ class _SelectedLogProbs(torch.autograd.Function):
 
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:
-    """bf16 products are emulated on a CPU without bf16 instructions, several times slower than float32."""
+    """Return the dtype to multiply in: a CPU without bf16 instructions is several times faster in float32."""
     return torch.float32 if tensor.device.type == "cpu" and not multiplies_bf16() else tensor.dtype
 
 
 def _blocks_of_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(block of the vocabulary, its (N, block) float32 logits, divided by the temperature)."""
+    """Yield each block of the vocabulary with its (N, block) float32 logits, divided by the temperature."""
     dtype = _product_dtype(hidden)
     hidden = hidden.to(dtype)
     vocabulary = weight.shape[0]
@@ -197,7 +205,7 @@ def _blocks_of_logits(
 
 
 def _locate(targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """(N,) whether a target lies in the block, and (N, 1) its column there (any, where it does not)."""
+    """Return (N,) whether each target lies in the block and (N, 1) its column there, any column where it does not."""
     column = targets - block.start
     inside = (column >= 0) & (column < block.stop - block.start)
     return inside, column.clamp(0, block.stop - block.start - 1)[:, None]

@@ -1,1 +1,1 @@
-"""Accuracy with its intervals, sampling specifications, and responses from vLLM."""
+"""Score models: sampling specifications, vLLM offline, accuracy with its intervals, tables."""

@@ -1,4 +1,4 @@
-"""How the problems of each data source are answered in an evaluation: "aime:n=16,t=1.0"."""
+"""Parse and choose how an evaluation samples each data source, as in "aime:n=16,t=1.0"."""
 
 import argparse
 import fnmatch
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Sampling(NamedTuple):
-    """How the problems of the sources that match `pattern` are answered."""
+    """How to answer the problems of the sources that match `pattern`: n responses each, at this temperature."""
 
     pattern: str
     n: int
@@ -16,16 +16,20 @@ class Sampling(NamedTuple):
 
 
 def parse_sampling(text: str) -> Sampling:
-    """ "aime:n=16,t=1.0" → Sampling("aime", 16, 1.0); ArgumentTypeError for anything of another form."""
+    """Parse a specification: "aime:n=16,t=1.0" gives Sampling("aime", 16, 1.0).
+
+    Raises:
+        ArgumentTypeError: it has another form, or asks for several samples at temperature 0.
+    """
     match = re.fullmatch(r"(.+):n=(\d+),t=(\d+\.?\d*|\.\d+)", text)
     if not match or int(match[2]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form PATTERN:n=N,t=T, as in aime:n=16,t=1")
     sampling = Sampling(match[1], int(match[2]), float(match[3]))
     if sampling.n > 1 and not sampling.temperature:
-        raise argparse.ArgumentTypeError(f"{text!r}: at temperature 0 all samples are the same: n must be 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: at temperature 0 all samples are the same, so n must be 1")
     return sampling
 
 
 def sampling_of(source: str, specs: Sequence[Sampling]) -> Sampling:
-    """The last specification that matches the source; the first has to match all."""
+    """Return the last specification that matches the source. The first must match every source."""
     return [s for s in specs if fnmatch.fnmatchcase(source, s.pattern)][-1]

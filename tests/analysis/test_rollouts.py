@@ -1,5 +1,6 @@
 """Sampled responses as a batch: each behind its prompt, with OpenRLHF's advantages."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,20 @@ def test_batch_holds_each_response_behind_its_prompt(tiny_model, tiny_data, batc
         [1.0507, -0.1106, -0.9401], abs=1e-4
     )
     assert rows == rollouts.read_rows([tiny_data], 8, seed=0) != rollouts.read_rows([tiny_data], 8, seed=1)
+
+
+def test_a_line_separator_in_a_prompt_ends_no_row(tmp_path):
+    row = {"prompt": "One\u2028line?", "label": "1", "datasource": "aime"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert rollouts.read_rows([str(tmp_path / "rows.jsonl")], 8, seed=0) == [row]
+
+
+def test_equal_rewards_have_no_advantage():
+    """Eight times 0.1 has a mean that is not 0.1 in float32."""
+    rewards = torch.tensor([0.1] * 8 + [1.0, 0.0])
+    prompts = torch.tensor([0] * 8 + [1] * 2)
+    advantages = rollouts.group_normalized(rewards, prompts)
+    assert torch.equal(advantages[:8], torch.zeros(8)) and advantages[8] == -advantages[9] > 0.7
 
 
 def test_advantages_are_openrlhfs_group_norm():

@@ -1,4 +1,4 @@
-"""The reward server as a process, asked over HTTP: by OpenRLHF's client, under bad input, with graders killed."""
+"""The reward server answers OpenRLHF's client and bad input over HTTP, and loses nothing when graders are killed."""
 
 import asyncio
 import json

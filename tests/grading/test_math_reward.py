@@ -156,7 +156,7 @@ def test_the_next_answer_after_a_hostile_one():
 
 @pytest.mark.parametrize("path", REWARD_FILES, ids=["packaged", "rewards/"])
 def test_openrlhfs_contract(path, tmp_path):
-    """Loaded by path and called in threads, as `SingleTurnAgentExecutor` does, from a folder with names of ours."""
+    """`SingleTurnAgentExecutor` loads the file by path and calls it in threads, here in a folder with our names."""
     folder = tmp_path / "working directory"
     for package in ("rewards", "math_verify", "arlopti_openrlhf"):
         (folder / package).mkdir(parents=True)

@@ -164,7 +164,7 @@ def test_a_function_that_cannot_be_loaded(tmp_path, capfd):
 
 
 def test_modules_are_found_where_the_caller_finds_them(tmp_path):
-    """On its own `sys.path`, and not in a working directory that is not on it."""
+    """The caller's `sys.path` counts, and not a working directory that is not on it."""
     script, elsewhere = tmp_path / "script.py", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "a_function.py").write_text("raise ImportError('from the working directory')")

@@ -1,4 +1,4 @@
-"""What the controller hands to the trackers, the statistics by probability; in which order it takes the prompts."""
+"""The controller hands the statistics by probability to the trackers, and takes the prompts in the seed's order."""
 
 from types import SimpleNamespace
 

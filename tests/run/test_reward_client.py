@@ -1,4 +1,4 @@
-"""A reward that is there or stops the run: the executor beside servers that are away, slow, or talk nonsense."""
+"""Each sample has a reward, or the run stops, beside servers that are away, slow, or talk nonsense."""
 
 import asyncio
 import json
@@ -215,7 +215,7 @@ def test_a_reward_function_that_raises(tmp_path):
     "name, reward, metrics", [("kk", -3.0, {"well_formed", "answered"}), ("math", 0.0, {"well_formed", "timed_out"})]
 )
 def test_the_names_of_the_packages_rewards(name, reward, metrics, monkeypatch, tmp_path):
-    """From a folder with a `rewards` package of its own, as a string or in upstream's list."""
+    """They work in a folder with a `rewards` package of its own, as a string or in upstream's list."""
     (tmp_path / "rewards").mkdir()
     (tmp_path / "rewards" / "__init__.py").write_text("raise ImportError('not these')")
     monkeypatch.chdir(tmp_path)
@@ -233,7 +233,7 @@ def test_the_files_for_openrlhf(path):
 
 
 def test_samples_with_and_without_scores_and_metrics_make_a_batch(tmp_path, monkeypatch):
-    """Through upstream's code as a run takes them: executor, samples generator, micro-batches, replay buffer."""
+    """They pass upstream's executor, samples generator, micro-batches and replay buffer, as in a run."""
     lines: list[str] = []
     monkeypatch.setattr(evaluation.logger, "warning", lines.append)
     only_some = '({"scores": torch.ones(1), "extra_logs": {"steps": torch.tensor([4])}} if labels[0] == "b" else {})'

@@ -1,0 +1,67 @@
+"""Run commands with their output in a log, and watch how much memory they take."""
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+
+class Log:
+    """Runs commands with their output in one file, and shows each line to a function."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_text("", encoding="utf-8")
+
+    def run(self, command: Sequence[str], on_line: Callable[[str], None]) -> None:
+        """Run `python -m MODULE ...`, given as a list.
+
+        Raises:
+            SystemExit: the command fails; the message has the end of its output.
+        """
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        with open(self.path, "a", encoding="utf-8") as log:
+            log.write("\n$ " + " ".join(command) + "\n")
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, errors="replace"
+            )
+            # In text mode, "\r" ends a line too, so that the command's progress bars arrive as they are drawn.
+            for line in process.stdout or ():
+                log.write(line)
+                on_line(line)
+        if process.wait() != 0:
+            tail = "".join(self.path.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
+            raise SystemExit(f"\n{tail}\n{command[2]} failed with status {process.returncode}: {self.path}")
+
+
+class PeakMemory:
+    """Watches the most memory that this process and its descendants hold at once, as the sum of their resident sets.
+
+    That is an upper bound, because pages that several processes share are counted in each of them.
+    """
+
+    def __init__(self) -> None:
+        self._peak = 0  # bytes
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        me = psutil.Process()
+        while not self._stop.wait(2):
+            total = 0
+            for process in [me, *me.children(recursive=True)]:
+                try:
+                    total += process.memory_info().rss
+                except psutil.Error:  # it has ended
+                    continue
+            self._peak = max(self._peak, total)
+
+    def stop(self) -> float:
+        """Stop watching and return the peak in GiB."""
+        self._stop.set()
+        self._thread.join()
+        return self._peak / 2**30

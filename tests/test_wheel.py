@@ -1,0 +1,106 @@
+"""A wheel beside the stack trains away from the repository, in a folder that has our names."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Build the wheel from a copy, because a build leaves its folders behind."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("arlopti_openrlhf", "rewards", "tests", "study", "benchmarks"):  # all that a wheel could take in
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
+    done = subprocess.run(pip, cwd=source, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> str:
+    """Return the interpreter of a virtual environment that has the wheel, and behind it on the path, our stack.
+
+    Python only searches a folder that a .pth file names. The .pth files in there, such as our editable install's, do
+    nothing.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
+    python = str(folder / "bin" / "python")
+    site = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
+    Path(site, "stack.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--ignore-installed"]
+    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return python
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Make a working directory with a package `rewards` of the user's own."""
+    rewards = tmp_path / "work" / "rewards"
+    rewards.mkdir(parents=True)
+    (rewards / "__init__.py").touch()
+    (rewards / "kk_reward.py").write_text("USEFUL = False\n", encoding="utf-8")
+    return tmp_path / "work"
+
+
+def run(command: list[str], folder: Path, timeout: float) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    for name in ("ARLOPTI_ANNOUNCED", "PYTHONPATH", "VIRTUAL_ENV"):
+        environment.pop(name, None)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, errors="replace"
+    )
+
+
+ASK = """
+import importlib.metadata
+import arlopti_openrlhf, rewards.kk_reward
+print(arlopti_openrlhf.__file__)
+[plugin] = [p for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "arlopti_cpu"]
+print(plugin.dist.locate_file("arlopti_openrlhf/__init__.py"))
+print(plugin.load().__module__)
+print(sorted({name.parts[0] for name in plugin.dist.files if not name.parts[0].endswith(".dist-info")}))
+print(hasattr(rewards.kk_reward, "USEFUL"))
+"""
+
+
+def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, folder):
+    done = run([python, "-c", ASK], folder, 120)
+    site = Path(python).parents[1] / "lib"
+    imported, described, plugin, packages, has_own_rewards = done.stdout.splitlines()[-5:]
+    assert imported == described and Path(imported).is_relative_to(site), done.stderr
+    assert (plugin, packages, has_own_rewards) == ("arlopti_openrlhf.cpu", "['arlopti_openrlhf']", "True")
+
+
+def test_two_steps_with_the_packages_reward_beside_a_rewards_folder(python, folder, tiny_model, tiny_data):
+    command = f"""
+        {python} -m arlopti_openrlhf.cli.train_ppo_ray --reward.remote_url kk
+        --algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001
+        --algo.ar.alpha 0.3
+        --actor.model_name_or_path {tiny_model} --data.prompt_dataset {tiny_data} --data.max_samples 8
+        --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 96
+        --rollout.max_new_tokens 16 --rollout.batch_size 4 --rollout.n_samples_per_prompt 2
+        --rollout.micro_batch_size 4 --train.batch_size 8 --train.micro_batch_size 4
+        --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --train.colocate_all
+        --vllm.enforce_eager --vllm.sync_backend gloo --ckpt.output_dir {folder}/final --ckpt.path {folder}/ckpt
+    """
+    done = run(command.split(), folder, 600)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0 and (folder / "final" / "model.safetensors").exists(), log[-6000:]
+    assert re.findall(r"Global step (\d+): \{", log) == ["1", "2"]
+    # OpenRLHF's engine says which file it loads.
+    [reward] = set(re.findall(r"from (\S+/kk_reward\.py)", log))
+    assert Path(reward).is_relative_to(Path(python).parents[1]) and Path(reward).parent.name == "grading"

@@ -1,0 +1,213 @@
+"""The weight sync of a LoRA model, through upstream's own loop: fake engines, real PEFT layers, real ZeRO-3."""
+
+import copy
+import gc
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from openrlhf.trainer.ray import ppo_actor
+from peft import LoraConfig, TaskType, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from arlopti_openrlhf.update.lora import merged_parameters
+
+
+def lora_model(folder, dtype=torch.float32, targets="all-linear"):
+    """A LoRA model whose adapters are random: PEFT starts them at zero."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, lora_alpha=8, target_modules=targets)
+    torch.manual_seed(3)
+    model = get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def merged_by_peft(model) -> dict[str, torch.Tensor]:
+    return dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+
+
+class Engine:
+    """A vLLM engine that keeps what it is told, and a process group that keeps what is sent.
+
+    `on_arrival` is called with the engine while a weight is on its way.
+    """
+
+    def __init__(self, on_arrival=lambda engine: None) -> None:
+        self.weights, self.last, self.on_arrival = {}, None, on_arrival
+        self.update_weight = self.update_weight_cuda_ipc = SimpleNamespace(remote=self._update)
+
+    def _update(self, name, dtype, shape, empty_cache, ipc_handles=None):
+        assert name not in self.weights and self.last is None
+        self.weights[name] = (dtype, tuple(shape))
+        self.last = name if empty_cache else None
+        if ipc_handles is not None:
+            rebuild, arguments = ipc_handles["gpu"]
+            self._receive(rebuild(*arguments))
+
+    def broadcast(self, tensor, src, stream):
+        assert src == 0 and tensor.is_contiguous()
+        self._receive(tensor)
+
+    def _receive(self, tensor):
+        name = list(self.weights)[-1]
+        assert self.weights[name] == (tensor.dtype, tuple(tensor.shape))
+        self.weights[name] = tensor.clone()
+        self.on_arrival(self)
+
+
+def sync(model, monkeypatch, is_vlm=False, zero_stage=2, use_cuda_ipc=False, **kwargs) -> Engine:
+    """Upstream's `broadcast_to_vllm`, of a trainer on one rank."""
+    engine = Engine(**kwargs)
+    args = SimpleNamespace(
+        vllm=SimpleNamespace(enable_prefix_caching=False, sync_with_ray=False),
+        ds=SimpleNamespace(zero_stage=zero_stage, tensor_parallel_size=1),
+    )
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(args=args),
+        actor=SimpleNamespace(model=SimpleNamespace(module=model), is_vlm=is_vlm),
+        vllm_engines=[engine],
+        use_cuda_ipc=use_cuda_ipc,
+        _model_update_group=engine,
+    )
+    if not torch.distributed.is_initialized():
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+        monkeypatch.setattr(
+            torch.distributed, "all_gather_object", lambda handles, handle: handles.__setitem__(0, handle)
+        )
+    monkeypatch.setattr(ppo_actor, "get_physical_gpu_id", lambda: "gpu")
+    monkeypatch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)
+    monkeypatch.setattr(ppo_actor.ray, "get", lambda refs: None)
+    with merged_parameters(model, gathered=zero_stage == 3):
+        ppo_actor.ActorPPOTrainer.broadcast_to_vllm(trainer)
+    return engine
+
+
+@pytest.mark.parametrize("use_cuda_ipc", [False, True], ids=["broadcast", "cuda ipc"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_and_weights_are_those_of_pefts_merged_model(make_model, tied, dtype, use_cuda_ipc, monkeypatch):
+    model = lora_model(make_model(tied), dtype)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    expected = merged_by_peft(model)
+    engine = sync(model, monkeypatch, use_cuda_ipc=use_cuda_ipc)
+    assert list(engine.weights) == list(expected) and engine.last == list(expected)[-1]
+    assert all(torch.equal(engine.weights[name], expected[name]) for name in expected)
+    # The model itself is as it was.
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def storages(tensors) -> dict[int, int]:
+    """Address and bytes of the memory under some tensors."""
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+
+
+def tensors_alive() -> dict[int, int]:
+    return storages(x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
+
+
+def test_one_merged_weight_exists_at_a_time(tiny_model, monkeypatch):
+    """The memory of all tensors that there are grows by that of the weight on its way, and no more."""
+    model = lora_model(tiny_model)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    gc.collect()
+    before, peaks = tensors_alive(), []
+
+    def measure(engine):
+        new = tensors_alive().items() - before.items() - storages(engine.weights.values()).items()
+        peaks.append(sum(size for _, size in new))
+
+    engine = sync(model, monkeypatch, on_arrival=measure)
+    assert len(engine.weights) > 20 and 0 < max(peaks) <= largest
+
+
+def test_adapted_embeddings(make_model, monkeypatch):
+    """PEFT keeps an embedding's adapters transposed; the merged weight has the layout of the base model's."""
+    model = lora_model(make_model(False), targets=["embed_tokens", "q_proj"])
+    expected = merged_by_peft(model)
+    engine = sync(model, monkeypatch)
+    assert all(torch.equal(engine.weights[name], expected[name]) for name in expected)
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(engine.weights[name], model.base_model.model.model.embed_tokens.base_layer.weight)
+
+
+def test_a_vision_model_is_sent_what_training_changes(tiny_model, monkeypatch):
+    """Upstream sends a vision model's trainable weights: here the merged ones, with the frozen ones left in vLLM."""
+    model = lora_model(tiny_model, targets=["q_proj", "down_proj"])
+    expected = merged_by_peft(model)
+    engine = sync(model, monkeypatch, is_vlm=True)
+    adapted = [name for name in expected if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    assert list(engine.weights) == adapted and engine.last == adapted[-1]
+    assert all(torch.equal(engine.weights[name], expected[name]) for name in adapted)
+
+
+def test_a_tied_head_cannot_be_adapted(make_model):
+    """vLLM holds one weight, of which the trained policy has two versions."""
+    model = lora_model(make_model(True), targets=["lm_head", "q_proj"])
+    with pytest.raises(ValueError, match="lm_head.weight.*--ds.lora.target_modules"), merged_parameters(model, False):
+        pass
+    with merged_parameters(lora_model(make_model(False), targets=["lm_head", "q_proj"]), False):
+        pass
+
+
+def sync_partitioned(folder: str) -> None:
+    """Run one of two ranks whose model ZeRO-3 partitions; rank 0 sends."""
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    rank = torch.distributed.get_rank()
+    model = lora_model(folder)
+    expected = merged_by_peft(model) if rank == 0 else {}
+    parameters = list(model.parameters())
+    largest = max(parameter.numel() for parameter in parameters)
+    gathered = []
+    deepspeed.zero.Init(module=model, config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}})
+    assert not any(parameter.numel() for parameter in parameters)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        engine = sync(
+            model,
+            monkeypatch,
+            zero_stage=3,
+            on_arrival=lambda engine: gathered.append(sum(parameter.numel() for parameter in parameters)),
+        )
+    assert list(engine.weights) == list(expected)
+    assert all(torch.equal(engine.weights[name], expected[name]) for name in expected)
+    # One weight and its adapters at a time, and all are partitioned again.
+    assert max(gathered, default=0) < 1.5 * largest and not any(parameter.numel() for parameter in parameters)
+    torch.distributed.barrier()
+
+
+def test_zero_3_gathers_weight_and_adapters_on_every_rank(tiny_model):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = f"""
+import runpy
+from arlopti_openrlhf import cpu
+cpu.enable()
+runpy.run_path({__file__!r})["sync_partitioned"]({tiny_model!r})
+"""
+    common = dict(os.environ, WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=400)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
