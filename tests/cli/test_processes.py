@@ -1,4 +1,4 @@
-"""Commands with a log, and the memory that they take."""
+"""Commands leave their output in a log, and the memory that they take is counted."""
 
 import subprocess
 import sys
