@@ -7,7 +7,7 @@ SHELL := bash
 SEED ?= 0
 LOCK := requirements/lock.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# The stamps say what .venv holds: another lock, or a repository that was moved, builds it anew.
+# The stamps say what .venv holds. Another lock, or a repository that was moved, builds it anew.
 STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(LOCK); } | sha256sum | cut -c1-12)
 PROJECT := .venv/.project
 
@@ -71,10 +71,10 @@ $(STACK):
 		uv pip install --system-certs --no-deps --build-constraints $(LOCK) --requirements $(LOCK); } >>$$log 2>&1 ||
 		PIP_CONSTRAINT=$(LOCK) $$install --requirement $(LOCK) >>$$log 2>&1
 	echo "set-up 4/6: bytecode"
-	# A run starts some ten processes that import PyTorch, vLLM and DeepSpeed: each would compile what none had kept.
+	# A run starts some ten processes that import PyTorch, vLLM and DeepSpeed. Each would compile what none had kept.
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >>$$log 2>&1 || true  # some packages hold templates, not Python
 	echo "set-up 5/6: DeepSpeed's C++ ops"
-	# Compiled here once: two ranks that start together would wait for each other's build, or for a killed one's lock.
+	# Compiled here once. Ranks that start together would wait for each other's build, or for the lock of a killed one.
 	DS_ACCELERATOR=cpu .venv/bin/python -c "from deepspeed.accelerator import get_accelerator as accelerator; \
 		[accelerator().create_op_builder(op).load() for op in ('FusedAdamBuilder', 'ShareMemCommBuilder')]" >>$$log 2>&1
 	touch $@
