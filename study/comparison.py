@@ -31,7 +31,7 @@ PASS = f"pass@{runs.EVAL_SAMPLES}"
 
 
 class Row(NamedTuple):
-    """One variant: its results by seed, of `planned` seeds."""
+    """Holds the results of one variant by seed. `planned` is the number of seeds that the study has for it."""
 
     name: str
     baseline: str

@@ -23,7 +23,7 @@ LEARNING_RATE = 3e-4  # the best for GRPO alone among `TUNING`'s, see docs/study
 
 
 class Run(NamedTuple):
-    """One training run. Runs of one seed share puzzles, warm start and seeds of sampling and order."""
+    """Describes one training run. Runs of one seed share puzzles, warm start, and the seeds of sampling and order."""
 
     family: str  # which baseline it is compared with: "GRPO" or "REINFORCE++", or "tuning"
     variant: str
@@ -34,6 +34,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Return the run's name, which is also its result's."""
         return f"{self.variant}-{self.seed}"
 
 

@@ -9,7 +9,7 @@ import mpmath
 
 
 class Interval(NamedTuple):
-    """A mean over seeds and the half-width of its 95% interval; nan with a single seed."""
+    """Holds a mean over seeds and the half-width of its 95% interval, which is nan with a single seed."""
 
     mean: float
     half: float
@@ -17,7 +17,7 @@ class Interval(NamedTuple):
 
 
 class PairedTest(NamedTuple):
-    """Differences to a baseline, paired by seed, and the two-sided p of Student's paired test."""
+    """Holds differences to a baseline, paired by seed, and the two-sided p of Student's paired test."""
 
     difference: Interval
     p: float

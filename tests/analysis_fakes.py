@@ -1,4 +1,4 @@
-"""What the tests of the analysis share: responses without vLLM, and TensorBoard logs without a training."""
+"""Make what the tests of the analysis share: responses without vLLM, and TensorBoard logs without a training."""
 
 import torch
 from tensorboard.compat.proto.event_pb2 import Event
@@ -13,7 +13,7 @@ WRONG = " Thus so.</think><answer>(1) Zoey is a knave\n(2) Oliver is a knave</an
 
 
 def fake_sample(texts):
-    """In place of vLLM: each prompt is answered with the same texts."""
+    """Return a stand-in for vLLM, which answers every prompt with the same texts."""
 
     def sample(model, rows, n, temperature, max_new_tokens, seed):
         tokenizer = AutoTokenizer.from_pretrained(model)

@@ -1,4 +1,4 @@
-"""A page in headless Chromium, by its DevTools protocol: at a width, light or dark, what it holds and looks like."""
+"""Open a page in headless Chromium, at a width, light or dark, and look at it by the DevTools protocol."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Page:
-    """One page; `requests` are the addresses that it has asked for."""
+    """Controls one page. `requests` are the addresses that it has asked for."""
 
     def __init__(self, socket) -> None:
         self.socket, self.count, self.requests = socket, 0, []
@@ -55,13 +55,13 @@ class Page:
         return answer["result"]["value"]
 
     def screenshot(self) -> bytes:
-        """PNG of the whole page."""
+        """Return a PNG of the whole page."""
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Page]:
-    """Headless Chromium without network, with `profile` as its folder."""
+    """Start headless Chromium without network, with `profile` as its folder."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={profile}"]
     flags += ["--no-first-run", "--disable-background-networking", "--proxy-server=127.0.0.1:9"]
     process = subprocess.Popen([CHROMIUM, *flags, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""What the tests of the evaluation share: problems, and an engine that answers them without vLLM."""
+"""Make what the tests of the evaluation share: problems, and an engine that answers them without vLLM."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ def problems() -> list[dict]:
 
 
 def engine_that_knows(asked):
-    """In vLLM's place: answers every sum rightly, and lists what it was asked."""
+    """Return a stand-in for vLLM that answers every sum rightly and lists what it was asked."""
 
     def engine(model, settings):
         def answer(rows, jobs):

@@ -1,4 +1,4 @@
-"""What the tests of the study share: the log and the result of a run that nobody trained."""
+"""Make what the tests of the study share: the log and the result of a run that nobody trained."""
 
 from study import runs
 from study.summary import MEASURES, Scalars, summarize
@@ -9,7 +9,7 @@ def of_name(name: str) -> runs.Run:
 
 
 def scalars(reward=(1.0, 1.0, 2.0, 2.0), **more) -> Scalars:
-    """What a run logs, with accuracies 0.25 before and 0.5 after; `more` adds to it."""
+    """Return what a run logs, with accuracies 0.25 before and 0.5 after, and `more`."""
     found = {"train/rollout/reward_mean": reward, "train/rollout/response_length_mean": [30.0] * len(reward)}
     found |= {f"train/timing/{name}": [9.0, 1.0, 2.0, 3.0] for name in ("step_total", "generation", "ppo_train")}
     found |= more or {"train/actor_grad_norm": [0.5, 1.5, 0.5, 0.5]}

@@ -1,4 +1,4 @@
-"""What the documents name exists: paths, modules that are run, make targets; the citation is valid and current."""
+"""The documents name only what exists, and the citation and the changelog are of this version."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The shape of the code: limits on length, no circle of imports, no hooks in the update, `rewards/` no package."""
+"""The code keeps its shape: limits on length, no circle of imports, no hooks in the update, `rewards/` no package."""
 
 import ast
 from collections.abc import Iterator

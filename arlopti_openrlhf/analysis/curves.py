@@ -1,4 +1,4 @@
-"""Training curves of several runs from their TensorBoard logs, as in Fig. 6-8: means and ranges over seeds."""
+"""Make the training curves of Fig. 6-8 from TensorBoard logs: means and ranges over the seeds of each setting."""
 
 import math
 import re

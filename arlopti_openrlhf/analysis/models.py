@@ -18,7 +18,7 @@ _FEW = 30  # positive tokens in a bin of Fig. 3
 
 
 class Settings(NamedTuple):
-    """How every model is asked and updated."""
+    """Says how every model is asked and updated."""
 
     samples: int  # per prompt
     temperature: float

@@ -20,7 +20,7 @@ _EPSILON = 1e-8  # AdamW's
 
 
 class Tokens(NamedTuple):
-    """What the policy predicts at every response token. Each is (B, A), 0 outside the response."""
+    """Says what the policy predicts at every response token. Each is (B, A), 0 outside the response."""
 
     log_probs: Tensor  # log π, at the sampling temperature
     squared_rest: Tensor  # Σ_{j≠o} P_j²
@@ -28,9 +28,9 @@ class Tokens(NamedTuple):
 
 
 class Policy:
-    """A model with float32 weights, on the GPU where there is one. It takes 16 bytes per parameter there.
+    """Holds a model with float32 weights, on the GPU where there is one, and its weights at the start.
 
-    One update of a training is smaller than what bf16 weights resolve, hence float32.
+    It takes 16 bytes per parameter there. bf16 weights do not resolve one update of a training.
 
     Args:
         model: Hugging Face directory or name.
@@ -54,7 +54,7 @@ class Policy:
 
     @property
     def model(self) -> nn.Module:
-        """Hugging Face's causal LM."""
+        """Return Hugging Face's causal LM."""
         return self.actor.model
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 class Sampled(NamedTuple):
-    """What vLLM returns for one prompt."""
+    """Holds what vLLM returns for one prompt."""
 
     prompt: str
     prompt_ids: list[int]
@@ -26,7 +26,7 @@ class Sampled(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """One graded response."""
+    """Holds one graded response."""
 
     prompt: int  # number of its prompt
     text: str
@@ -38,7 +38,7 @@ class Graded(NamedTuple):
 
 @dataclass
 class Batch:
-    """B graded responses, right-padded to T tokens. Column j of (B, A) stands for token j + 1; A = T - 1."""
+    """Holds B graded responses, right-padded to T tokens. Column j of (B, A) stands for token j + 1; A = T - 1."""
 
     sequences: Tensor  # (B, T)
     attention_mask: Tensor  # (B, T)

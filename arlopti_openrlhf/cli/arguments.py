@@ -1,4 +1,4 @@
-"""Argparse types for numbers in a range. Each refuses a value in one line that names the value and the range."""
+"""Make argparse types for numbers in a range. They refuse a value in one line that names the value and the range."""
 
 import argparse
 import math

@@ -27,7 +27,7 @@ PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 32, 8, 112,
 
 
 class Size(NamedTuple):
-    """How much of everything a quickstart does."""
+    """Says how much of everything a quickstart does."""
 
     warm_start_steps: int
     steps: int  # of reinforcement learning, with PROMPTS_PER_STEP puzzles each
@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class Files(NamedTuple):
-    """The puzzles on disk."""
+    """Says where the puzzles are."""
 
     train: Path
     test: Path

@@ -71,7 +71,7 @@ _MAX_WRONG_TRIALS = 7
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A puzzle with one solution. `solution[i]` is True where `names[i]` is a knight, and `quiz` is the wording."""
+    """Holds a puzzle with one solution. `solution[i]` is True where `names[i]` is a knight. `quiz` is the wording."""
 
     names: tuple[str, ...]
     statements: tuple[Statement, ...]

@@ -26,7 +26,7 @@ _SOURCES = {
 
 
 class DataSet(NamedTuple):
-    """Where a data set lies on the Hugging Face hub, and the names of its columns."""
+    """Says where a data set lies on the Hugging Face hub, and how its columns are called."""
 
     path: str
     split: str
@@ -60,7 +60,7 @@ DATA_SETS = {
 
 
 class Read(NamedTuple):
-    """One row as it was read, or the reason why there is none."""
+    """Holds one row as it was read, or the reason why there is none."""
 
     origin: str  # "file: row number"
     row: Row | None

@@ -68,7 +68,7 @@ def convert_rows(path: str | Path, *, prompt_format: str = "messages") -> list[R
 
 
 class Dropped(NamedTuple):
-    """A row that is not written, and why."""
+    """Names a row that is not written, and says why."""
 
     origin: str
     reason: str

@@ -22,7 +22,7 @@ _CHUNK = 4096  # responses that are generated before they are written
 
 
 class Settings(NamedTuple):
-    """How every model is asked."""
+    """Says how every model is asked."""
 
     sampling: Sequence[Sampling]  # the last that matches a source counts
     greedy: bool  # whether every problem is also answered once at temperature 0
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One problem to answer."""
+    """Names one problem to answer, and how."""
 
     row: int
     n: int  # responses

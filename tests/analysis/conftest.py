@@ -1,4 +1,4 @@
-"""A batch of graded responses, the policy that gave them, and its statistics of their tokens."""
+"""Provide a batch of graded responses, the policy that gave them, and its statistics of their tokens."""
 
 import pytest
 from analysis_fakes import RIGHT, WRONG, fake_sample
@@ -9,7 +9,7 @@ from arlopti_openrlhf.analysis.policy import Policy
 
 @pytest.fixture(scope="module")
 def batch(tiny_model, tiny_data):
-    """8 prompts with 3 responses each, one of them right."""
+    """Return a batch of 8 prompts with 3 responses each, one of them right."""
     rows = rollouts.read_rows([tiny_data], 8, seed=0)
     sampled = fake_sample([RIGHT, WRONG, "no"])(tiny_model, rows, 3, 1.0, 100, 0)
     return rollouts.make_batch(rollouts.grade(rows, sampled))

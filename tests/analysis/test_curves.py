@@ -1,4 +1,4 @@
-"""Training curves from TensorBoard logs: bands over seeds, gaps, what is not finite."""
+"""Training curves have a band over seeds, say what is missing, and leave out what is not finite."""
 
 import math
 

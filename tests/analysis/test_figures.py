@@ -1,4 +1,4 @@
-"""The figures' data against autograd and arithmetic by hand."""
+"""The figures' data equal autograd and arithmetic by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The policy's gradients against autograd and each other, its step against PyTorch's AdamW."""
+"""The policy's gradients equal autograd's and add up, and its step is PyTorch's AdamW without momentum."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Sampled responses as a batch: each behind its prompt, with OpenRLHF's advantages."""
+"""A batch holds each response behind its prompt, with OpenRLHF's advantages."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""TensorBoard logs: found below a folder, read whole, with the later of two values of one step."""
+"""A TensorBoard log is found below a folder and read whole. The later of two values of one step counts."""
 
 import pytest
 from analysis_fakes import write_log

@@ -1,4 +1,4 @@
-"""Suggested α and η against arithmetic by hand."""
+"""Suggested α and η equal arithmetic by hand."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_suggestions_by_hand():
 
 
 def test_an_interval_of_eta_needs_a_gradient():
-    """Resamples without a prompt that has an advantage have no η, instead of the smallest."""
+    """A resample whose prompts have no advantage has no η. It does not have the smallest one."""
     log_probs = torch.tensor([[0.25, 0.9]] * 8).log()
     mask = torch.ones(8, 2, dtype=torch.bool)
     advantages = torch.zeros(8, 2)

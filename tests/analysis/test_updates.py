@@ -1,4 +1,4 @@
-"""Updates that are taken, looked at and undone."""
+"""An update is taken, looked at and undone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Table 5's words: what counts, in which forms, and how frequency goes with reward."""
+"""Table 5's words count in their inflected forms, and their frequency is correlated with the reward."""
 
 import pytest
 

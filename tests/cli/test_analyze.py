@@ -1,4 +1,4 @@
-"""The command: every figure as a picture and its data, the page in a browser, mistakes in one line."""
+"""The command writes every figure and its data, and a page for any browser. It refuses mistakes in one line."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def logs(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def analysis(tiny_model, tiny_data, logs, tmp_path_factory) -> Path:
-    """The folder that the command leaves for one model and runs of two labels."""
+    """Return the folder that the command leaves for one model and runs of two labels."""
     out = tmp_path_factory.mktemp("analysis")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(rollouts, "sample", fake_sample([RIGHT, WRONG, "no"]))

@@ -1,4 +1,4 @@
-"""Number types of the commands: what they accept, and that an error names the value and the range."""
+"""Number types accept their range. Their errors name the value and the range."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""The evaluation command, with vLLM on a tiny model, and for several models side by side."""
+"""The evaluation command works with vLLM on a tiny model, and puts several models side by side."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ FLAGS = ["--sampling", "*:n=4,t=1", "--sampling", "kk_*:n=1,t=0", "--greedy", "-
 
 @pytest.mark.timeout(600)
 def test_a_model(make_model, tmp_path):
-    """With vLLM."""
+    """Run the command, with vLLM."""
     (tmp_path / "base").symlink_to(make_model())
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(row) + "\n" for row in problems()))
@@ -36,7 +36,7 @@ def test_a_model(make_model, tmp_path):
 
 
 def test_models_side_by_side(tmp_path, monkeypatch, capsys):
-    """Each in a process of its own, which here is this one."""
+    """Evaluate each model in a process of its own, which here is this one."""
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(row) + "\n" for row in problems()))
     asked, processes = [], []

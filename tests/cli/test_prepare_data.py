@@ -1,4 +1,4 @@
-"""The command that writes data: what it makes, converts, drops and refuses."""
+"""The command makes, converts and drops rows as it says, and refuses the rest in one line."""
 
 import json
 import os
@@ -28,7 +28,7 @@ TEXT = (
 
 
 def published(path, drop=(), label=SOLUTION, text=TEXT):
-    """A parquet file with the columns of the published ones that matter, and some that do not."""
+    """Write a parquet file with the columns of the published ones that matter, and some that do not."""
     row = {
         "quiz": QUIZ,
         "names": ["Zoey", "Liam"],
@@ -142,7 +142,7 @@ def test_options_that_generated_puzzles_cannot_have(tmp_path, capsys, options):
 
 
 def published_math(path, labels, source="HuggingFaceH4/MATH-500", prompts=None):
-    """A math file in the published form."""
+    """Write a math file in the published form."""
     prompts = prompts or [f"What is {i}? {MATH_INSTRUCTION}" for i in range(len(labels))]
     rows = [
         {
@@ -157,7 +157,7 @@ def published_math(path, labels, source="HuggingFaceH4/MATH-500", prompts=None):
 
 
 def test_math_files(tmp_path, capsys):
-    """Labels as the public sets have them: text, numbers, lists of alternatives."""
+    """Convert labels as the public sets have them: text, numbers, lists of alternatives."""
     files = [
         published_math(tmp_path / "math.parquet", ["\\frac{1}{2}", "$\\boxed{7}$"]),
         published_math(tmp_path / "amc.parquet", [142.0, 0.5], "amc_dsr"),

@@ -1,4 +1,4 @@
-"""The quickstart: what it refuses, its flags, and its results. CI runs all of it, at a reduced size."""
+"""The quickstart spares other folders, its flags parse, and its results are shown. CI runs it at a reduced size."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ def test_the_real_command_parses_its_flags(tmp_path, size):
 
 
 def write_responses(path, right: int):
-    """2 puzzles of 2 people and 1 of 3, with `right` of 8 samples right, and a greedy answer that is wrong."""
+    """Write 2 puzzles of 2 people and 1 of 3, each with `right` of 8 samples right, and a wrong greedy answer."""
     response = {"text": "One\u2028line", "well_formed": True, "tokens": 9, "truncated": False}
     records = [
         {"datasource": source, "temperature": t, "responses": [response | {"score": float(i < r)} for i in range(n)]}

@@ -65,7 +65,7 @@ def some(num_people, count, seed=0, **options):
 
 
 def read_puzzle(quiz):
-    """Names, statements and sentence forms, read back from the wording by regular expressions."""
+    """Read names, statements and sentence forms back from the wording, by regular expressions."""
     number, people, rest = re.fullmatch(
         INTRODUCTION.replace(".", "[.]").format(r"(\d)", "([^.]*)") + "(.*) So who is a knight and who is a knave[?]",
         quiz,
@@ -106,7 +106,7 @@ def read_claim(text, names):
 
 
 def fits(statements, knights):
-    """Whether exactly the knights' statements are true, by Python's own operators."""
+    """Tell whether exactly the knights' statements are true, by Python's own operators."""
     python = {"and": "and", "or": "or", "->": "<=", "<=>": "=="}
 
     def expression(statement):

@@ -1,4 +1,4 @@
-"""Rows: train and test stay apart, a larger count continues a smaller one, what is written is read again."""
+"""Train and test stay apart, a larger count continues a smaller one, and what is written is read again."""
 
 from arlopti_openrlhf.data.rows import convert_rows, generate_rows, write_rows
 

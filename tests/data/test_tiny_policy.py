@@ -71,7 +71,7 @@ def test_chat_template_is_chatml_and_prefills_think(tokenizer):
 
 
 def test_prompts_are_short(tokenizer):
-    """The instruction and the island are one token each; the longest prompts leave room for a response."""
+    """The instruction and the island are one token each, and the longest prompts leave room for a response."""
     turns = knights_knaves.messages(one_puzzle(8).quiz)
     prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert len(tokenizer.encode(prompt, add_special_tokens=False)) < tiny_policy.MAX_LENGTH / 2

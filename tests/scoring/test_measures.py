@@ -1,4 +1,4 @@
-"""The measures against arithmetic written here, and against sampling."""
+"""The measures equal arithmetic written here, and their intervals hold up in sampling."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def test_all_wrong_and_all_right_are_no_points():
 
 
 def test_the_interval_holds_the_truth_95_times_of_100():
-    """Problems of different difficulty with 8 samples each: the samples of a problem are not independent."""
+    """Draw problems of different difficulty, with 8 samples each that are not independent."""
     rng, hits, trials = random.Random(0), 0, 600
     for _ in range(trials):
         difficulties = [rng.betavariate(0.3, 1.2) for _ in range(60)]  # of mean 0.2

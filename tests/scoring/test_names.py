@@ -1,4 +1,4 @@
-"""Names of models and data sources, and their order."""
+"""Models have short names, and names sort as people sort them."""
 
 from arlopti_openrlhf.scoring.names import model_name, natural_key
 

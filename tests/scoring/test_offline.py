@@ -1,4 +1,4 @@
-"""Offline evaluation: it continues where it stopped, and starts anew with other settings."""
+"""An offline evaluation continues where it stopped, and starts anew with other settings."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
 
 
 def test_an_answers_key_is_the_one_of_earlier_versions():
-    """Else an evaluation that an earlier version began would answer everything again."""
+    """Otherwise an evaluation that an earlier version began would answer everything again."""
     row = {"prompt": "1 + 1 = ", "label": "2", "datasource": "sums"}
     key = offline._key(row, offline.Job(3, 4, 1.0), [["base", []], 12, 0])
     assert key == "18dbcfec00469048"

@@ -1,4 +1,4 @@
-"""Sampling specifications: what they say, and which counts."""
+"""Sampling specifications are parsed, and the last that matches counts."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The tables of an evaluation, as Markdown and as CSV."""
+"""An evaluation's tables are those of the paper, and hold every measure."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""The report: its tables by hand, and what it says of an unfinished study."""
+"""The report's tables equal arithmetic by hand, and it copes with an unfinished study."""
 
 import subprocess
 import sys

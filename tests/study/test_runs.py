@@ -1,4 +1,4 @@
-"""The study as data: its runs are what they say, and the real command parses their flags."""
+"""The study's runs are what they say, and the real command parses their flags."""
 
 from pathlib import Path
 

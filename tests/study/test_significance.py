@@ -1,4 +1,4 @@
-"""Student's intervals and tests against tables and arithmetic by hand."""
+"""Student's intervals and tests equal tables and arithmetic by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Stored results: which runs are done, on any machine."""
+"""A run is done where its result is there, with its own configuration, on any machine."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_run_of_the_study_is_done():
-    """A change of the configuration that is not meant would throw away hours of training."""
+    """A change of the configuration that nobody meant would throw away hours of training."""
     assert all(stored.is_done(run, stored.RESULTS) for run in [*runs.STUDY, *runs.TUNING])
 
 

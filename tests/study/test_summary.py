@@ -1,4 +1,4 @@
-"""What a result says of a run's log."""
+"""A result says what a run's log shows, also where training diverged."""
 
 import math
 

@@ -2,10 +2,6 @@
 
 import copy
 import gc
-import os
-import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import deepspeed
@@ -14,6 +10,7 @@ import torch
 from openrlhf.trainer.ray import ppo_actor
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
+from two_ranks import run_on_two_ranks
 
 from arlopti_openrlhf.update.lora import merged_parameters
 
@@ -186,28 +183,4 @@ def sync_partitioned(folder: str) -> None:
 
 
 def test_zero_3_gathers_weight_and_adapters_on_every_rank(tiny_model):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    code = f"""
-import runpy
-from arlopti_openrlhf import cpu
-cpu.enable()
-runpy.run_path({__file__!r})["sync_partitioned"]({tiny_model!r})
-"""
-    common = dict(os.environ, WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=400)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    run_on_two_ranks(__file__, "sync_partitioned", tiny_model)

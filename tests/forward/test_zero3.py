@@ -1,0 +1,71 @@
+"""Two ranks whose model ZeRO-3 partitions: where a forward pass is computed again, all of them compute it again."""
+
+import torch
+from transformers import AutoModelForCausalLM, NemotronConfig
+from two_ranks import run_on_two_ranks
+
+SHAPE = dict(
+    vocab_size=97,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def train_on(folder: str) -> None:
+    """Run one of two ranks: the gradients of its own two sequences and the other rank's, against upstream's actor."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+    from openrlhf.models import Actor
+
+    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    rank = torch.distributed.get_rank()
+    stock, ours = (kind(folder, attn_implementation="sdpa").float() for kind in (Actor, SelectiveActor))
+    ours.gradient_checkpointing_enable({"use_reentrant": False})
+    ours.model.enable_input_require_grads()
+    ours.train()
+    parameters = list(ours.model.parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    ours.model, *_ = deepspeed.initialize(
+        model=ours.model, optimizer=torch.optim.SGD(parameters, lr=0.0), config=config
+    )
+
+    # In the first pass rank 1 has nothing selected: what a rank finds out may not depend on its data.
+    sequences = torch.randint(3, 97, (4, 12), generator=torch.Generator().manual_seed(0))
+    attention_mask, action_mask = torch.ones_like(sequences), torch.ones(4, 11, dtype=torch.long)
+    for nothing in (slice(2, 4), slice(0, 0)):
+        action_mask[:], action_mask[nothing] = 1, 0
+        own = slice(2 * rank, 2 * rank + 2)
+        log_probs = ours(sequences[own], action_mask[own], attention_mask=attention_mask[own])
+        ours.model.backward(log_probs.sum())
+        gradient = torch.cat([safe_get_full_grad(parameter).flatten() for parameter in parameters])
+        ours.model.step()
+
+        stock.zero_grad()
+        expected = stock(sequences, action_mask, attention_mask=attention_mask)
+        (expected.sum() / 2).backward()  # the mean over the ranks
+        exact = torch.cat([parameter.grad.flatten() for parameter in stock.parameters()])
+        torch.testing.assert_close(log_probs, expected[own], rtol=1e-5, atol=1e-5)
+        assert (gradient - exact).norm() <= 1e-5 * exact.norm()
+    assert "swallow keyword arguments" in ours.reason_not_to_share
+
+
+def test_all_ranks_compute_again(tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(NemotronConfig(**SHAPE)).save_pretrained(tmp_path)
+    run_on_two_ranks(__file__, "train_on", str(tmp_path))

@@ -1,0 +1,43 @@
+"""Runs a function of a test file on two ranks, each in a process of its own, without Ray."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import runpy, sys
+from arlopti_openrlhf import cpu
+cpu.enable()
+helpers, file, function, argument = sys.argv[1:]
+sys.path.append(helpers)
+runpy.run_path(file)[function](argument)
+"""
+
+
+def run_on_two_ranks(file: str, function: str, argument: str) -> None:
+    """Call `function(argument)` of a Python file on both ranks, with the variables that `init_distributed` reads.
+
+    Raises:
+        AssertionError: A rank ended with an error; the message holds what both wrote to stderr.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = dict(os.environ, WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE, str(Path(__file__).parent), file, function, argument],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=400)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
