@@ -19,7 +19,7 @@ from study.runs import ROOT, Run
 from study.stored import write, write_whole
 from study.summary import step_seconds, summarize
 
-_STAMP = "configuration.json"  # in the folder of a seed's inputs: what they were made from
+_STAMP = "configuration.json"  # in the folder of a seed's inputs; it says what they were made from
 
 
 class Scheduler:
@@ -63,7 +63,7 @@ class Scheduler:
                 print(f"{run.name}: {', '.join(after)}, {time.time() - start:.0f} s", flush=True)
 
         with ThreadPoolExecutor(self.parallel) as pool:
-            # All warm starts first: runs of one seed would wait for theirs side by side.
+            # All warm starts come first, because runs of one seed would wait for theirs side by side.
             list(pool.map(self._make_inputs, sorted({run.seed for run in open_runs})))
             list(pool.map(attempt, open_runs))
         print(f"{'stopped' if self.stopped else 'finished'}; failed: {', '.join(failed) or 'none'}", flush=True)
@@ -109,6 +109,7 @@ class Scheduler:
         out = self.work / run.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
+        # The real command, in a group of processes of its own, which can be killed as one.
         command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *runs.flags(run, inputs, out)]
         log = out / "train.log"
         start, commit = time.time(), _commit()
@@ -127,6 +128,7 @@ class Scheduler:
                 self.processes.remove(process)
         if status:
             raise RuntimeError(f"status {status}: {log}")
+        # Keep the log, and not the model, which nobody needs any more.
         seconds = time.time() - start
         shutil.rmtree(out / "model")
         scalars = read_scalars(out / "tensorboard")

@@ -51,6 +51,7 @@ def entropy(scalars: dict[str, Series]) -> Series:
     if "train/entropy_loss" in scalars:
         return scalars["train/entropy_loss"]
     bins = [match[1] for match in (re.fullmatch(_BIN.format("([^/]+)", "entropy"), name) for name in scalars) if match]
+    # A bin without tokens in a step has no scalars there, so divide by the shares that are logged.
     sums: dict[int, tuple[float, float]] = {}
     for name in bins:
         shares = scalars.get(_BIN.format(name, "share"), {})

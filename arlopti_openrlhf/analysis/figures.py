@@ -52,6 +52,7 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float,
     probabilities, mask = token_probabilities(tokens.log_probs), batch.action_mask
     quarters = _bins(probabilities, mask, EDGES)
     norm = logit_gradient_norm(batch.advantages, tokens.log_probs, tokens.squared_rest)
+    # The gradient of each quarter alone, by a backward pass, and its share at the logits, by Eq. 15.
     groups = []
     for name, quarter in zip(bin_names(EDGES), quarters, strict=True):
         gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, quarter)
@@ -70,6 +71,7 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float,
     chosen = mask.nonzero()
     chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))[:_POINTS]]
     rows, columns = chosen.unbind(dim=1)
+    # One update each by all tokens, by the lowest quarter and by the highest.
     changes = {}
     for name, selected in (("all", mask), ("lowest", quarters[0]), ("highest", quarters[-1])):
         after = log_probs_after_update(
@@ -110,6 +112,7 @@ def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: S
         layers: numbers of decoder layers, from 1; by default the first, middle and last.
     """
     probabilities = token_probabilities(tokens.log_probs)
+    # As many tokens from each tenth of the range, although most tokens have a probability near 1.
     generator = torch.Generator().manual_seed(0)
     tenths = _bins(probabilities, batch.action_mask, tuple(i / 10 for i in range(11)))
     drawn = []
@@ -190,6 +193,7 @@ def _activation_gradient_norms(
 
     handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
     norms: dict[str, list[Tensor]] = {name: [] for name in (*modules, "logits")}
+    # Rows of like length share a micro-batch.
     stops = chosen[:, 1] + 1
     order = stops.argsort()
     for piece in micro_batches(order, stops, policy.micro_batch_tokens):
@@ -197,7 +201,7 @@ def _activation_gradient_norms(
         sequences = torch.zeros(len(piece), longest, dtype=torch.long)
         attention_mask = torch.zeros_like(sequences)
         for i, (row, stop) in enumerate(zip(chosen[piece, 0], stops[piece], strict=True)):
-            # Padded on the left: the last position of each row predicts its token.
+            # Padded on the left, so that the last position of each row predicts its token.
             sequences[i, longest - stop :] = batch.sequences[row, :stop]
             attention_mask[i, longest - stop :] = 1
         positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -216,6 +220,7 @@ def _activation_gradient_norms(
         outputs.clear()
     for handle in handles:
         handle.remove()
+    # Back to the order of the chosen tokens.
     back = order.argsort()
     return {name: torch.cat(values)[back] for name, values in norms.items()}
 
@@ -236,6 +241,7 @@ def figure_3(
     probabilities = token_probabilities(tokens.log_probs)
     positive = batch.action_mask & (batch.advantages > 0)
     bins = _bins(probabilities, positive, DIRECTION_EDGES)
+    # Every method is one update. AR changes the advantages, Lopti takes two stages.
     before = policy.log_probs(batch)
     variants = [("GRPO", batch.advantages, [batch.action_mask])]
     for alpha in alphas:
@@ -248,6 +254,7 @@ def figure_3(
     for name, advantages, stages in variants:
         after = log_probs_after_update(policy, batch, tokens.log_probs, advantages, stages, learning_rate)
         results[name] = [_share(after > before, selected, batch.prompts) for selected in [*bins, positive]]
+    # The two differ only in their micro-batches, so their difference is rounding.
     rounding = (before - tokens.log_probs)[batch.action_mask].abs().median().item()
     return {
         "edges": list(DIRECTION_EDGES),

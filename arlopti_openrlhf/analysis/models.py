@@ -27,8 +27,8 @@ class Settings(NamedTuple):
     alpha: Sequence[float]
     eta: Sequence[float]
     optimizer: str  # "adamw" or "sgd"
-    learning_rate: float | None  # None: the one at which GRPO's update changes log π by STEP
-    layers: Sequence[int] | None  # of Fig. 2, from 1; None: first, middle and last
+    learning_rate: float | None  # None stands for the one at which GRPO's update changes log π by STEP
+    layers: Sequence[int] | None  # of Fig. 2, from 1; None stands for first, middle and last
     micro_batch_tokens: int
 
 
@@ -38,6 +38,7 @@ def expand_models(values: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: a directory holds no model, or two models have one name.
     """
+    # A name on the hub and a directory with a model stand for themselves.
     found: list[str] = []
     for value in values:
         path = Path(value)
@@ -48,6 +49,7 @@ def expand_models(values: Sequence[str]) -> dict[str, str]:
         if not inside:
             raise ValueError(f"--model {value}: no config.json in the directory, nor in one below it")
         found += map(str, sorted(inside, key=lambda folder: natural_key(folder.name)))
+    # Names are those of folders and of rows in tables, so no two may be alike.
     names = [model_name(model) for model in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -78,6 +80,7 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
     sampled = rollouts.sample(
         model, rows, settings.samples, settings.temperature, settings.max_new_tokens, settings.seed
     )
+    # Grade the responses, and look at them with the weights that gave them.
     graded = rollouts.grade(rows, sampled)
     batch = rollouts.make_batch(graded)
     policy = Policy(model, settings.temperature, settings.micro_batch_tokens, settings.optimizer)
@@ -95,6 +98,7 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
         "suggestion": None,
         "notices": [],
     }
+    # Fig. 2 needs no advantage. The rest needs an update, and so some prompt whose rewards differ.
     data = {"fig2": figures.figure_2(policy, batch, tokens, LAYER_TOKENS, settings.layers)}
     if batch.advantages.any():
         summary["suggestion"] = suggest.suggest(batch, tokens)
@@ -107,7 +111,7 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
             f"All {settings.samples} responses to each prompt earned the same reward. No token has an advantage, so "
             "there is no update to analyse (Fig. 1, Fig. 3). More prompts, or easier or harder ones, may help."
         )
-    # vLLM, which samples the next model's responses, needs the GPU's memory.
+    # Make room. vLLM, which samples the next model's responses, needs the GPU's memory.
     del policy
     gc.collect()
     torch.cuda.empty_cache()

@@ -89,6 +89,7 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
         "<p>The measurements of <a href='https://arxiv.org/abs/2505.12929'>Do Not Let Low-Probability Tokens "
         "Over-Dominate in RL for LLMs</a>, on your policy, your data and your runs.</p>",
     ]
+    # What was found of each model, with its own figures.
     if summaries:
         body.append(_summary_table(summaries))
     for name, summary in summaries.items():
@@ -102,6 +103,7 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
             body.append(_quarters_table(figures[name]["fig1"]))
         if "fig3" in figures[name]:
             body.append(_direction_table(figures[name]["fig3"]))
+    # What compares models and runs.
     if figures[""]:
         body.append("<h2>Models and runs side by side</h2>" if len(summaries) > 1 else "<h2>Words and runs</h2>")
     for figure, data in figures[""].items():

@@ -63,6 +63,7 @@ def read_rows(files: Sequence[str], count: int, seed: int) -> list[Row]:
                     rows.append(json.loads(line))
                 except ValueError as error:
                     raise ValueError(f"{file}, line {number}: {error}") from error
+    # All rows are checked, not only those that are drawn, so that another seed brings no surprise.
     if not rows:
         raise ValueError(f"{', '.join(files)}: no rows")
     for row in rows:
@@ -145,6 +146,7 @@ def make_batch(graded: Sequence[Graded]) -> Batch:
     attention_mask = torch.zeros_like(sequences)
     action_mask = torch.zeros(len(graded), max(lengths) - 1, dtype=torch.bool)
     for i, (one, length) in enumerate(zip(graded, lengths, strict=True)):
+        # Column j predicts token j + 1, so the first response token belongs to the prompt's last column.
         sequences[i, :length] = torch.tensor(one.prompt_ids + one.response_ids)
         attention_mask[i, :length] = 1
         action_mask[i, len(one.prompt_ids) - 1 : length - 1] = True

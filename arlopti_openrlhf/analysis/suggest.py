@@ -32,6 +32,7 @@ def suggest(batch: Batch, tokens: Tokens, seed: int = 0) -> dict:
     mask = batch.action_mask
     probabilities = token_probabilities(tokens.log_probs)
     norm = logit_gradient_norm(batch.advantages, tokens.log_probs, tokens.squared_rest)
+    # Sum over fine bins of probability, prompt by prompt, so that a resample of prompts is one matrix product.
     cell = (probabilities * _BINS).long().clamp(max=_BINS - 1) + _BINS * batch.prompts[:, None]
     size = _BINS * (int(batch.prompts.max()) + 1)
 
@@ -40,6 +41,7 @@ def suggest(batch: Batch, tokens: Tokens, seed: int = 0) -> dict:
 
     # Sums of the norm and of π times the norm give AR's at any α: (1 - α) · G + α · Gπ.
     plain, weighted = by_prompt(norm), by_prompt(norm * probabilities)
+    # The rules on every resample give the intervals, and on all prompts the values.
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(len(plain), (_RESAMPLES, len(plain)), generator=generator)
     times = torch.nn.functional.one_hot(draws, len(plain)).sum(dim=1).double()  # (resamples, prompts)

@@ -68,6 +68,7 @@ def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[in
     counted = [count(text) for text in texts]
     words = numpy.array([total for _, total in counted], dtype=float)
     reward, prompt = numpy.asarray(rewards, dtype=float), numpy.asarray(prompts)
+    # Resample prompts, not responses, because the responses to one prompt are alike. One draw serves all categories.
     groups = [numpy.flatnonzero(prompt == p) for p in numpy.unique(prompt)]
     generator = numpy.random.default_rng(seed)
     draws = [generator.integers(len(groups), size=len(groups)) for _ in range(_RESAMPLES)]
@@ -78,6 +79,7 @@ def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[in
         def per_1000_words(chosen: numpy.ndarray, occurrences=occurrences) -> float:
             return float(1000 * occurrences[chosen].sum() / max(words[chosen].sum(), 1))
 
+        # A category that never occurs has no correlation to resample.
         frequency = 1000 * occurrences / numpy.maximum(words, 1)
         resampled = [numpy.concatenate([groups[i] for i in draw]) for draw in draws] if occurrences.any() else []
         correlations = [c for c in (_pearson(frequency[i], reward[i]) for i in resampled) if c is not None]

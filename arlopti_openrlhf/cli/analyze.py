@@ -28,7 +28,7 @@ def main() -> None:
     if bool(args.model) != bool(args.data):
         parser.error("--model and --data go together")
     cpu.enable()
-    # After enable(): these import openrlhf, which without CUDA and flash-attn cannot be imported before it.
+    # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
     from arlopti_openrlhf.analysis import curves, models, plots, report, rollouts, scalars
 
     # Everything that can be wrong is looked at before the first model is loaded.
@@ -42,6 +42,7 @@ def main() -> None:
         logs = {label: [scalars.find_log(folder) for folder in folders] for label, folders in args.runs}
     except (OSError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
+    # Models come one after the other. Each leaves its figures before the next one is loaded.
     start = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
     settings = models.Settings(**{name: getattr(args, name) for name in models.Settings._fields})
@@ -58,12 +59,14 @@ def main() -> None:
     for name, model in named.items():
         summaries[name], figures[name], words[name] = models.analyze_model(name, model, rows, settings)
         write(figures[name], args.out / name if len(named) > 1 else args.out)
+    # Figures of all models and of the training runs.
     if words:
         figures[""]["fig5"] = words
     if logs:
         figures[""] |= curves.curves({label: [curves.read_run(log) for log in seeds] for label, seeds in logs.items()})
     write(figures[""], args.out)
     write_json(summaries, args.out / "summary.json")
+    # The summary, for the terminal and, if asked for, as a page.
     for name, summary in summaries.items():
         print("\n".join([name, *models.describe(summary)]))
     if args.report:

@@ -38,7 +38,7 @@ def _parser(kind: type[Number], is_valid: Callable[[Number], bool], description:
             value = kind(text)
         except ValueError:
             raise refused from None
-        # NaN is in no range: every comparison with it is false.
+        # NaN is in no range, since every comparison with it is false.
         if not is_valid(value):
             raise refused
         return value

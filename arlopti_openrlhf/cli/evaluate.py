@@ -28,6 +28,7 @@ def main() -> None:
     if len(set(names)) < len(names):
         parser.error(f"argument --model: two models have one name: {', '.join(names)}")
     args.out.mkdir(parents=True, exist_ok=True)
+    # Read all of the data first. A row that lacks something should not end an evaluation half way.
     try:
         rows = [json.loads(line) for file in args.data for line in open(file, encoding="utf-8")]
     except (OSError, ValueError) as error:
@@ -43,6 +44,7 @@ def main() -> None:
     else:
         settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed)
         offline.evaluate(args.model[0], rows, settings, args.out)
+    # The tables come from the files that every evaluation leaves, also those of an earlier run.
     results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     (args.out / "table.md").write_text(tables.markdown(results), encoding="utf-8")
     tables.write_csv(results, args.out / "table.csv")

@@ -120,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
+    # Files and data sets are read lazily, row by row.
     reads = chain.from_iterable(
         [published.read_file(file, args.prompt_format) for file in args.files or ()]
         + [published.read_data_set(name, args.prompt_format) for name in args.dataset or ()]
@@ -130,6 +131,7 @@ def _convert(args: argparse.Namespace) -> None:
         for read in published.read_file(file, args.prompt_format)
         if read.row is not None
     }
+    # Sort out what training could not use. With --strict nothing may be dropped.
     num_tokens = token_counter(args.tokenizer) if args.tokenizer else None
     rows, dropped = check(reads, excluded=excluded, num_tokens=num_tokens, max_tokens=args.max_prompt_tokens)
     if dropped and (args.strict or not rows):
@@ -137,6 +139,7 @@ def _convert(args: argparse.Namespace) -> None:
         raise ValueError(f"{dropped[0]}{more}")
     write_rows(rows, args.out)
     print(describe(rows, num_tokens))
+    # List what was dropped. A list of an earlier run would be wrong now.
     listed = Path(f"{args.out}.dropped")
     if dropped:
         listed.write_text("".join(f"{row}\n" for row in dropped), encoding="utf-8")

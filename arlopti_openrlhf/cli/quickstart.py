@@ -50,6 +50,7 @@ def main() -> None:
 
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the warm start's Trainer imports DeepSpeed, which would warn
+    # A fresh folder, since evaluations and TensorBoard would continue what an earlier quickstart left.
     start = time.time()
     memory = PeakMemory()
     for name in ("data", "model", "checkpoint", "tensorboard", "evaluation"):
@@ -58,6 +59,7 @@ def main() -> None:
     log = Log(out / "quickstart.log")
     print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
 
+    # The five steps, each shown as it begins.
     files = write_puzzles(out / "data", size, seed)
     print(f"1/5 puzzles of {' and '.join(map(str, PEOPLE))} people: {files.train}, held out: {files.test}")
     print("2/5 a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions")
@@ -66,6 +68,7 @@ def main() -> None:
     train(out, files, size, seed, log)
     after = evaluate_model(out / "checkpoint", files.test, out / "evaluation" / "after", log, "5/5 accuracy after")
 
+    # What came out, as a picture, as JSON and as text.
     plot(read_scalars(out / "tensorboard"), before, after, out / "curves.png")
     summary = {
         "seed": seed,

@@ -95,6 +95,7 @@ def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
         raise ValueError(
             f"{path}: not a readable parquet file or JSON lines ({' '.join(str(error).split())})"
         ) from None
+    # A column `label` tells a file of ours from one of verl's.
     prepared = "label" in table.columns
     missing = [name for name in ("prompt", "label" if prepared else "reward_model") if name not in table.columns]
     if missing and len(table):

@@ -81,6 +81,7 @@ def make_policy(
         solution_first: how often a worked solution tries the right assignment first by choice, not by chance.
         names: the pool that the people's names are drawn from.
     """
+    # Puzzles and the answers that the policy learns from. The last part of them may be hasty.
     rng = random.Random(seed)
     count = steps * _BATCH_SIZE
     puzzles = list(islice(_training_puzzles(people, rng, names), max(count, _TOKENIZER_TEXTS)))
@@ -95,6 +96,7 @@ def make_policy(
     tokenizer = make_tokenizer(
         [knights_knaves.chatml(p.quiz) + a for p, a in zip(puzzles, answers, strict=True)][:_TOKENIZER_TEXTS]
     )
+    # Fine-tune from random weights.
     torch.manual_seed(seed)
     model = make_model(tokenizer)
     rows = _encode(tokenizer, puzzles[:count], answers[:count])

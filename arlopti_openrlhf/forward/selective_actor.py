@@ -1,6 +1,6 @@
 """The actor that computes what its action mask asks for: log-probs of the selected tokens, each prompt once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,8 @@ _NO_MASK = torch.empty(1, 1, 0, 0)
 _WITNESS = -12.25
 # Why an attention layer cannot work on a packed row, as its first forward pass showed.
 _obstacles: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+# Our attention functions, by the names of those of transformers that they wrap.
+_attention_functions: dict[str, Callable] = {}
 
 
 class SelectiveActor(Actor):
@@ -106,7 +108,7 @@ class SelectiveActor(Actor):
         """Return (B, A) log-probs, entropies and Σ_{j≠o} P_j², the last two if asked for, and the model's output."""
         arguments = (sequences, action_mask, attention_mask, with_entropy, with_statistics)
         packed, rows, inputs = self._model_inputs(sequences, action_mask, attention_mask)
-        causal_lm = getattr(self.model, "module", self.model)
+        causal_lm: nn.Module = getattr(self.model, "module", self.model)
         head = causal_lm.get_output_embeddings()
         fused = self.head_is_last and type(head) is nn.Linear
 
@@ -214,11 +216,11 @@ def _reason_not_to_share(model: nn.Module) -> str | None:
     return None
 
 
-def _rope_types(config: PretrainedConfig) -> set[str | None]:
+def _rope_types(config: PretrainedConfig) -> set[str]:
     """Return the types of RoPE in a model, whose parameters stand in one dictionary or in one per type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layers = [value for value in parameters.values() if isinstance(value, dict)]
-    return {p.get("rope_type", p.get("type")) for p in of_layers or [parameters]}
+    return {str(p.get("rope_type", p.get("type"))) for p in of_layers or [parameters]}
 
 
 def _obstacle_met(model: nn.Module, packed: PackedBatch) -> str | None:
@@ -232,7 +234,7 @@ def _obstacle_met(model: nn.Module, packed: PackedBatch) -> str | None:
 def _wrap_attention(implementation: str) -> None:
     """Make transformers' attention function of that name leave packed rows to `shared_prompt`."""
     upstream = ALL_ATTENTION_FUNCTIONS[implementation]
-    if getattr(upstream, "takes_packed_batches", False):
+    if upstream is _attention_functions.get(implementation):
         return
 
     def attention(
@@ -245,27 +247,29 @@ def _wrap_attention(implementation: str) -> None:
         packed_batch: PackedBatch | None = None,
         **kwargs,
     ):
-        is_packed_row = attention_mask is not None and attention_mask.shape[-2:] == _NO_MASK.shape[-2:]
-        if packed_batch is None and not is_packed_row:
+        reason: str | None
+        if packed_batch is not None:
+            reason = _obstacle(module, kwargs)
+            if reason is None and implementation == "flash_attention_2":
+                return flash_segment_attention(upstream, module, query, key, value, packed_batch, **kwargs)
+            if reason is None:
+                scale = kwargs.get("scaling")
+                scale = query.shape[-1] ** -0.5 if scale is None else scale
+                return segment_attention(query, key, value, packed_batch, scale, kwargs.get("dropout", 0.0)), None
+        elif attention_mask is not None and attention_mask.shape[-2:] == _NO_MASK.shape[-2:]:
+            reason = f"the layers around {type(module).__name__} swallow keyword arguments"
+        else:
             return upstream(module, query, key, value, attention_mask, **kwargs)
-        if reason := _obstacle(module, packed_batch, kwargs):
-            # Finish the pass, whose result is thrown away: an error would leave ZeRO-3 half way through the layers.
-            _obstacles[module] = reason
-            return upstream(module, query, key, value, None, **kwargs)
-        if implementation == "flash_attention_2":
-            return flash_segment_attention(upstream, module, query, key, value, packed_batch, **kwargs)
-        scale = kwargs.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return segment_attention(query, key, value, packed_batch, scale, kwargs.get("dropout", 0.0)), None
+        # Finish the pass, whose result is thrown away: an error would leave ZeRO-3 half way through the layers.
+        _obstacles[module] = reason
+        return upstream(module, query, key, value, None, **kwargs)
 
-    attention.takes_packed_batches = True
+    _attention_functions[implementation] = attention
     ALL_ATTENTION_FUNCTIONS.register(implementation, attention)
 
 
-def _obstacle(module: nn.Module, packed: PackedBatch | None, kwargs: dict) -> str | None:
+def _obstacle(module: nn.Module, kwargs: dict) -> str | None:
     """Return why an attention layer with these keyword arguments cannot work on a packed row, or None where it can."""
-    if packed is None:
-        return f"the layers around {type(module).__name__} swallow keyword arguments"
     is_causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         return f"{type(module).__name__} is not causal"

@@ -161,7 +161,9 @@ class _Layout(NamedTuple):
 
 def _lay_out(rows: list[list[int]], lengths: list[int], groups: list[tuple[list[int], int]]) -> _Layout:
     """Put the groups one after the other: the beginning that a group shares, then what each sequence adds to it."""
-    segments, tokens, positions = [], [], []
+    segments: list[Segment] = []
+    tokens: list[int] = []
+    positions: list[int] = []
     shared, prefix_at, own_at = ([0] * len(rows) for _ in range(3))
     for group, prefix in groups:
         prefix_index, group_at = len(segments), len(tokens)

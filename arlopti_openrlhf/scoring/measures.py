@@ -21,7 +21,9 @@ class Response(NamedTuple):
     """Holds what the measures need of one graded response."""
 
     score: float  # 1 right, 0 wrong
-    well_formed: bool | None  # has the form that the prompt asks for: K&K's tags, a boxed answer; None: not known
+    well_formed: (
+        bool | None
+    )  # has the form that the prompt asks for (K&K's tags, a boxed answer); None where it is not known
     length: int  # tokens
     truncated: bool
 
@@ -34,7 +36,7 @@ def estimate_mean(values: Sequence[float], bounded: bool = True) -> Estimate:
     Args:
         values: (problems,).
         bounded: the values lie in [0, 1], as rates do. The interval is then Wilson's, at the number of independent
-            samples that would have this standard error: it stays within [0, 1], and has a width even where all
+            samples that would have this standard error. It stays within [0, 1], and has a width even where all
             values are equal. Otherwise, and where a value lies outside [0, 1], the interval is the normal one.
     """
     n, p = len(values), fmean(values)

@@ -11,5 +11,5 @@ def model_name(model: str) -> str:
 
 def natural_key(name: str) -> list[int | str]:
     """Return a sort key that compares numbers by value, so that "step9" comes before "step10"."""
-    # Split at its numbers, a name is text, number, text, ..., text: only like is compared with like.
+    # Split at its numbers, a name is text, number, text, ..., text. So only like is compared with like.
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]

@@ -47,6 +47,7 @@ def evaluate(model: str, rows: Sequence[Row], settings: Settings, out: Path) -> 
         settings: how they are asked.
         out: the folder for NAME.responses.jsonl, with every response, and NAME.json, with the measures.
     """
+    # One job per row, and one more where a greedy answer is asked for beside the samples.
     name = model_name(model)
     path = out / f"{name}.responses.jsonl"
     jobs = []
@@ -63,6 +64,7 @@ def evaluate(model: str, rows: Sequence[Row], settings: Settings, out: Path) -> 
     open_jobs = [job for job in jobs if keys[job] not in done]
     if done:
         print(f"{name}: {len(jobs) - len(open_jobs)} of {len(jobs)} problems are answered already", flush=True)
+    # Generate in chunks. Every chunk is graded and written before the next one begins.
     if open_jobs:
         answer = _engine(model, settings)
         with open(path, "a", encoding="utf-8") as file:
@@ -73,6 +75,7 @@ def evaluate(model: str, rows: Sequence[Row], settings: Settings, out: Path) -> 
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                 file.flush()
 
+    # The measures are those of all jobs, answered now or earlier.
     records = [(job, done[keys[job]]) for job in jobs]
     sources = {"model": model, "sources": _estimates(records, settings)}
     (out / f"{name}.json").write_text(json.dumps(sources, indent=1) + "\n", "utf-8")

@@ -77,7 +77,8 @@ def merged_parameters(model: nn.Module, gathered: bool) -> Iterator[None]:
 def _merged_weights(model: nn.Module) -> list[tuple[str, MergedWeight]]:
     """Return the names and parameters of the merged model, in the base model's order."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
-    weights, seen = [], {}
+    weights: list[tuple[str, MergedWeight]] = []
+    seen: dict[int, tuple[str, MergedWeight]] = {}  # by the parameter's id
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if ".lora_" in name:
             continue

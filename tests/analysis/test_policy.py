@@ -41,7 +41,7 @@ def test_second_moments_are_those_of_mini_batches(policy, batch, tokens):
         rows = torch.isin(batch.prompts, prompts)
         part = Batch(**{name: value[rows] for name, value in vars(batch).items()})
         own = flat(policy.gradient(part, tokens.log_probs[rows], part.advantages, part.action_mask))
-        squares = squares + own.square() / MINI_BATCHES  # divided by its own tokens: they are equally many
+        squares = squares + own.square() / MINI_BATCHES  # divided by its own tokens, which are equally many
     assert torch.allclose(flat(moments), squares, rtol=1e-3, atol=1e-9)
 
 

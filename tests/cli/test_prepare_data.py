@@ -131,7 +131,10 @@ def test_files_that_are_missing_or_no_parquet(tmp_path, capsys):
         ["--train", "-1"],
         ["--test", "many"],
         ["--names", "3"],
-        ["--exclude", "test.jsonl"],  # nothing to exclude from new puzzles: refused, not ignored
+        [
+            "--exclude",
+            "test.jsonl",
+        ],  # there is nothing to exclude from new puzzles, so this is refused and not ignored
         ["--strict"],
     ],
 )

@@ -128,7 +128,7 @@ def test_hasty_answers_come_last(tokenizer, tmp_path, monkeypatch):
     hasty = [text.startswith("</think>") for text in texts]
     assert len(hasty) == 40 * 24 and not any(hasty[: 34 * 24])  # 85% of the steps
     assert abs(sum(hasty[34 * 24 :]) / (6 * 24) - 0.5) < 0.15
-    # Not in batches of their own: the last of them would decide how often the policy is hasty.
+    # In batches of their own, the last one would decide how often the policy is hasty.
     assert all(0 < sum(hasty[start : start + 24]) < 24 for start in range(34 * 24, 40 * 24, 24))
 
 

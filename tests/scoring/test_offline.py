@@ -36,7 +36,7 @@ def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
     path.write_text("".join(lines[:5]) + lines[5][:40])  # some lines are gone, and one is cut
     assert run() == (11, first)
     assert path.read_text().splitlines(keepends=True)[:5] == lines[:5]
-    assert run(settings._replace(seed=1))[0] == 16  # other settings: another evaluation
+    assert run(settings._replace(seed=1))[0] == 16  # other settings make another evaluation
 
 
 def test_an_answers_key_is_the_one_of_earlier_versions():
