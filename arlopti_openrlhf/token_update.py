@@ -1,8 +1,9 @@
-"""The paper's two methods as pure functions of torch tensors: no ray, deepspeed or openrlhf import.
+"""The paper's two methods as pure functions of torch tensors, without ray, deepspeed or openrlhf.
 
-Shapes: B samples, A action (response) positions. `action_log_probs` is log π_old(o_t | q, o_<t), the policy that
-sampled the batch, at the sampling temperature (OpenRLHF's `experience.action_log_probs`); `action_mask` is nonzero on
-response tokens and zero on padding. Equations are those of arXiv 2505.12929.
+Shapes: B samples, A action (response) positions. `action_log_probs` is log π_old(o_t | q, o_<t) at the sampling
+temperature (OpenRLHF's `experience.action_log_probs`). π_old is the policy at the start of the update. In synchronous
+training it has sampled the batch; in asynchronous training it may be newer than the policy that did. `action_mask` is
+nonzero on response tokens and zero on padding. Equations are those of arXiv 2505.12929.
 """
 
 import torch
@@ -11,7 +12,7 @@ LOW, HIGH = "low", "high"
 
 
 def token_probabilities(action_log_probs: torch.Tensor) -> torch.Tensor:
-    """π_old of each token, shape as given, in at least float32.
+    """Return π_old of each token, shape as given, in at least float32.
 
     Both methods and the quantile read probabilities through this one function, so that a threshold taken from it and
     a comparison made with it agree to the last bit.
@@ -21,7 +22,7 @@ def token_probabilities(action_log_probs: torch.Tensor) -> torch.Tensor:
 
 
 def reweight_advantages(advantages: torch.Tensor, action_log_probs: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Advantage Reweighting, Eq. 4: Â[i,t] = (α · π_old(o[i,t]) + (1 − α)) · A[i,t].
+    """Scale each advantage by its token's probability (Eq. 4): Â[i,t] = (α · π_old(o[i,t]) + (1 − α)) · A[i,t].
 
     Args:
         advantages: (B, A), as the estimator left them (normalised, of either sign).
@@ -43,17 +44,17 @@ def reweight_advantages(advantages: torch.Tensor, action_log_probs: torch.Tensor
 
 
 def advantage_weights(action_log_probs: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Eq. 4's factor α · π_old + (1 − α), shape as given, in at least float32."""
+    """Return Eq. 4's factor α · π_old + (1 − α), shape as given, in at least float32."""
     return alpha * token_probabilities(action_log_probs) + (1 - alpha)
 
 
 def low_probability_mask(action_log_probs: torch.Tensor, action_mask: torch.Tensor, eta: float) -> torch.BoolTensor:
-    """Lopti's low group, Algorithm 1: response tokens with π_old < η, strictly; never padding.
+    """Select Lopti's low group (Algorithm 1): response tokens with π_old < η, strictly, and never padding.
 
     Args:
         action_log_probs: (B, A) log π_old.
         action_mask: (B, A).
-        eta: η in (0, 1].  The flag takes (0, 1); a quantile may reach 1 where most tokens are certain.
+        eta: η in (0, 1]. The flag takes (0, 1); a quantile may reach 1 where most tokens are certain.
 
     Returns:
         BoolTensor (B, A). The high group is the rest of the response.
@@ -68,16 +69,16 @@ def low_probability_mask(action_log_probs: torch.Tensor, action_mask: torch.Tens
 
 
 def group_mask(group: str, action_log_probs: torch.Tensor, action_mask: torch.Tensor, eta: float) -> torch.BoolTensor:
-    """The tokens that one stage of Lopti updates: `LOW`, or `HIGH`, the rest of the response. BoolTensor (B, A)."""
+    """Select the tokens that one stage of Lopti updates: `LOW`, or `HIGH`, the rest. Returns a BoolTensor (B, A)."""
     low = low_probability_mask(action_log_probs, action_mask, eta)
     return low if group == LOW else action_mask.bool() & ~low
 
 
 def probability_quantile(action_log_probs: torch.Tensor, action_mask: torch.Tensor, q: float) -> float:
-    """The η below which a share `q` of the response tokens lies: the q-quantile of π_old, linearly interpolated.
+    """Return the η below which a share `q` of the response tokens lies, the linearly interpolated q-quantile of π_old.
 
     With N distinct probabilities the share of tokens that `low_probability_mask` then selects differs from `q` by less
-    than 1/N. Of tied probabilities none or all are selected.
+    than 1/N. Tied probabilities are selected all together or not at all.
 
     Args:
         action_log_probs: (B, A) log π_old.

@@ -160,12 +160,14 @@ def run_update(
         if on_policy:
             sample.action_log_probs = probe.forward(sample.sequences, sample.action_mask, sample.attention_mask)
         probe.append(sample)
+    unknown = [bool(item.action_log_probs.isnan().any()) for item in probe.trainer.replay_buffer.items]
     torch.use_deterministic_algorithms(nan_in_fresh_memory, warn_only=True)
     steps = probe.actor.model.global_steps
     with watched(probe) as (seen, gradients, forwards):
         status = probe.fit(args.algo.kl.init_coef)
     return SimpleNamespace(
         status=status,
+        unknown=unknown,
         seen=seen,
         gradients=gradients,
         forwards=forwards,

@@ -16,6 +16,11 @@ class PolicyLossTerms(NamedTuple):
     vllm_kl: Tensor | None
     is_filter_ratio: Tensor | None
 
+    def logged(self) -> dict[str, Tensor | None]:
+        """Return the terms under the names by which upstream logs them."""
+        values = self._asdict()
+        return {"policy_loss": values.pop("loss"), "ppo_clip_ratio": values.pop("clip_ratio")} | values
+
 
 def group_policy_loss(
     policy_loss: PolicyLoss,

@@ -74,12 +74,9 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
 
         # The denominators are those of the whole response, whichever tokens the pass updates.
         if loss_batch_info is None:
+            buffer, is_dynamic = self.replay_buffer, self.args.train.dynamic_batch_enable
             loss_batch_info = get_loss_batch_info(
-                self.strategy,
-                response,
-                replay_buffer=self.replay_buffer,
-                step=step,
-                dynamic_batch=self.args.train.dynamic_batch_enable,
+                self.strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic
             )
 
         # Which tokens are computed: the stage's group, or all where π_old, and so the group, is not known yet. GSPO's
@@ -133,15 +130,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         # Backward. The optimizer steps after the last micro-batch of the mini-batch.
         self.strategy.backward(loss, self.actor, self.actor_optim)
         last = self._step(this_pass, step)
-
-        means = {
-            "policy_loss": policy.loss,
-            "ppo_clip_ratio": policy.clip_ratio,
-            "ppo_kl": policy.ppo_kl,
-            "vllm_kl": policy.vllm_kl,
-            "is_filter_ratio": policy.is_filter_ratio,
-        }
-        return micro_batch_status(experience, means | penalties, last, num_tokens)
+        return micro_batch_status(experience, policy.logged() | penalties, last, num_tokens)
 
     def is_idle(self, advantages: Tensor) -> Tensor:
         """Return (...,) whether nothing in a response with these advantages (..., A) has a gradient."""

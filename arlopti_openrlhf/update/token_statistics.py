@@ -1,7 +1,7 @@
 """What an update does to tokens of each probability (Fig. 1-3), from tensors that it has at hand.
 
-Pure functions of torch tensors. By Eq. 15 the gradient of one token's loss at the logits is w · (e_o − P), so its norm
-is known from the token's weight and its distribution: no backward pass is needed to measure it.
+Pure functions of torch tensors. By Eq. 15 the gradient of one token's loss at the logits is w · (e_o − P). So the
+token's weight and its distribution give the norm, without a backward pass.
 """
 
 import math
@@ -19,10 +19,10 @@ HISTOGRAMS = "tokens/histograms"  # the status entry that holds `UpdateStatistic
 
 
 def logit_gradient_norm(weights: Tensor, log_probs: Tensor, squared_rest: Tensor) -> Tensor:
-    """‖∂L/∂logits‖ of each token, Eq. 15: |w| · sqrt(1 − 2π + Σ_j P_j²).
+    """Return ‖∂L/∂logits‖ of each token (Eq. 15): |w| · sqrt(1 − 2π + Σ_j P_j²).
 
-    Computed as |w| · sqrt((1 − π)² + Σ_{j≠o} P_j²), the same without cancellation where π is near 1, as it is for most
-    tokens.
+    It is computed as |w| · sqrt((1 − π)² + Σ_{j≠o} P_j²), which is the same and does not cancel where π is near 1, as
+    it is for most tokens.
 
     Args:
         weights: (...,) w = ∂L/∂ log π of the token.
@@ -36,7 +36,7 @@ def logit_gradient_norm(weights: Tensor, log_probs: Tensor, squared_rest: Tensor
 
 
 def logit_gradient_bounds(probabilities: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Proposition 4.2 at the logits, for |w| = 1: the norm lies between (1 − π) · sqrt(V / (V − 1)) and √2 · (1 − π).
+    """Return Proposition 4.2's bounds of the norm for |w| = 1: (1 − π) · sqrt(V / (V − 1)) and √2 · (1 − π).
 
     Args:
         probabilities: (...,) π.
@@ -47,7 +47,7 @@ def logit_gradient_bounds(probabilities: Tensor, vocabulary: int) -> tuple[Tenso
 
 
 def bin_index(probabilities: Tensor, edges: Sequence[float] | Tensor = EDGES) -> Tensor:
-    """(...,) index of each token's bin: bin i is [edges[i], edges[i + 1]), the last one closed.
+    """Return the index (...,) of each token's bin. Bin i is [edges[i], edges[i + 1]), and the last one is closed.
 
     An edge belongs to the bin above it, as η belongs to Lopti's high group.
     """
@@ -56,18 +56,18 @@ def bin_index(probabilities: Tensor, edges: Sequence[float] | Tensor = EDGES) ->
 
 
 class TokenUpdates(NamedTuple):
-    """The tokens that one micro-batch updates, (N,) each.
+    """Describes the tokens that one micro-batch updates, (N,) each.
 
-    Weights are Eq. 2's w: the derivative of the token's own term of the loss by its log π, 0 where it is clipped.
+    Weights are Eq. 2's w, the derivative of the token's own term of the loss by its log π. Clipped tokens have 0.
     """
 
-    old_log_probs: Tensor  # log π_old, of the policy that sampled
+    old_log_probs: Tensor  # log π_old
     log_probs: Tensor  # log π as the update finds it
     advantages: Tensor  # before AR
     weights: Tensor  # of the whole loss, KL included; not of an entropy bonus, which has no weight for each token
     weights_before_ar: Tensor
     is_clipped: Tensor  # bool: an advantage, but no policy gradient
-    is_computed: Tensor  # bool: not so for responses that the update passes over; `log_probs`, ... are then of no use
+    is_computed: Tensor  # bool: False in idle responses, whose `log_probs`, ... are of no use
     entropies: Tensor  # nats
     squared_rest: Tensor  # Σ_{j≠o} P_j²
 
@@ -122,12 +122,12 @@ def token_updates(
 
 
 class UpdateStatistics:
-    """Sums over a rollout batch's token updates, by probability π_old; each rank has its own, to be added up.
+    """Sums up the token updates of a rollout batch by probability π_old. The sums of the ranks add up.
 
     Args:
         device: where the tokens are.
-        by_quartile: in bins that hold a quarter of the tokens each, known when all have been seen (`set_quartiles`);
-            else in those of `EDGES`.
+        by_quartile: whether the bins hold a quarter of the tokens each. They are known when all tokens have been seen
+            (`set_quartiles`). Else the bins are those of `EDGES`.
 
     Attributes:
         is_moved: whether θ has changed since the tokens were sampled; to be set after the first optimizer step.
@@ -148,7 +148,7 @@ class UpdateStatistics:
 
     @torch.no_grad()
     def add(self, tokens: TokenUpdates) -> None:
-        """Adds a micro-batch's tokens."""
+        """Add a micro-batch's tokens."""
         probabilities = token_probabilities(tokens.old_log_probs)
         norms = logit_gradient_norm(tokens.weights, tokens.log_probs, tokens.squared_rest)
         norms_before = logit_gradient_norm(tokens.weights_before_ar, tokens.log_probs, tokens.squared_rest)
@@ -178,23 +178,24 @@ class UpdateStatistics:
             self.sums.index_add_(0, bin_index(probabilities, self.edges), values.double())
 
     def log_probs(self) -> Tensor:
-        """(N,) log π_old of the tokens seen so far, for their quartiles over all ranks."""
+        """Return log π_old (N,) of the tokens seen so far, for their quartiles over all ranks."""
         return torch.cat([self.edges.new_empty(0), *(log_probs for log_probs, _ in self._kept)])
 
     def set_quartiles(self, quartiles: Sequence[float]) -> None:
-        """Adds up the tokens in the bins between these three edges."""
+        """Add up the tokens in the bins between these three edges."""
         self.edges[1:-1] = torch.tensor(quartiles)
         for log_probs, values in self._kept:
             self.sums.index_add_(0, bin_index(token_probabilities(log_probs), self.edges), values.double())
         self._kept.clear()
 
     def metrics(self, with_ar: bool) -> dict[str, float]:
-        """By bin, as `tokens/<bin>/<name>`; a bin without such tokens has no mean.
+        """Return what each bin holds, as `tokens/<bin>/<name>`. A bin without such tokens has no mean.
 
-        `count` and `share` of token updates; `abs_advantage`, mean before AR; `logit_grad_norm`, the sum of Eq. 15's
-        norms, and `grad_share`, the bin's share of it, with AR also `grad_share_before_ar`; `entropy`, mean in nats;
-        `clip_ratio`; of tokens computed after θ has moved `probability_change`, the mean of π − π_old, and of those
-        with positive advantage `rose`, the share whose probability rose (Fig. 3).
+        `count` and `share` count token updates. `abs_advantage` is a mean before AR. `logit_grad_norm` is the sum of
+        Eq. 15's norms, and `grad_share` the bin's share of it; with AR there is also `grad_share_before_ar`. `entropy`
+        is a mean in nats, and `clip_ratio` the share of clipped tokens. Among the tokens computed after θ has moved,
+        `probability_change` is the mean of π − π_old, and `rose` the share of those with a positive advantage whose
+        probability rose (Fig. 3).
         """
         sums = {name: self.sums[:, i].tolist() for i, name in enumerate(_SUMS)}
         shares = {

@@ -67,27 +67,27 @@ SIGNATURES = [
         "self prompt label sampling_params max_length hf_tokenizer llm_engine images",
         f"{REWARDS}.execute",
     ),
-    (STRATEGY, "DeepspeedStrategy.moving_average", "self model model_ema beta device", "cpu._patch_strategy"),
+    (STRATEGY, "DeepspeedStrategy.moving_average", "self model model_ema beta device", "cpu_patches._patch_strategy"),
     (
         "openrlhf.utils.distributed_util",
         "stateless_init_process_group",
         "master_address master_port rank world_size device",
-        "cpu._patch_distributed_util",
+        "cpu_patches._patch_distributed_util",
     ),
     (
         WORKER,
         "WorkerWrap.init_process_group",
         "self master_address master_port rank_offset world_size group_name backend use_ray",
-        "cpu._patch_worker_wrap",
+        "cpu_patches._patch_worker_wrap",
     ),
-    (WORKER, "WorkerWrap.update_weight", "self name dtype shape empty_cache", "cpu._update_weight"),
+    (WORKER, "WorkerWrap.update_weight", "self name dtype shape empty_cache", "cpu_patches._update_weight"),
     (
         "openrlhf.models.actor",
         "Actor.__init__",
         "self pretrain_or_model attn_implementation param_dtype load_in_4bit lora_rank lora_alpha lora_dropout "
         "target_modules ds_config device_map packing_samples temperature use_liger_kernel freeze_visual_encoder "
         "experts_implementation **kwargs",
-        "cpu._patch_actor",
+        "cpu_patches._patch_actor",
     ),
     (
         "openrlhf.models.actor",
@@ -102,68 +102,68 @@ SIGNATURES = [
         "model_name_or_path model_type *, param_dtype load_in_4bit lora_rank lora_alpha target_modules lora_dropout "
         "normalize_reward attn_implementation ds_config init_value_head value_head_prefix device_map packing_samples "
         "experts_implementation **kwargs",
-        "cpu._patch_model",
+        "cpu_patches._patch_model",
     ),
     (
         "openrlhf.trainer.ppo_trainer",
         "compute_eval_metrics",
         "eval_dataloader samples_list n_samples_per_prompt",
-        "evaluation.compute_eval_metrics",
+        "run.evaluation.compute_eval_metrics",
     ),
     (
         "openrlhf.trainer.ppo_utils.samples_generator",
         "SamplesGenerator.generate_eval_samples",
         "self **generate_kwargs",
-        "evaluation.SourceSamplesGenerator",
+        "run.evaluation.SourceSamplesGenerator",
     ),
     (
         "openrlhf.trainer.ppo_trainer",
         "BasePPOTrainer.save_logs_and_checkpoints",
         "self global_step logs_dict client_states",
-        "controller.Controller",
+        "run.controller.Controller",
     ),
     (
         "openrlhf.trainer.ppo_trainer",
         "BasePPOTrainer._detect_eval_metric_key",
         "self eval_metrics",
-        "controller.Controller",
+        "run.controller.Controller",
     ),
     (
         "openrlhf.trainer.ppo_trainer_async",
         "GenerateSamplesActor._run_eval",
         "self",
-        "controller.GenerateSamplesActor",
+        "run.controller.GenerateSamplesActor",
     ),
     (
         "openrlhf.trainer.ppo_trainer",
         "BasePPOTrainer.save_best_checkpoint",
         "self eval_metrics global_step client_states",
-        "controller.Controller",
+        "run.controller.Controller",
     ),
     ("openrlhf.utils.config", "hierarchize", "args", "cli.train_ppo_ray: our flags reach workers as strategy.args"),
     (
         "vllm.distributed.utils",
         "stateless_init_torch_distributed_process_group",
         "host port rank world_size backend group_name return_store listen_socket",
-        "cpu._GlooGroup",
+        "cpu_patches._GlooGroup",
     ),
     (
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner.reload_weights",
         "self weights_iterator weights_path is_checkpoint_format",
-        "cpu._update_weight",
+        "cpu_patches._update_weight",
     ),
     (
         "transformers.modeling_flash_attention_utils",
         "_unpad_input",
         "hidden_states attention_mask unused_mask",
-        "cpu._flash_attn_stand_in",
+        "cpu_patches._flash_attn_stand_in",
     ),
     (
         "transformers.modeling_flash_attention_utils",
         "_pad_input",
         "hidden_states indices batch seqlen",
-        "cpu._flash_attn_stand_in",
+        "cpu_patches._flash_attn_stand_in",
     ),
     (
         MAKER,
@@ -202,6 +202,9 @@ SIGNATURES = [
         "self response **generate_kwargs",
         "run.evaluation.SourceSamplesGenerator: marks samples without scores",
     ),
+    ("ray._private.services", "get_ray_address_from_environment", "addr temp_dir", "cpu._starts_cluster"),
+    ("torch.utils.file_baton", "FileBaton.try_acquire", "self", "cpu_patches._outlive_killed_builds"),
+    ("torch.utils.file_baton", "FileBaton.release", "self", "cpu_patches._outlive_killed_builds"),
 ]
 
 # (module, name in it or "" for the whole file, text that its source holds, who leans on it); white space is ignored
@@ -254,48 +257,48 @@ SOURCES = [
         PPO_ACTOR,
         "ActorPPOTrainer.broadcast_to_vllm",
         "empty_cache=count == num_params",
-        "cpu._update_weight: the last parameter is so marked",
+        "cpu_patches._update_weight: the last parameter is so marked",
     ),
     (
         PPO_ACTOR,
         "ActorPPOTrainer.broadcast_to_vllm",
         "self._model_update_group.broadcast(param.data, src=0, stream=torch.cuda.current_stream())",
-        "cpu._GlooGroup",
+        "cpu_patches._GlooGroup",
     ),
     (
         WORKER,
         "WorkerWrap.init_process_group",
         "from openrlhf.utils.distributed_util import stateless_init_process_group",
-        "cpu._patch_distributed_util: bound when it is called, not when the module is imported",
+        "cpu_patches._patch_distributed_util: bound when it is called, not when the module is imported",
     ),
-    (WORKER, "WorkerWrap.update_weight", "self.model_runner", "cpu._update_weight"),
-    (WORKER, "WorkerWrap.update_weight", "dtype == self.model_config.dtype", "cpu._update_weight"),
+    (WORKER, "WorkerWrap.update_weight", "self.model_runner", "cpu_patches._update_weight"),
+    (WORKER, "WorkerWrap.update_weight", "dtype == self.model_config.dtype", "cpu_patches._update_weight"),
     # Devices.
     (
         BUFFER,
         "NaiveReplayBuffer.__init__",
         'self.target_device = torch.device(f"cuda:{torch.cuda.current_device()}")',
-        "cpu._patch_replay_buffer",
+        "cpu_patches._patch_replay_buffer",
     ),
     (BUFFER, "NaiveReplayBuffer.__init__", "self.items: List[Experience] = []", f"{TRAINER}._train_in_passes"),
     (
         STRATEGY,
         "",
         "from torch.distributed.device_mesh import init_device_mesh",
-        "cpu._patch_strategy: a name in the module's globals",
+        "cpu_patches._patch_strategy: a name in the module's globals",
     ),
-    (STRATEGY, "", 'self.ds_device_mesh = init_device_mesh( "cuda",', "cpu._patch_strategy"),
+    (STRATEGY, "", 'self.ds_device_mesh = init_device_mesh( "cuda",', "cpu_patches._patch_strategy"),
     (
         "deepspeed.comm.comm",
         "allgather_fn",
         "return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op, debug=debug)",
-        "cpu._patch_deepspeed_comm",
+        "cpu_patches._patch_deepspeed_comm",
     ),
     (
         "deepspeed.comm.comm",
         "all_gather_into_tensor",
         "return cdb.all_gather_into_tensor(output_tensor=output_tensor, input_tensor=tensor, group=group,",
-        "cpu._patch_deepspeed_comm",
+        "cpu_patches._patch_deepspeed_comm",
     ),
     (STRATEGY, "", 'mesh_dim_names=("dp", "sp", "tp")', "update.ranks.Ranks"),
     # Without flash-attn.
@@ -304,7 +307,7 @@ SOURCES = [
         "",
         "from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input "
         "from flash_attn.utils.distributed import all_gather",
-        "cpu._flash_attn_stand_in",
+        "cpu_patches._flash_attn_stand_in",
     ),
     # The selective actor takes the place of `Actor` where policy and reference are built. Old log-probs come from the
     # policy actor's `forward`, and are not read before the update.
@@ -380,6 +383,83 @@ SOURCES = [
         "rewards=torch.tensor([reward_val]) if reward_val is not None else None,",
         f"{REWARDS}: one number per sample",
     ),
+    # Whether this machine has a GPU, asked without initialising CUDA.
+    ("torch.cuda", "_nvml_based_avail", 'os.getenv("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"', "cpu.uses_cpu"),
+    ("torch.cuda", "is_available", "if _nvml_based_avail():", "cpu.uses_cpu"),
+    ("torch.cuda", "is_available", "return device_count() > 0", "cpu.uses_cpu"),
+    ("torch.cuda", "device_count", "nvml_count = _device_count_nvml()", "cpu.uses_cpu"),
+    ("torch.cuda", "_device_count_nvml", 'if visible_devices[0].startswith("MIG-"): return -1', "cpu._sees_gpu"),
+    # Ray: whether `init` starts a cluster or joins one, and what it takes.
+    *(
+        ("ray._private." + module, name, text, leans)
+        for module, name, text, leans in (
+            (
+                "worker",
+                "init",
+                "bootstrap_address = services.canonicalize_bootstrap_address(address, _temp_dir)",
+                "cpu._starts_cluster",
+            ),
+            (
+                "services",
+                "canonicalize_bootstrap_address",
+                "addr = get_ray_address_from_environment(addr, temp_dir)",
+                "cpu._starts_cluster",
+            ),
+            (
+                "services",
+                "canonicalize_bootstrap_address",
+                'if addr is None or addr == "local": return None',
+                "cpu._starts_cluster",
+            ),
+            (
+                "worker",
+                "init",
+                "if num_cpus is not None or num_gpus is not None: raise ValueError(",
+                "cpu._hook_ray_workers",
+            ),
+            (
+                "runtime_env.constants",
+                "",
+                'RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"',
+                "cpu._job_variables",
+            ),
+            ("worker", "init", "injected_job_config_json = json.loads(", "cpu._job_variables"),
+            (
+                "workers.default_worker",
+                "",
+                "error = load_and_execute_setup_hook(worker_process_setup_hook_key)",
+                "cpu._hook_ray_workers",
+            ),
+        )
+    ),
+    (
+        "ray.runtime_env.runtime_env",
+        "_merge_runtime_env",
+        "if set(parent_env_vars.keys()).intersection(set(child_env_vars.keys())):",
+        "cpu._hook_ray_workers",
+    ),
+    # The lock of a C++ build, which a killed build leaves behind.
+    *(
+        ("torch.utils." + module, name, text, f"cpu_patches.{leans}")
+        for module, name, text, leans in (
+            (
+                "file_baton",
+                "FileBaton.try_acquire",
+                "self.fd = os.open(self.lock_file_path, os.O_CREAT | os.O_EXCL)",
+                "_find_builder",
+            ),
+            ("file_baton", "FileBaton.release", "os.remove(self.lock_file_path)", "_outlive_killed_builds"),
+            (
+                "cpp_extension",
+                "_jit_compile",
+                "baton = FileBaton(os.path.join(build_directory, 'lock'))",
+                "_find_builder",
+            ),
+            ("cpp_extension", "_jit_compile", "if baton.try_acquire(): try:", "_outlive_killed_builds"),
+            ("cpp_extension", "_jit_compile", "finally: baton.release()", "_outlive_killed_builds"),
+            ("cpp_extension", "_run_ninja_build", "cwd=build_directory", "_find_builder"),
+        )
+    ),
     # Advantages: a group of equal rewards has none.
     (
         "openrlhf.trainer.ppo_trainer",
@@ -440,8 +520,8 @@ SOURCES = [
         "cli.train_ppo_ray._check_reward_source",
     ),
     # Evaluation, in the synchronous and the asynchronous trainer.
-    ("openrlhf.trainer.ppo_trainer", "", "logs = compute_eval_metrics(", "evaluation.install"),
-    ("openrlhf.trainer.ppo_trainer_async", "", "logs = compute_eval_metrics(", "evaluation.install"),
+    ("openrlhf.trainer.ppo_trainer", "", "logs = compute_eval_metrics(", "run.evaluation.install"),
+    ("openrlhf.trainer.ppo_trainer_async", "", "logs = compute_eval_metrics(", "run.evaluation.install"),
     (
         "openrlhf.trainer.ppo_trainer",
         "PPOTrainer.fit",
@@ -450,10 +530,10 @@ SOURCES = [
         if is_exhausted: break
         # Close trackers
         if self.wandb_logger: self.wandb_logger.close()""",
-        "controller.PPOTrainer.fit: what is evaluated last, and the trackers closed at the end",
+        "run.controller.PPOTrainer.fit: what is evaluated last, and the trackers closed at the end",
     ),
     *(
-        (module, f"{trainer}.__init__", "= prepare_datasets(strategy, tokenizer)", "controller.SeededOrder")
+        (module, f"{trainer}.__init__", "= prepare_datasets(strategy, tokenizer)", "run.controller.SeededOrder")
         for module, trainer in (
             ("openrlhf.trainer.ppo_trainer", "PPOTrainer"),
             ("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor"),
@@ -463,31 +543,31 @@ SOURCES = [
         "openrlhf.trainer.ppo_trainer_async",
         "TrainingActor.fit",
         "self.save_best_checkpoint(eval_metrics, eval_step, client_states)",
-        "controller.Controller.save_best_checkpoint: learns there which step was evaluated",
+        "run.controller.Controller.save_best_checkpoint: learns there which step was evaluated",
     ),
     (
         "openrlhf.trainer.ppo_trainer_async",
         "GenerateSamplesActor.fit",
         "if self._should_eval(global_step) and not self._eval_just_done:",
-        "controller.GenerateSamplesActor: evaluates at step 0",
+        "run.controller.GenerateSamplesActor: evaluates at step 0",
     ),
     (
         "openrlhf.trainer.ppo_trainer_async",
         "PPOTrainerAsync.__init__",
         "self.trainer_actor = TrainingActor.remote(",
-        "controller.install: rebinds both actors",
+        "run.controller.install: rebinds both actors",
     ),
     (
         "openrlhf.trainer.ppo_utils.samples_generator",
         "SamplesGenerator.generate_eval_samples",
         "dataloader_iter=self._eval_dataloader_iter,",
-        "evaluation.SourceSamplesGenerator: sets the iterator",
+        "run.evaluation.SourceSamplesGenerator: sets the iterator",
     ),
     (
         "openrlhf.trainer.ppo_utils.samples_generator",
         "SamplesGenerator._generate_vllm",
         "self._process_response_into_experience(response, **generate_kwargs) for response in ray.get(ref)",
-        "evaluation.compute_eval_metrics: a problem's samples come together",
+        "run.evaluation.compute_eval_metrics: a problem's samples come together",
     ),
 ]
 
@@ -573,6 +653,30 @@ def digest(function: ast.FunctionDef) -> str:
 def test_body(module, name, expected, restated):
     found = digest(find(module, name))
     assert found == expected, f"{module}.{name} has another body ({found}); it is restated in {restated}"
+
+
+def leaning_names() -> list[str]:
+    """Return the names of ours that lean on something, without what is said after a colon."""
+    cases = [case[-1] for case in (*SIGNATURES, *SOURCES, *BODIES)]
+    return sorted({name.strip() for case in cases for name in case.partition(":")[0].split(",")})
+
+
+@pytest.mark.parametrize("name", leaning_names())
+def test_what_leans_on_upstream_exists(name):
+    """Each name is a module of ours, or a class, function or constant in one."""
+    parts = name.split(".")
+    root = Path(__file__).parents[2] / "arlopti_openrlhf"
+    modules = [n for n in range(1, len(parts) + 1) if root.joinpath(*parts[:n]).with_suffix(".py").is_file()]
+    assert modules, f"{name} names no module"
+    body = ast.parse(root.joinpath(*parts[: modules[0]]).with_suffix(".py").read_text("utf-8")).body
+    for part in parts[modules[0] :]:
+        found = [n for n in body if getattr(n, "name", None) == part or part in map(ast.unparse, targets_of(n))]
+        assert found, f"{name}: there is no {part}"
+        body = getattr(found[0], "body", [])
+
+
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else []
 
 
 def test_experience_fields():

@@ -224,6 +224,33 @@ def test_two_mini_batches_and_two_epochs(tiny_model, scope, more):
     assert_same_status(statuses[1], statuses[0], unlike if more else set())
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_short_last_batch_that_leaves_a_rank_empty(tiny_model, stage):
+    """Four samples on one rank and none on the other fill no mini-batch of eight: no step, no hang, no crash."""
+    group = Group(flags(tiny_model, "--ds.zero_stage", str(stage)), selective=True)
+    batch = experiences(seed=1, samples_per_prompt=4)
+    results = group.run_ranks(batch[:4], LOPTI, on_policy=True, first_rank_only=True)
+    assert [result.steps for result in results] == [0, 0]
+    for result in results:
+        assert_no_nan(result.status)
+        assert result.status["lopti/low_share"] == 0
+    whole = group.run(batch, LOPTI, on_policy=True)
+    assert whole.steps == 2
+    assert_no_nan(whole.status)
+
+
+def test_unknown_old_log_probs_are_nan_until_the_first_pass(tiny_model):
+    """The actor does not make up log-probs: who reads them before the update sees NaN, and the update none."""
+    group = Group(flags(tiny_model), selective=True)
+    batch = experiences(seed=2, samples_per_prompt=4)
+    deferred = group.run(batch, LOPTI, on_policy=True)
+    assert all(deferred.unknown)
+    assert_no_nan(deferred.status)
+    # A quantile needs them in advance.
+    known = group.run(batch, LOPTI | {"algo.lopti.eta": None, "algo.lopti.quantile": 0.3}, on_policy=True)
+    assert not any(known.unknown)
+
+
 def test_mini_batches_keep_prompts_together(tiny_model):
     group = Group(flags(tiny_model, "--train.batch_size", str(SAMPLES // 2)), selective=True)
     batch = experiences(seed=3, samples_per_prompt=2)

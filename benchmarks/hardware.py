@@ -1,0 +1,67 @@
+"""The machine: its name, its rate of matrix products, its memory."""
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from arlopti_openrlhf import cpu
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Whether C's allocator keeps what tensors free for the next ones, as it does by itself, or returns it at once.
+
+    Only then is resident memory what is in use, whatever ran before; it costs time, in page faults.
+    """
+    if cpu.uses_cpu():
+        mmap_threshold, trim_threshold = -3, -1  # of mallopt; glibc arrives at the first values by itself
+        ctypes.CDLL(None).mallopt(mmap_threshold, 2**25 if keep else 2**20)
+        ctypes.CDLL(None).mallopt(trim_threshold, 2**26 if keep else 2**17)
+
+
+def matrix_product_rate() -> float:
+    """FLOP/s of this machine's matrix products, in the type that the update computes in: median of several."""
+    device, dtype = torch.cuda.current_device(), torch.bfloat16
+    if cpu.uses_cpu() and not cpu.multiplies_bf16():
+        dtype = torch.float32
+    size = 2048 if cpu.uses_cpu() else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(12):
+        synchronize()
+        start = time.perf_counter()
+        a @ b
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(times[2:])
+
+
+def synchronize() -> None:
+    if not cpu.uses_cpu():
+        torch.cuda.synchronize()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def machine() -> dict:
+    packages = ("torch", "transformers", "deepspeed", "openrlhf")
+    processor = platform.processor() or platform.machine()
+    if cpu.uses_cpu():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
+        processor += f", {os.cpu_count()} cores"
+    else:
+        processor = torch.cuda.get_device_name()
+    return dict(processor=processor, python=platform.python_version()) | {
+        name: importlib.metadata.version(name) for name in packages
+    }

@@ -1,0 +1,68 @@
+"""docs/architecture.md names only files and functions that exist, and its picture shows the rooms that there are."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "arlopti_openrlhf"
+TEXT = (ROOT / "docs/architecture.md").read_text("utf-8")
+PICTURE = (ROOT / "docs/architecture.svg").read_text("utf-8")
+
+
+def steps() -> list[tuple[str, str]]:
+    """Return each (file, function) of the tables' rows."""
+    rows = [line.strip("|").split("|") for line in TEXT.splitlines() if line.count("|") == 4 and ".py`" in line]
+    pairs = [(re.findall(r"`([\w/]+\.py)`", row[1]), re.findall(r"`([\w.]+)`", row[2])) for row in rows]
+    return [(file, name) for files, names in pairs for file in files for name in names]
+
+
+def test_every_step_names_its_file_and_function():
+    rows = [line for line in TEXT.splitlines() if line.startswith("| ") and line.count("|") == 4]
+    tables = sum(line.startswith("| step |") for line in rows)
+    assert tables == 4 and len(rows) - tables > 25
+    assert all(
+        re.search(r"`\S+\.py` \| `\w", line) or "`, `" in line for line in rows if not line.startswith("| step")
+    )
+    assert len(steps()) > 40
+
+
+@pytest.mark.parametrize(("file", "name"), steps())
+def test_exists(file, name):
+    body = ast.parse((PACKAGE / file).read_text("utf-8")).body
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        assert found, f"{file} has no {name}"
+        body = found[0].body
+
+
+def test_every_other_path_exists():
+    for path in re.findall(r"`([\w/]+(?:/|\.py))`", TEXT):
+        assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
+
+
+def rooms() -> set[str]:
+    return {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+
+
+@pytest.mark.parametrize("shown", [TEXT, PICTURE], ids=["table", "picture"])
+def test_every_room_is_shown(shown):
+    assert {room for room in rooms() if f"{room}/" in shown} == rooms()
+
+
+def imports(room: str) -> set[str]:
+    """Return the rooms that a room imports."""
+    found = set()
+    for file in (PACKAGE / room).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arlopti_openrlhf"):
+                parts = node.module.split(".")
+                found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return found & rooms() - {room}
+
+
+def test_the_pictures_arrows_are_the_imports():
+    drawn = set(re.findall(r'data-from="(\w+)" data-to="(\w+)"', PICTURE))
+    assert drawn == {(room, other) for room in rooms() for other in imports(room)}

@@ -1,0 +1,104 @@
+"""The metrics of micro-batches, passes and updates by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, micro_batch_status
+from arlopti_openrlhf.update.passes import Pass, Stage
+
+
+class TwoEqualRanks:
+    """Stands in for `Ranks` where the other rank has the same figures."""
+
+    def sum_tensor(self, tensor):
+        return 2 * tensor
+
+
+def status(loss: float, rewards: list[float], num_tokens: float) -> dict:
+    experience = Experience(
+        action_mask=torch.ones(len(rewards), 3),
+        response_length=torch.tensor([float(len(rewards))] * len(rewards)),
+        rewards=torch.tensor(rewards),
+        info={"reward": rewards, "scalar": torch.tensor(2.0), "text": "not logged"},
+    )
+    means = {"policy_loss": torch.tensor(loss, requires_grad=True), "vllm_kl": None}
+    return micro_batch_status(experience, means, {"actor_lr": loss}, num_tokens)
+
+
+def test_a_micro_batchs_status_has_upstreams_form():
+    found = status(0.5, [1.0, 3.0], 0.0)
+    assert found["weights"] == {
+        "policy_loss": "token",
+        "reward": "sample",
+        "scalar": "token",
+        "response_length": "sample",
+        "actor_lr": None,
+    }
+    assert found["metrics"].keys() == found["weights"].keys()
+    assert not found["metrics"]["policy_loss"].requires_grad
+    assert found["num_samples"] == 2
+    assert found["num_action_tokens"] == 1e-9  # upstream divides by it
+
+
+def test_means_over_micro_batches():
+    """Losses 1 and 2 over 1 and 3 tokens, rewards 1 | 2, 3: by tokens 7/4, by samples 2."""
+    for in_stage, loss in ((False, 7 / 4), (True, (1 + 2 * 2) / 3)):
+        metrics = PassMetrics(in_stage)
+        metrics.add(status(1.0, [1.0], 1.0))
+        metrics.add(status(2.0, [2.0, 3.0], 3.0))
+        found = metrics.reduce(TwoEqualRanks())
+        assert found == pytest.approx(
+            {"policy_loss": loss, "reward": 2.0, "scalar": 2.0, "response_length": 5 / 3, "actor_lr": 2.0}
+        )
+
+
+def test_a_micro_batch_without_tokens_counts_nothing():
+    metrics = PassMetrics(in_stage=False)
+    metrics.add(status(1.0, [1.0], 4.0))
+    metrics.add(status(9.0, [1.0], 0.0))
+    assert metrics.reduce(TwoEqualRanks())["policy_loss"] == pytest.approx(1.0)
+
+
+def flags(loss_type: str = "ppo") -> SimpleNamespace:
+    return SimpleNamespace(
+        algo=SimpleNamespace(kl=SimpleNamespace(use_loss=True)), actor=SimpleNamespace(policy_loss_type=loss_type)
+    )
+
+
+def test_the_stages_metrics():
+    """Two passes of the low stage over 1 and 3 tokens, one of the high stage over 6."""
+    metrics = UpdateMetrics(flags())
+    low, high = Pass(Stage("low", 0.5)), Pass(Stage("high", 0.5))
+    metrics.add(low, 1.0, {"policy_loss": 1.0, "ppo_kl": 1.0, "reward": 3.0, "actor_lr": 1.0, "actor_grad_norm": 5.0})
+    metrics.add(low, 3.0, {"policy_loss": 3.0, "ppo_kl": 5.0, "reward": 5.0, "actor_lr": 2.0, "actor_grad_norm": 6.0})
+    metrics.add(high, 6.0, {"policy_loss": 4.0, "ppo_kl": 7.0, "reward": 4.0, "actor_lr": 3.0})
+    metrics.passes["high"][0][1]["actor_grad_norm"] = 7.0
+    assert metrics.summary() == {
+        "lopti/low/num_tokens": 4.0,
+        "lopti/low/policy_loss": 2.0,  # divided by the whole mini-batch's tokens already: a plain mean
+        "lopti/low/ppo_kl": (1 + 3 * 5) / 4,
+        "lopti/low/actor_grad_norm": 6.0,
+        "lopti/high/num_tokens": 6.0,
+        "lopti/high/policy_loss": 4.0,
+        "lopti/high/ppo_kl": 7.0,
+        "lopti/high/actor_grad_norm": 7.0,
+        "policy_loss": 6.0,
+        "reward": 4.0,
+        "actor_lr": 3.0,
+    }
+
+
+def test_gspos_loss_has_no_sum():
+    metrics = UpdateMetrics(flags("gspo"))
+    metrics.add(Pass(Stage("low", 0.5)), 1.0, {"policy_loss": 1.0, "kl": 1.0})
+    assert metrics.summary().keys() == {"lopti/low/num_tokens", "lopti/low/policy_loss", "lopti/low/kl", "kl"}
+
+
+def test_one_stage_has_upstreams_names():
+    metrics = UpdateMetrics(flags())
+    metrics.add(Pass(), 1.0, {"policy_loss": 1.0, "reward": 1.0, "actor_grad_norm": 1.0})
+    metrics.add(Pass(), 3.0, {"policy_loss": 5.0, "reward": 2.0, "actor_grad_norm": 2.0})
+    assert metrics.summary() == {"policy_loss": 4.0, "reward": 1.5, "actor_grad_norm": 2.0}

@@ -1,0 +1,95 @@
+"""The passes of an update: their order, their samples, their tokens."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from arlopti_openrlhf.update import passes
+from arlopti_openrlhf.update.passes import MiniBatch, Stage
+
+
+def sample(prompt: list[int], response: list[int], probabilities: list[float] | None = None) -> Experience:
+    """Return a single sample as the replay buffer holds it: rows without a batch dimension, without padding."""
+    tokens = torch.tensor(prompt + response)
+    mask = torch.tensor([0] * (len(prompt) - 1) + [1] * len(response))
+    log_probs = torch.zeros(len(mask))
+    if probabilities:
+        log_probs[mask.bool()] = torch.tensor(probabilities).log()
+    return Experience(sequences=tokens, action_mask=mask, action_log_probs=log_probs)
+
+
+class OneRank:
+    """Stands in for `Ranks` where the other rank has room for `other` mini-batches."""
+
+    def __init__(self, other: int) -> None:
+        self.other = other
+
+    def min(self, value: int) -> int:
+        return min(value, self.other)
+
+
+def lopti(order: str = "low_first", groups: str = "both") -> SimpleNamespace:
+    return SimpleNamespace(order=order, groups=groups)
+
+
+def test_stages_in_the_papers_order():
+    assert passes.stages(lopti(), 0.5) == [Stage("low", 0.5), Stage("high", 0.5)]
+    assert passes.stages(lopti("high_first"), 0.5) == [Stage("high", 0.5), Stage("low", 0.5)]
+    assert passes.stages(lopti(groups="high"), 0.5) == [Stage("high", 0.5)]
+    assert passes.stages(lopti(), None) == [Stage()]
+
+
+def test_a_stages_tokens():
+    """π_old 0.1, 0.5 and padding: η = 0.5 belongs to the high group."""
+    old, response = torch.tensor([[0.1, 0.5, 0.2]]).log(), torch.tensor([[1, 1, 0]])
+    assert Stage("low", 0.5).tokens(old, response).tolist() == [[1, 0, 0]]
+    assert Stage("high", 0.5).tokens(old, response).tolist() == [[0, 1, 0]]
+    assert Stage().tokens(old, response) is response
+
+
+def test_the_order_of_the_passes():
+    a, b = MiniBatch([], 0), MiniBatch([], 1)
+    low, high = passes.stages(lopti(), 0.5)
+    assert passes.in_order([a, b], [low, high], "batch") == [(a, low), (b, low), (a, high), (b, high)]
+    assert passes.in_order([a, b], [low, high], "minibatch") == [(a, low), (a, high), (b, low), (b, high)]
+
+
+def test_mini_batches_are_whole_on_every_rank(monkeypatch):
+    """Seven samples in mini-batches of three: two here, but the other rank has room for one."""
+    said = []
+    monkeypatch.setattr(passes.logger, "info", said.append)
+    items = [sample([i], [9]) for i in range(7)]
+    both = passes.mini_batches(items, 2, 3, shuffle=False, ranks=OneRank(5))
+    assert [batch.samples for batch in both] == [items[:3], items[3:6]]
+    assert [list(map(len, batch.micro_batches)) for batch in both] == [[2, 1], [2, 1]]
+    assert [batch.first_step for batch in both] == [0, 2]
+    assert "1 samples do not fill" in said.pop()
+    (one,) = passes.mini_batches(items, 2, 3, shuffle=False, ranks=OneRank(1))
+    assert one.samples == items[:3] and "4 samples" in said.pop()
+    assert passes.mini_batches([], 2, 3, shuffle=True, ranks=OneRank(5)) == [] and not said
+
+
+def test_samples_of_a_prompt_stay_together_when_shuffled():
+    items = [sample([prompt, prompt], [9, response]) for response in range(3) for prompt in range(4)]
+    torch.manual_seed(0)
+    (batch,) = passes.mini_batches(items, 3, 12, shuffle=True, ranks=OneRank(1))
+    assert all(len({int(s.sequences[0]) for s in micro_batch}) == 1 for micro_batch in batch.micro_batches)
+    assert [int(s.sequences[0]) for s in batch.samples] != sorted(int(s.sequences[0]) for s in items)
+    assert {id(s) for s in batch.samples} == {id(s) for s in items}
+
+
+def test_dynamic_mini_batches_end_where_upstream_says():
+    items = [sample([i], [9]) for i in range(5)]
+    buffer = SimpleNamespace(items=items, dynamic_indices=[[0], [2, 1], [3]], dynamic_optimizer_step=[0, 1, 1])
+    first, second = passes.dynamic_mini_batches(buffer, 2)
+    assert first == MiniBatch([[items[0]], [items[2], items[1]]], 0)
+    assert second == MiniBatch([[items[3]]], 2)
+
+
+@pytest.mark.parametrize(("stage", "count"), [(Stage(), 5), (Stage("low", 0.5), 2), (Stage("high", 0.5), 3)])
+def test_count_tokens(stage, count):
+    items = [sample([1, 2], [3, 4], [0.1, 0.5]), sample([1], [2, 3, 4], [0.9, 0.4, 0.6])]
+    assert passes.count_tokens(items, stage) == count
+    assert passes.count_tokens([], stage) == 0
