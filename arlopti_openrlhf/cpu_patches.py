@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -63,7 +63,7 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
         if name not in self.patches:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None:
+        if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(self.patches[name], spec.loader.exec_module)
         return spec
 
@@ -177,13 +177,13 @@ def _find_builder(folder: str) -> str | None:
 # --- without CUDA --------------------------------------------------------------------------------------------
 
 
-def _patch_replay_buffer(load: Callable, module: types.ModuleType) -> None:
+def _patch_replay_buffer(load: Callable, module: Any) -> None:
     load(module)
     # __init__ assigns a "cuda:0" device, which `sample` moves batches to.
     module.NaiveReplayBuffer.target_device = property(lambda self: torch.device("cpu"), lambda self, device: None)
 
 
-def _patch_strategy(load: Callable, module: types.ModuleType) -> None:
+def _patch_strategy(load: Callable, module: Any) -> None:
     load(module)
     init_device_mesh, moving_average = module.init_device_mesh, module.DeepspeedStrategy.moving_average
     module.init_device_mesh = lambda device_type, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
@@ -192,7 +192,7 @@ def _patch_strategy(load: Callable, module: types.ModuleType) -> None:
     )
 
 
-def _patch_deepspeed_comm(load: Callable, module: types.ModuleType) -> None:
+def _patch_deepspeed_comm(load: Callable, module: Any) -> None:
     """Let every all-gather be complete when it returns.
 
     ZeRO-3 starts one per parameter and waits for the last alone (`_allgather_params_coalesced`). That is enough on a
@@ -230,14 +230,14 @@ class _GlooGroup:
         self.group.broadcast([tensor.contiguous()], options).wait()
 
 
-def _patch_distributed_util(load: Callable, module: types.ModuleType) -> None:
+def _patch_distributed_util(load: Callable, module: Any) -> None:
     load(module)
     module.stateless_init_process_group = lambda host, port, rank, world_size, device: _GlooGroup(
         host, port, rank, world_size
     )
 
 
-def _patch_worker_wrap(load: Callable, module: types.ModuleType) -> None:
+def _patch_worker_wrap(load: Callable, module: Any) -> None:
     load(module)
     module.WorkerWrap.update_weight = _update_weight
 
@@ -316,7 +316,7 @@ def _flash_attn_stand_in() -> Iterator[None]:
             del sys.modules[name]
 
 
-def _patch_ring_attn_utils(load: Callable, module: types.ModuleType) -> None:
+def _patch_ring_attn_utils(load: Callable, module: Any) -> None:
     with _flash_attn_stand_in():
         load(module)
 
@@ -336,12 +336,12 @@ def _with_sdpa(function: Callable) -> Callable:
     return call
 
 
-def _patch_actor(load: Callable, module: types.ModuleType) -> None:
+def _patch_actor(load: Callable, module: Any) -> None:
     load(module)
     module.Actor.__init__ = _with_sdpa(module.Actor.__init__)
 
 
-def _patch_model(load: Callable, module: types.ModuleType) -> None:
+def _patch_model(load: Callable, module: Any) -> None:
     load(module)
     module.get_llm_for_sequence_regression = _with_sdpa(module.get_llm_for_sequence_regression)
 

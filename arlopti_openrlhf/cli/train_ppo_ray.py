@@ -99,7 +99,7 @@ def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = Non
         cpu.declare_placement(_gpus_placed(parsed), ranks)
         return parsed
 
-    argparse.ArgumentParser.parse_args = parse_args
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[assignment]  # typeshed overloads it
     try:
         yield
     finally:
@@ -219,10 +219,11 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
             "argument --eval.dataset: needs --reward.remote_url or --train.agent_func_path: OpenRLHF's evaluation "
             "asks no reward model"
         )
-    flag = _needs_stock_update(args)
-    if value["actor.update"] == "selective" and flag:
+    stock_only = _needs_stock_update(args)
+    if value["actor.update"] == "selective" and stock_only:
         parser.error(
-            f"argument --actor.update: selective needs --{flag} {_NEEDS_STOCK_UPDATE[flag]}, which is {value[flag]}"
+            f"argument --actor.update: selective needs --{stock_only} {_NEEDS_STOCK_UPDATE[stock_only]}, "
+            f"which is {value[stock_only]}"
         )
     if value["algo.lopti.groups"] != "both" and value["algo.lopti.order"] != "low_first":
         parser.error(

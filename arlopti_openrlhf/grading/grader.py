@@ -5,9 +5,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
@@ -53,7 +52,7 @@ class Grader:
 
             self.pool = math_reward.worker_pool(workers)
             threads = ThreadPoolExecutor(workers, "math")
-            self.submit: Callable[..., Future] = partial(threads.submit, math_reward.reward_func)
+            self.submit: Callable[..., Future] = lambda *call: threads.submit(math_reward.reward_func, *call)
         else:
             path = Path(REWARD_FILES.get(source, source)).resolve()
             self.pool = WorkerPool(f"{path}:reward_func", workers, limits.grading_seconds)
@@ -146,7 +145,7 @@ def _checked(result: object, count: int) -> dict:
     if not isinstance(result, dict) or "rewards" not in result:
         raise ValueError(f"reward_func returned no dict with `rewards`, but {str(result)[:200]}")
 
-    def numbers(name: str, values: object) -> list[float]:
+    def numbers(name: str, values: Any) -> list[float]:
         values = values.tolist() if hasattr(values, "tolist") else values
         values = values if isinstance(values, list | tuple) else [values]
         if len(values) != count or not all(isinstance(v, int | float) for v in values):

@@ -155,8 +155,8 @@ def reward_func(
 def _people(solution: str) -> tuple[tuple[re.Pattern[str], str], ...]:
     """Return each person's true role, after the pattern of the sentence that states a role."""
     lines = [line.strip() for line in solution.split("\n") if line.strip()]
-    matches = [_SOLUTION_LINE.fullmatch(line) for line in lines]
-    if not lines or not all(matches):
+    matches = [match for line in lines if (match := _SOLUTION_LINE.fullmatch(line))]
+    if not lines or len(matches) < len(lines):
         raise _not_a_solution(solution)
     numbers, names, roles = zip(*(match.groups() for match in matches), strict=True)
     if list(numbers) != [str(number) for number in range(1, len(lines) + 1)]:

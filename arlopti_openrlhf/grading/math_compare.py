@@ -61,12 +61,14 @@ def _without_exponents(text: str) -> str:
 
 def _same_number(label: object, answer: object) -> bool:
     """Compare numbers with a decimal point by value. math-verify finds 8.7 * 10^8 and 870000000 different."""
-    if not all(isinstance(x, Expr) and x.is_number and x.is_real for x in (label, answer)):
+    if not isinstance(label, Expr) or not isinstance(answer, Expr):
+        return False
+    if not all(x.is_number and x.is_real for x in (label, answer)):
         return False
     if not (label.has(Float) or answer.has(Float)):
         return False
-    label, answer = label.evalf(20), answer.evalf(20)
-    return bool(abs(label - answer) <= 1e-12 * abs(label))
+    expected, found = label.evalf(20), answer.evalf(20)
+    return bool(abs(expected - found) <= 1e-12 * abs(expected))
 
 
 def _parse(text: str) -> list:

@@ -21,7 +21,7 @@ class SourceGrade(NamedTuple):
 def grade(source: str, response: str, label: str) -> SourceGrade:
     """Grade one whole assistant turn. ValueError for a label that its grader cannot read."""
     if source.startswith("kk_"):
-        result = kk_reward.grade(response, label)
-        return SourceGrade(result.reward, result.score, result.well_formed)
-    result = math_reward.grade(response, label)
-    return SourceGrade(result.score, result.score, result.boxed)
+        puzzle = kk_reward.grade(response, label)
+        return SourceGrade(puzzle.reward, puzzle.score, puzzle.well_formed)
+    answer = math_reward.grade(response, label)
+    return SourceGrade(answer.score, answer.score, answer.boxed)

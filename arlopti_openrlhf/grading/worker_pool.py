@@ -193,7 +193,7 @@ def _load(function: str) -> Callable:
     if not module.endswith(".py"):
         return getattr(importlib.import_module(module), name)
     spec = importlib.util.spec_from_file_location("reward_func", module)
-    if spec is None or not os.path.exists(module):
+    if spec is None or spec.loader is None or not os.path.exists(module):
         raise FileNotFoundError(module)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)

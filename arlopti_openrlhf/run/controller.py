@@ -7,6 +7,7 @@ checkpoint by accuracy, logs histograms, and makes experience with `run.experien
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from typing import Any
 
 import ray
 import torch
@@ -31,7 +32,7 @@ def install() -> None:
     ppo_trainer_async.TrainingActor = TrainingActor
 
 
-def _plain(actor_class) -> type:
+def _plain(actor_class) -> Any:
     """Return the class behind a Ray actor class."""
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
@@ -41,10 +42,11 @@ class SeededOrder:
 
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
         torch.manual_seed(strategy.args.train.seed)
-        super().__init__(pretrain, strategy, *args, **kwargs)
+        upstream_init: Any = super().__init__  # of the trainer that this one is mixed into
+        upstream_init(pretrain, strategy, *args, **kwargs)
 
 
-class Controller:
+class Controller(ppo_trainer.BasePPOTrainer):
     """Changes what upstream's two trainers share.
 
     1. `ExperienceMaker` makes the experience.
@@ -53,7 +55,10 @@ class Controller:
     4. The trackers, and not the console, get the statistics by probability.
     """
 
-    last_step, last_client_states, evaluated_step = 0, None, None
+    last_step = 0
+    last_client_states: dict | None = None
+    evaluated_step: int | None = None
+    best_eval_metric_key: str | None  # upstream's
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -153,8 +158,15 @@ class Controller:
             fit(*args)
 
 
+# The classes behind upstream's Ray actors.
+_PPOTrainer: Any = _plain(ppo_trainer.PPOTrainer)
+_GenerateSamplesActor: Any = _plain(ppo_trainer_async.GenerateSamplesActor)
+_TrainingActor: Any = _plain(ppo_trainer_async.TrainingActor)
+_PPOTrainerAsync: Any = _plain(ppo_trainer_async.PPOTrainerAsync)
+
+
 @ray.remote
-class PPOTrainer(SeededOrder, Controller, _plain(ppo_trainer.PPOTrainer)):
+class PPOTrainer(SeededOrder, Controller, _PPOTrainer):
     """`PPOTrainer` with the changes of its bases. It also evaluates before the first step and after the last."""
 
     def fit(self, global_step: int = 0) -> None:
@@ -177,7 +189,7 @@ class PPOTrainer(SeededOrder, Controller, _plain(ppo_trainer.PPOTrainer)):
 
 
 @ray.remote
-class GenerateSamplesActor(SeededOrder, _plain(ppo_trainer_async.GenerateSamplesActor)):
+class GenerateSamplesActor(SeededOrder, _GenerateSamplesActor):
     """`GenerateSamplesActor` in the seed's order. It also evaluates before the first step, and on request."""
 
     is_resumed = False
@@ -198,7 +210,7 @@ class GenerateSamplesActor(SeededOrder, _plain(ppo_trainer_async.GenerateSamples
 
 
 @ray.remote
-class TrainingActor(Controller, _plain(ppo_trainer_async.TrainingActor)):
+class TrainingActor(Controller, _TrainingActor):
     """`TrainingActor` with the changes of `Controller`. Its trackers stay open until `finish`."""
 
     def fit(self, global_step: int = 0) -> None:
@@ -225,7 +237,7 @@ class TrainingActor(Controller, _plain(ppo_trainer_async.TrainingActor)):
 
 
 @ray.remote
-class PPOTrainerAsync(_plain(ppo_trainer_async.PPOTrainerAsync)):
+class PPOTrainerAsync(_PPOTrainerAsync):
     """`PPOTrainerAsync` that also evaluates after the last step."""
 
     def fit(self) -> None:

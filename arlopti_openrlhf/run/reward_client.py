@@ -60,7 +60,8 @@ class RewardExecutor(SingleTurnAgentExecutor):
         super().__init__([REWARD_FILES.get(source, source) for source in sources])
         self.retry_seconds = 60 * retry_minutes
         # Without endpoints, upstream's `execute` generates and leaves the reward to ours.
-        self.sources, self.reward_endpoints = self.reward_endpoints, []
+        self.sources: list[str] = self.reward_endpoints
+        self.reward_endpoints: list[str] = []
         self._waiting = 0  # samples that wait for a server
         self._down_since = self._said = 0.0
 

@@ -124,8 +124,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         )
 
         # Statistics of the tokens by probability, from derivatives through the loss alone.
-        if self.statistics is not None:
-            self._observe(loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info)
+        self._observe(loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info)
 
         # Backward. The optimizer steps after the last micro-batch of the mini-batch.
         self.strategy.backward(loss, self.actor, self.actor_optim)
@@ -175,7 +174,9 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
     def _observe(
         self, loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info
     ) -> None:
-        """Add what the loss does to the tokens of the group to the statistics of the rollout batch."""
+        """Add what the loss does to the tokens of the group to the rollout batch's statistics, if they are taken."""
+        if self.statistics is None:
+            return
         self.statistics.add(
             token_updates(
                 loss,

@@ -86,7 +86,8 @@ def _batches(items: list[Experience], args: SimpleNamespace) -> list[list[Experi
     if not args.train.dynamic_batch_enable:
         size = args.rollout.micro_batch_size
         return [items[i : i + size] for i in range(0, len(items), size)]
-    batches, room = [], 0
+    batches: list[list[Experience]] = []
+    room = 0
     for item in items:
         if len(item.sequences) > room:
             batches.append([])

@@ -13,7 +13,7 @@ def add_penalties(
     loss: Tensor,
     log_probs: Tensor,
     old_log_probs: Tensor,
-    base_log_probs: Tensor | None,
+    base_log_probs: Tensor,
     *,
     group: Tensor,
     output: ModelOutput,
@@ -28,7 +28,7 @@ def add_penalties(
         loss: the policy loss.
         log_probs: (B, A) log π_θ, with graph.
         old_log_probs: (B, A) log π_old.
-        base_log_probs: (B, A) log-probs of the reference, if there is one.
+        base_log_probs: (B, A) log-probs of the reference; not read without a KL loss.
         group: (B, A), nonzero on the tokens that the pass updates.
         output: the model's output, with `entropy` (B, A) and `aux_loss` where they are asked for.
         args: upstream's nested arguments.

@@ -209,7 +209,7 @@ class UpdateStatistics:
             "probability_change": ("probability_change", "compared"),
             "rose": ("rose", "positive"),
         }
-        metrics = {}
+        metrics: dict[str, float] = {}
         for i, (low, high) in enumerate(pairwise(self.edges.tolist())):
             name = f"tokens/q{i + 1}" if self.by_quartile else f"tokens/p{low:.2f}-{high:.2f}"
             metrics |= {f"{name}/max_probability": high} if self.by_quartile else {}
