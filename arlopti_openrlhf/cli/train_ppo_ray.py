@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli.arguments import number
@@ -74,10 +75,11 @@ def _check_version() -> None:
 @contextmanager
 def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = None) -> Iterator[None]:
     """Add our flags when upstream's parser is asked to parse. It is built under `__main__`, out of reach."""
-    upstream_parse_args = argparse.ArgumentParser.parse_args
+    parser_class: Any = argparse.ArgumentParser
+    upstream_parse_args = parser_class.parse_args
 
     def parse_args(parser, args=None, namespace=None) -> argparse.Namespace:
-        argparse.ArgumentParser.parse_args = upstream_parse_args
+        parser_class.parse_args = upstream_parse_args
         parser.prog = "train_ppo_ray"
         # One line, because upstream's usage alone would fill two screens.
         parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
@@ -99,11 +101,11 @@ def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = Non
         cpu.declare_placement(_gpus_placed(parsed), ranks)
         return parsed
 
-    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[assignment]  # typeshed overloads it
+    parser_class.parse_args = parse_args
     try:
         yield
     finally:
-        argparse.ArgumentParser.parse_args = upstream_parse_args
+        parser_class.parse_args = upstream_parse_args
 
 
 def _add_update_flags(parser: argparse.ArgumentParser) -> None:

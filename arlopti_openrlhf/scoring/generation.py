@@ -1,6 +1,7 @@
 """Generates responses with vLLM offline, on a GPU or a CPU, to prompts as OpenRLHF hands them to vLLM."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from arlopti_openrlhf import cpu
 
@@ -18,7 +19,7 @@ def load_engine(model: str, seed: int):
     return LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
 
 
-def generate(engine, prompts: Sequence[str | list[dict]], parameters) -> list[tuple[str, object]]:
+def generate(engine, prompts: Sequence[str | list[dict]], parameters) -> list[tuple[str, Any]]:
     """Return the final text of each prompt and vLLM's `RequestOutput`, in the order of the prompts.
 
     Args:
