@@ -306,6 +306,7 @@ def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, tied, more):
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     policy_actor.install()
+    policy_actor.install_selective_actor()
     model = make_model(tied)
     common = f"--actor.model_name_or_path {model} --actor.num_gpus_per_node 2 --vllm.num_engines 1"
     common += " --vllm.sync_backend gloo --ds.attn_implementation sdpa --train.batch_size 4 --train.micro_batch_size 1"

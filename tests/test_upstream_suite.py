@@ -16,6 +16,7 @@ from arlopti_openrlhf import cpu
 cpu.enable()
 from arlopti_openrlhf.update import policy_actor
 policy_actor.install()
+policy_actor.install_selective_actor()
 """
 
 

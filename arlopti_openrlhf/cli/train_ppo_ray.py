@@ -27,8 +27,11 @@ def main() -> None:
     from arlopti_openrlhf.run import controller, evaluation, reward_client
     from arlopti_openrlhf.update import policy_actor
 
+    policy_actor.install()
+
     def install(args: argparse.Namespace) -> None:
-        policy_actor.install(selective=_is_selective(args))
+        if _is_selective(args):
+            policy_actor.install_selective_actor()
         reward_client.install(vars(args)["reward.retry_minutes"])
         evaluation.install(vars(args)["eval.sampling"])
         controller.install()

@@ -19,16 +19,16 @@ class PolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.__r
         return super().forward(sequences, action_mask, *args, **kwargs)
 
 
-def install(selective: bool = True) -> None:
-    """Make OpenRLHF's policy actors train with `TokenUpdateTrainer`. Called on the driver, before Ray starts.
+def install() -> None:
+    """Make OpenRLHF's policy actors train with `TokenUpdateTrainer`. Called on the driver, before the CLI is imported.
 
-    Ray pickles actor classes by value, with the globals of their modules as they are on the driver. So names that are
-    rebound there reach every worker.
-
-    Args:
-        selective: whether policy and reference are `SelectiveActor`s; else they are upstream's.
+    The CLI binds the actor class when it is imported. Ray pickles actor classes by value, with the globals of their
+    modules as they are on the driver. So names that are rebound there reach every worker.
     """
     ppo_actor.PolicyModelActor = PolicyActor
     ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
-    if selective:
-        ppo_actor.Actor = launcher.Actor = SelectiveActor
+
+
+def install_selective_actor() -> None:
+    """Make policy and reference `SelectiveActor`s. Called on the driver, before Ray starts."""
+    ppo_actor.Actor = launcher.Actor = SelectiveActor

@@ -1,6 +1,8 @@
 """The command line: what it refuses, in one line and before Ray starts, and what it adds to OpenRLHF's flags."""
 
 import importlib.metadata
+import subprocess
+import sys
 
 import pytest
 import ray
@@ -128,3 +130,39 @@ def test_logical_gpus_are_what_the_placement_asks_for(flags, gpus):
 def test_where_the_update_is_selective(flags, selective):
     args = train_ppo_ray.parse(["--actor.model_name_or_path", "m", *FITTING, *flags.split()])
     assert train_ppo_ray._is_selective(args) is selective
+
+
+BUILT = """
+import sys
+import ray
+from arlopti_openrlhf.cli import train_ppo_ray
+
+def init(*args, **kwargs):
+    cli = next(f.f_globals for f in iter_frames() if "PolicyModelActor" in f.f_globals)
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer.ray import launcher, ppo_actor
+    plain = cli["PolicyModelActor"].__ray_metadata__.modified_class.__ray_actor_class__
+    print([c.__name__ for c in (plain, ppo_actor.ActorPPOTrainer, ppo_actor.Actor, launcher.Actor)])
+    sys.exit()
+
+def iter_frames():
+    frame = sys._getframe()
+    while frame:
+        yield frame
+        frame = frame.f_back
+
+ray.init = init
+train_ppo_ray.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "actor"), [("", "Actor"), ("--algo.lopti.eta 0.5", "SelectiveActor")], ids=["off", "Lopti"]
+)
+def test_upstreams_train_builds_our_classes(flags, actor):
+    """Upstream binds the policy's Ray actor when its module is imported: ours has to be in place by then."""
+    command = [sys.executable, "-c", BUILT, *FITTING, *flags.split()]
+    command += ["--actor.model_name_or_path", "model", "--reward.remote_url", "kk"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    expected = str(["PolicyActor", "TokenUpdateTrainer", actor, actor])
+    assert expected in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]

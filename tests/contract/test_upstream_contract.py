@@ -311,12 +311,17 @@ SOURCES = [
     ),
     # The selective actor takes the place of `Actor` where policy and reference are built. Old log-probs come from the
     # policy actor's `forward`, and are not read before the update.
-    (PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "actor = Actor(", "update.policy_actor.install"),
+    (
+        PPO_ACTOR,
+        "PolicyModelActor.init_model_from_pretrained",
+        "actor = Actor(",
+        "update.policy_actor.install_selective_actor",
+    ),
     (
         "openrlhf.trainer.ray.launcher",
         "ReferenceModelActor.init_model_from_pretrained",
         "Actor(",
-        "update.policy_actor.install",
+        "update.policy_actor.install_selective_actor",
     ),
     (
         PPO_ACTOR,
