@@ -25,7 +25,7 @@ setup(
     extras_require={
         "gpu": ["openrlhf[vllm]==0.11.2", "flash-attn==2.8.3"],
         "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
-        "dev": ["matplotlib", "pre-commit", "pytest", "pytest-timeout", "ruff", "simplemma", "websockets"],
+        "dev": ["matplotlib", "mypy", "pre-commit", "pytest", "pytest-timeout", "ruff", "simplemma", "websockets"],
     },
     # vLLM loads its plugins in every process that it starts. There is no other way into its engine process.
     entry_points={"vllm.general_plugins": ["arlopti_cpu = arlopti_openrlhf.cpu:enable"]},

@@ -85,7 +85,9 @@ def experiences(seed: int = 0, empty: tuple[int, ...] = (), kept_log_probs=None,
                 returns=random_row(),
                 total_length=torch.tensor([float(length)]),
                 response_length=torch.tensor([float(tokens)]),
-                info={"uid": torch.tensor([float(i)]), "reward": torch.tensor([1.0])},
+                # Upstream's experience maker puts zeros under kl and logprobs_diff where the KL is in the loss.
+                info={"uid": torch.tensor([float(i)]), "reward": torch.tensor([1.0])}
+                | {"kl": torch.zeros(1), "logprobs_diff": torch.zeros(1)},
             )
         )
         prompt = batch[i - i % samples_per_prompt].sequences[:, :PROMPT]

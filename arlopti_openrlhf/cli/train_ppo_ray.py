@@ -216,6 +216,11 @@ def _check_combinations(parser: argparse.ArgumentParser, args: argparse.Namespac
             f"argument --train.batch_size: {batch} does not divide the rollout batch, which Lopti needs: "
             f"it must be a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
         )
+    schedule = value["actor.lr_scheduler"]
+    if (eta is not None or quantile is not None) and schedule in _NOT_BY_STEPS:
+        parser.error(
+            f"argument --actor.lr_scheduler: {schedule} does not follow from the number of steps, which Lopti doubles"
+        )
     evaluates = value["eval.dataset"] and value["eval.steps"] != -1
     if value["eval.sampling"] and not evaluates:
         parser.error("argument --eval.sampling: needs --eval.dataset and --eval.steps")
@@ -250,6 +255,8 @@ def _check_reward_source(parser: argparse.ArgumentParser, value: dict) -> None:
         )
 
 
+# Schedules that look at the loss.
+_NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
 # Flags that the selective update and the statistics cannot serve, with the value at which each is off.
 _NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
 

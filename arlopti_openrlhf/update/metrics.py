@@ -1,4 +1,4 @@
-"""What an update logs: the metrics of a micro-batch, of a pass and of the rollout batch."""
+"""Reduces what an update logs, from micro-batches to passes, and from passes to the rollout batch."""
 
 from collections import defaultdict
 from dataclasses import fields
@@ -17,14 +17,15 @@ ADDITIVE = ("policy_loss", "kl", "entropy_loss")
 
 
 def micro_batch_status(
-    experience: Experience, means: dict[str, Tensor | None], last: dict[str, float], num_tokens: float
+    experience: Experience, means: dict[str, Tensor | None], figures: dict[str, float], num_tokens: float
 ) -> dict:
     """Return what upstream's `ActorPPOTrainer.training_step` does: metrics, and what each is a mean over.
 
     Args:
-        experience: the micro-batch, whose own figures are logged too.
+        experience: the micro-batch. What its `info` holds is logged too, except under a name of `means`: OpenRLHF's
+            experience maker puts zeros under `kl` where the KL is in the loss.
         means: scalars that are means over tokens; None is left out.
-        last: figures of which the last counts.
+        figures: of the optimizer step; the last ones count.
         num_tokens: the tokens that `means` are over.
     """
     metrics: dict = {name: value.detach() for name, value in means.items() if value is not None}
@@ -32,7 +33,7 @@ def micro_batch_status(
     for name, value in experience.info.items():
         if isinstance(value, list):
             value = torch.tensor(value, dtype=torch.float)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and name not in means:
             metrics[name], weights[name] = value, "token" if value.dim() == 0 else "sample"
     for field in fields(Experience):
         value = getattr(experience, field.name)
@@ -44,8 +45,8 @@ def micro_batch_status(
         if is_logged and isinstance(value, Tensor):
             metrics[field.name], weights[field.name] = value, "sample"
     return {
-        "metrics": metrics | last,
-        "weights": weights | dict.fromkeys(last),
+        "metrics": metrics | figures,
+        "weights": weights | dict.fromkeys(figures),
         "num_samples": float(len(experience.action_mask)),
         # Upstream divides by the ranks' total, which a micro-batch without tokens would leave at 0.
         "num_action_tokens": max(num_tokens, 1e-9),
@@ -57,37 +58,41 @@ class PassMetrics:
 
     Args:
         in_stage: whether the pass updates one group only. What is divided by the whole mini-batch's tokens already
-            (`ADDITIVE`) counts once for each sample then, not for each token.
+            (`ADDITIVE`) is added up then, not weighted by tokens.
+        is_dynamic: whether these are dynamic batches. Their losses are shares of the mini-batch's. Else each loss is
+            multiplied by the number of micro-batches, by which DeepSpeed divides.
     """
 
-    def __init__(self, in_stage: bool) -> None:
-        self.in_stage = in_stage
+    def __init__(self, in_stage: bool, is_dynamic: bool) -> None:
+        self.in_stage, self.is_dynamic = in_stage, is_dynamic
         self.weights: dict[str, str] = {}
         self.sums: dict[str, Tensor] = {}
-        self.totals = {"token": 0.0, "sample": 0.0}
+        self.totals = {"token": 0.0, "sample": 0.0, "step": 0.0}
         self.last: dict[str, float] = {}
 
     def add(self, status: dict) -> None:
         """Add what `training_step` returned."""
-        counts = {"token": status["num_action_tokens"], "sample": status["num_samples"]}
+        counts = {"token": status["num_action_tokens"], "sample": status["num_samples"], "step": 1.0}
         for name, value in status["metrics"].items():
             weight = status["weights"][name]
             if weight is None:
                 self.last[name] = value
                 continue
-            self.weights[name] = "sample" if self.in_stage and name in ADDITIVE else weight
+            self.weights[name] = "step" if self.in_stage and name in ADDITIVE else weight
             value = torch.as_tensor(value).double().mean() * counts[self.weights[name]]
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         for weight, count in counts.items():
             self.totals[weight] += count
+        if self.is_dynamic:
+            self.totals["step"] = 1.0
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the micro-batches of all ranks, and the last values."""
         names = sorted(self.sums)
         totals = torch.tensor(list(self.totals.values()), dtype=torch.float64)
         sums = [self.sums[name].to(totals.device) for name in names]
-        *values, tokens, samples = ranks.sum_tensor(torch.stack([*sums, *totals])).tolist()
-        total = {"token": tokens, "sample": samples}
+        reduced = ranks.sum_tensor(torch.stack([*sums, *totals])).tolist()
+        values, total = reduced[: len(names)], dict(zip(self.totals, reduced[len(names) :], strict=True))
         return self.last | {n: v / total[self.weights[n]] for n, v in zip(names, values, strict=True)}
 
 

@@ -57,7 +57,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         It restates upstream's `training_step`, and equals it bit for bit on upstream's actor without methods.
 
         Args:
-            experience: the micro-batch, on the device. An on-policy pass fills in its `action_log_probs`.
+            experience: the micro-batch, on the device. A pass that gives π_old fills in its `action_log_probs`.
             kl_ctl: coefficient of the KL loss.
             step: index of the micro-batch in its epoch.
             loss_batch_info: the denominators of the optimizer step; None takes them from the replay buffer.
@@ -79,24 +79,24 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
                 self.strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic
             )
 
-        # Which tokens are computed: the stage's group, or all where π_old, and so the group, is not known yet. GSPO's
-        # ratio is the sequence's and takes the whole response. Idle responses have no gradient.
-        group = response if this_pass.is_on_policy else stage.tokens(old, response)
+        # Which tokens are computed: the stage's group. Where π_old is not known yet, neither is the group, and the
+        # whole response is computed, as for GSPO, whose ratio is the sequence's. Idle responses have no gradient.
+        group = response if this_pass.gives_old_log_probs else stage.tokens(old, response)
         wanted = response if self.args.actor.policy_loss_type == "gspo" else group
         selected = (wanted * ~self.is_idle(experience.advantages)[:, None]).to(response.dtype)
 
         # Forward: log π_θ of the selected tokens, 0 elsewhere.
         log_probs, output = self._forward(experience, selected)
 
-        # π_old: known, or this forward's, which has not moved θ yet.
-        if this_pass.is_on_policy:
-            old = experience.action_log_probs = old_log_probs.taken_from(log_probs, selected, old, response)
+        # π_old: from this forward where nobody knows it yet. θ has not moved since the update began.
+        if this_pass.gives_old_log_probs:
+            old = experience.action_log_probs = old_log_probs.from_first_forward(log_probs, selected, old, response)
             group = stage.tokens(old, response)
         num_tokens = float(group.sum())
         this_pass.num_tokens += num_tokens
 
-        # The weights of the tokens, Eq. 4, and the loss. The policy loss reads a view of its own of the log-probs: the
-        # derivative by that view is the policy gradient's alone.
+        # The weights of the tokens, Eq. 4, and the loss. The policy loss reads its own view of the log-probs, so the
+        # derivative by that view holds no KL.
         advantages = reweight_advantages(experience.advantages, old, self.alpha)
         policy_log_probs = log_probs.view_as(log_probs)
         policy = group_policy_loss(
@@ -128,8 +128,8 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
 
         # Backward. The optimizer steps after the last micro-batch of the mini-batch.
         self.strategy.backward(loss, self.actor, self.actor_optim)
-        last = self._step(this_pass, step)
-        return micro_batch_status(experience, policy.logged() | penalties, last, num_tokens)
+        figures = self._step_at_the_end(this_pass, step)
+        return micro_batch_status(experience, policy.logged() | penalties, figures, num_tokens)
 
     def is_idle(self, advantages: Tensor) -> Tensor:
         """Return (...,) whether nothing in a response with these advantages (..., A) has a gradient."""
@@ -193,14 +193,14 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             )
         )
 
-    def _step(self, this_pass: Pass, step: int) -> dict[str, float]:
-        """Take the optimizer step that the mini-batch ends with, and average the weights; return what is logged.
+    def _step_at_the_end(self, this_pass: Pass, step: int) -> dict[str, float]:
+        """Step the optimizer and average the weights where the mini-batch ends. Return the figures of the step.
 
-        An on-policy pass learns only here that its group is empty on every rank, and takes no step then.
+        A pass that gives π_old learns only here that its group is empty on every rank, and takes no step then.
         """
         engine, strategy = self.actor.model, self.strategy
         ends_mini_batch = optimizer_steps.ends_mini_batch(engine, self.replay_buffer, step)
-        if ends_mini_batch and this_pass.is_on_policy and not self.ranks.sum(this_pass.num_tokens)[0]:
+        if ends_mini_batch and this_pass.gives_old_log_probs and not self.ranks.sum(this_pass.num_tokens)[0]:
             optimizer_steps.skip(engine, self.actor_scheduler)
         elif ends_mini_batch or not self.args.train.dynamic_batch_enable:
             strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
@@ -208,7 +208,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
                 self.statistics.is_moved = True
         if self.ema_model and (ends_mini_batch or not self.args.train.dynamic_batch_enable):
             strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
-        last = {"actor_lr": self.actor_scheduler.get_last_lr()[0]}
+        figures = {"actor_lr": self.actor_scheduler.get_last_lr()[0]}
         if ends_mini_batch or not self.args.train.dynamic_batch_enable:
-            last["actor_grad_norm"] = strategy.get_grad_norm(self.actor)
-        return last
+            figures["actor_grad_norm"] = strategy.get_grad_norm(self.actor)
+        return figures

@@ -18,6 +18,8 @@ from arlopti_openrlhf.update.ranks import Ranks
 def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_stages: bool) -> bool:
     """Return whether nothing needs π_old before the update, and the first pass's forward gives it exactly.
 
+    A vision model's π_old is always computed in advance, by upstream, which has the images.
+
     Args:
         args: upstream's nested arguments with our flags.
         actor: the policy.
@@ -26,7 +28,8 @@ def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_stages: b
     """
     in_the_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
     in_the_threshold = args.algo.lopti.quantile is not None
-    return not (in_the_reward or in_the_threshold or balances_experts_in_stages or _is_random(actor))
+    needed_in_advance = in_the_reward or in_the_threshold or balances_experts_in_stages
+    return not (needed_in_advance or actor.is_vlm or _is_random(actor))
 
 
 def _is_random(actor: Actor) -> bool:
@@ -42,7 +45,7 @@ def unknown(action_mask: Tensor) -> Tensor:
     return torch.full(action_mask.shape, torch.nan)
 
 
-def taken_from(log_probs: Tensor, selected: Tensor, old_log_probs: Tensor, response: Tensor) -> Tensor:
+def from_first_forward(log_probs: Tensor, selected: Tensor, old_log_probs: Tensor, response: Tensor) -> Tensor:
     """Return log π_old (B, A) of a micro-batch whose forward pass was the first one.
 
     Args:

@@ -1,14 +1,17 @@
-"""Optimizer steps: when DeepSpeed takes one, how one is skipped, and what the learning rate makes of twice as many."""
+"""Tells when DeepSpeed steps, skips a step, and spans the learning rate over twice as many."""
 
+import functools
+import inspect
 from collections.abc import Callable
 
 import deepspeed
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 def ends_mini_batch(engine: deepspeed.DeepSpeedEngine, buffer: NaiveReplayBuffer, step: int) -> bool:
-    """Return whether the optimizer steps after micro-batch `step`: where dynamic batches or the engine say so."""
+    """Return whether micro-batch `step` is the last of its mini-batch."""
     return (
         bool(buffer.dynamic_optimizer_step[step])
         if buffer.dynamic_batch
@@ -16,7 +19,7 @@ def ends_mini_batch(engine: deepspeed.DeepSpeedEngine, buffer: NaiveReplayBuffer
     )
 
 
-def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LambdaLR) -> None:
+def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LRScheduler) -> None:
     """End a mini-batch whose gradient is zero on every rank without an optimizer step.
 
     A step would move the weights by the momentum of earlier ones. The engine counts the micro-batch, and the schedule,
@@ -26,20 +29,29 @@ def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LambdaLR) -> None:
     engine.step()
     engine.set_gradient_accumulation_boundary(None)  # the engine counts micro-batches again
     engine.optimizer.zero_grad()
+    if engine.zero_optimization_stage() < 3:
+        engine.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID  # as `step` would; ZeRO-3's `zero_grad` does
     scheduler.step()
 
 
-class StretchedCurve:
-    """A learning-rate curve over `stages` times the steps: at equal data the learning rate is the same."""
+def stretch(scheduler: LRScheduler, stages: int) -> None:
+    """Span a schedule over `stages` times the steps, so that at equal data the learning rate is equal.
 
-    def __init__(self, curve: Callable[[float], float], stages: int) -> None:
-        self.curve, self.stages = curve, stages
+    A schedule that was stretched before is stretched anew.
 
-    def __call__(self, step: int) -> float:
-        return self.curve(step / self.stages)
+    Raises:
+        ValueError: the learning rate does not follow from the number of steps, and there are several stages.
+    """
+    if isinstance(scheduler, LambdaLR):
+        curves = [inspect.unwrap(curve) for curve in scheduler.lr_lambdas]
+        scheduler.lr_lambdas = [_stretched(curve, stages) for curve in curves] if stages > 1 else curves
+    elif stages > 1:
+        raise ValueError(f"--actor.lr_scheduler: {type(scheduler).__name__} cannot span the steps of Lopti's stages")
 
 
-def stretch(scheduler: LambdaLR, stages: int) -> None:
-    """Span a schedule over `stages` times the steps. A schedule that was stretched before is stretched anew."""
-    curves = [curve.curve if isinstance(curve, StretchedCurve) else curve for curve in scheduler.lr_lambdas]
-    scheduler.lr_lambdas = [StretchedCurve(curve, stages) for curve in curves] if stages > 1 else curves
+def _stretched(curve: Callable[[float], float], stages: int) -> Callable[[int], float]:
+    # A plain function, because checkpoints would hold the attributes of any other callable.
+    def rate(step: int) -> float:
+        return curve(step / stages)
+
+    return functools.update_wrapper(rate, curve, assigned=(), updated=())

@@ -47,7 +47,7 @@ class Pass:
     """A pass takes one mini-batch through one stage, which is one optimizer step."""
 
     stage: Stage = Stage()
-    is_on_policy: bool = False  # its own forward gives π_old, which nobody knows before
+    gives_old_log_probs: bool = False  # its own forward gives π_old, which nobody knows before
     num_tokens: float = 0.0  # tokens of the stage's group, on this rank, in the micro-batches so far
 
 

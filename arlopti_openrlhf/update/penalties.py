@@ -1,4 +1,4 @@
-"""What a loss holds beside the policy gradient: KL to the reference, the experts' balance, the entropy."""
+"""Adds the KL to the reference, the experts' balance and the entropy to a policy loss."""
 
 from types import SimpleNamespace
 

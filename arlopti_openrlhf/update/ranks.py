@@ -1,4 +1,4 @@
-"""Figures over the data-parallel ranks."""
+"""Reduces figures over the data-parallel ranks."""
 
 from collections.abc import Sequence
 

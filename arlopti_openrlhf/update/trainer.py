@@ -1,4 +1,4 @@
-"""The update of a rollout batch: OpenRLHF's policy trainer, with AR and the two-stage update of Lopti.
+"""Trains the policy on a rollout batch, with AR and the two stages of Lopti.
 
 docs/architecture.md walks through it. One micro-batch's way is `micro_batch.MicroBatchTrainer.training_step`.
 """
@@ -20,8 +20,8 @@ class TokenUpdateTrainer(MicroBatchTrainer):
 
     A rollout batch is trained in passes. A pass takes one mini-batch through one stage, which updates the
     low-probability tokens, the others, or all. It takes one optimizer step. What follows from that:
-    1. With Lopti two steps are taken where upstream takes one. So the learning-rate schedule spans twice the steps,
-       and EMA and the MoE loss, which count steps, are shared out between the two.
+    1. With Lopti two steps are taken where upstream takes one. So the learning-rate schedule spans twice the steps.
+       EMA's decay and the coefficient of the MoE loss apply at every step, so the two stages share them.
     2. A group that is empty on every rank takes no step.
     3. With a `SelectiveActor` a pass computes only the tokens that it updates. The samples of a prompt stay together,
        the first pass gives log π_old, and idle responses, which have no gradient, are not computed.
@@ -67,19 +67,21 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         for epoch in range(self.max_epochs):
             order = passes.in_order(mini_batches := self._mini_batches(), stages, self.lopti.scope)
             trained = [sample for mini_batch in mini_batches for sample in mini_batch.samples]
-            # The first pass learns π_old from its own forward. Before it moves θ, the rest is computed.
+            # The first pass gives π_old of its own samples. That of the others is computed before θ moves. A later
+            # epoch is shuffled anew, and may train on samples that fill no mini-batch in this one.
             is_deferred = self.defers_old_log_probs and epoch == 0 and bool(order)
             if is_deferred:
                 first = set(map(id, order[0][0].samples))
-                rest = [item for item in trained if id(item) not in first or self.is_idle(item.advantages)]
+                needed = trained if self.max_epochs == 1 else self.replay_buffer.items
+                rest = [item for item in needed if id(item) not in first or self.is_idle(item.advantages)]
                 old_log_probs.compute(self.actor, rest, self.args, self.ranks)
             bar = tqdm(
                 order, desc=f"Train epoch [{epoch + 1}/{self.max_epochs}]", disable=not self.strategy.is_rank_0()
             )
             for i, (mini_batch, stage) in enumerate(bar):
-                this_pass = Pass(stage, is_on_policy=is_deferred and i == 0)
-                if not this_pass.is_on_policy and not self._any_token(mini_batch, stage):
-                    self.actor_scheduler.step()  # the schedule counts data, and moves on where no step is taken
+                this_pass = Pass(stage, gives_old_log_probs=is_deferred and i == 0)
+                if not this_pass.gives_old_log_probs and not self._any_token(mini_batch, stage):
+                    self._skip_pass(mini_batch)
                     continue
                 status = self._train_pass(mini_batch, this_pass, kl_ctl)
                 (num_tokens,) = self.ranks.sum(this_pass.num_tokens)
@@ -87,11 +89,20 @@ class TokenUpdateTrainer(MicroBatchTrainer):
                     metrics.add(this_pass, num_tokens, status)
         return metrics.summary(), trained
 
+    def _skip_pass(self, mini_batch: MiniBatch) -> None:
+        """Count a pass without an optimizer step, as the schedule and EMA count data."""
+        self.actor_scheduler.step()
+        if self.ema_model:
+            # `moving_average` averages at every micro-batch that ends a step, which it counts itself.
+            for _ in range(1 if self.args.train.dynamic_batch_enable else len(mini_batch.micro_batches)):
+                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
+
     def _train_pass(self, mini_batch: MiniBatch, this_pass: Pass, kl_ctl: float) -> dict[str, float]:
         """Take the micro-batches of one optimizer step through `training_step`; return the metrics of all ranks."""
-        metrics, micro_batches = PassMetrics(in_stage=this_pass.stage.group is not None), mini_batch.micro_batches
+        micro_batches, is_dynamic = mini_batch.micro_batches, self.args.train.dynamic_batch_enable
+        metrics = PassMetrics(this_pass.stage.group is not None, is_dynamic)
         batches = (make_experience_batch(samples, self.args.ds.packing_samples) for samples in micro_batches)
-        if self.args.train.dynamic_batch_enable:
+        if is_dynamic:
             batches = ((experience, None) for experience in batches)  # the replay buffer holds the denominators
         else:
             batches = iter_grad_accum_global_norm(
@@ -101,7 +112,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             experience.to_device(torch.cuda.current_device())
             step = mini_batch.first_step + i
             metrics.add(self.training_step(experience, kl_ctl, step, loss_batch_info, this_pass))
-            if this_pass.is_on_policy:
+            if this_pass.gives_old_log_probs:
                 old_log_probs.store(micro_batches[i], experience.action_log_probs)
         return metrics.reduce(self.ranks)
 

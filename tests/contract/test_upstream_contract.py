@@ -343,6 +343,19 @@ SOURCES = [
         "update.optimizer_steps.skip",
     ),
     ("deepspeed.runtime.engine", "DeepSpeedEngine.step", "self.micro_steps += 1", "update.optimizer_steps.skip"),
+    ("deepspeed.runtime.zero.stage_1_and_2", "", "INITIAL_MICRO_STEP_ID = -1", "update.optimizer_steps.skip"),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu",
+        "if self.micro_step_id > 0:",
+        "update.optimizer_steps.skip: only `step` resets it",
+    ),
+    (
+        PPO_ACTOR,
+        "ActorPPOTrainer.broadcast_to_vllm",
+        "deepspeed.zero.GatheredParameters([param], enabled=",
+        "update.lora.merged_parameters",
+    ),
     (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.is_gradient_accumulation_boundary",

@@ -22,9 +22,9 @@ def status(loss: float, rewards: list[float], num_tokens: float) -> dict:
         action_mask=torch.ones(len(rewards), 3),
         response_length=torch.tensor([float(len(rewards))] * len(rewards)),
         rewards=torch.tensor(rewards),
-        info={"reward": rewards, "scalar": torch.tensor(2.0), "text": "not logged"},
+        info={"reward": rewards, "scalar": torch.tensor(2.0), "text": "not logged", "kl": torch.zeros(1)},
     )
-    means = {"policy_loss": torch.tensor(loss, requires_grad=True), "vllm_kl": None}
+    means = {"policy_loss": torch.tensor(loss, requires_grad=True), "kl": torch.tensor(loss / 2), "vllm_kl": None}
     return micro_batch_status(experience, means, {"actor_lr": loss}, num_tokens)
 
 
@@ -32,6 +32,7 @@ def test_a_micro_batchs_status_has_upstreams_form():
     found = status(0.5, [1.0, 3.0], 0.0)
     assert found["weights"] == {
         "policy_loss": "token",
+        "kl": "token",
         "reward": "sample",
         "scalar": "token",
         "response_length": "sample",
@@ -39,24 +40,35 @@ def test_a_micro_batchs_status_has_upstreams_form():
     }
     assert found["metrics"].keys() == found["weights"].keys()
     assert not found["metrics"]["policy_loss"].requires_grad
+    assert found["metrics"]["kl"] == 0.25  # the step's own, not the zeros that the experience maker left
     assert found["num_samples"] == 2
     assert found["num_action_tokens"] == 1e-9  # upstream divides by it
 
 
 def test_means_over_micro_batches():
-    """Losses 1 and 2 over 1 and 3 tokens, rewards 1 | 2, 3: by tokens 7/4, by samples 2."""
-    for in_stage, loss in ((False, 7 / 4), (True, (1 + 2 * 2) / 3)):
-        metrics = PassMetrics(in_stage)
+    """Losses 1 and 2 over 1 and 3 tokens, rewards 1 | 2, 3: by tokens 7/4, by samples 2.
+
+    In a stage the losses add up to the mini-batch's: of two micro-batches each is twice its share, unless dynamic.
+    """
+    for in_stage, is_dynamic, loss in ((False, False, 7 / 4), (True, False, 3 / 2), (True, True, 3.0)):
+        metrics = PassMetrics(in_stage, is_dynamic)
         metrics.add(status(1.0, [1.0], 1.0))
         metrics.add(status(2.0, [2.0, 3.0], 3.0))
         found = metrics.reduce(TwoEqualRanks())
         assert found == pytest.approx(
-            {"policy_loss": loss, "reward": 2.0, "scalar": 2.0, "response_length": 5 / 3, "actor_lr": 2.0}
+            {
+                "policy_loss": loss,
+                "kl": loss / 2,
+                "reward": 2.0,
+                "scalar": 2.0,
+                "response_length": 5 / 3,
+                "actor_lr": 2.0,
+            }
         )
 
 
 def test_a_micro_batch_without_tokens_counts_nothing():
-    metrics = PassMetrics(in_stage=False)
+    metrics = PassMetrics(in_stage=False, is_dynamic=False)
     metrics.add(status(1.0, [1.0], 4.0))
     metrics.add(status(9.0, [1.0], 0.0))
     assert metrics.reduce(TwoEqualRanks())["policy_loss"] == pytest.approx(1.0)

@@ -1,5 +1,8 @@
 """log π_old that nobody knows yet, and how a first pass fills it in."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
@@ -8,18 +11,49 @@ from arlopti_openrlhf.update import old_log_probs
 NAN = torch.nan
 
 
+def actor(dropout: float = 0.0, is_vlm: bool = False, **config) -> SimpleNamespace:
+    modules = [torch.nn.Linear(1, 1), torch.nn.Dropout(dropout)]
+    return SimpleNamespace(
+        modules=lambda: modules, is_vlm=is_vlm, hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2, **config})
+    )
+
+
+def flags(use_loss: bool = True, init_coef: float = 0.1, quantile: float | None = None) -> SimpleNamespace:
+    kl = SimpleNamespace(use_loss=use_loss, init_coef=init_coef)
+    return SimpleNamespace(algo=SimpleNamespace(kl=kl, lopti=SimpleNamespace(quantile=quantile)))
+
+
+@pytest.mark.parametrize(
+    ("args", "policy", "balances", "expected"),
+    [
+        (flags(), actor(), False, True),
+        (flags(use_loss=False, init_coef=0.0), actor(), False, True),
+        (flags(use_loss=False), actor(), False, False),  # the KL is in the reward
+        (flags(quantile=0.3), actor(), False, False),  # η is taken from all tokens
+        (flags(), actor(), True, False),  # an empty group would have the balancing loss's gradient
+        (flags(), actor(dropout=0.1), False, False),
+        (flags(), actor(attention_dropout=0.1), False, False),
+        (flags(), actor(router_jitter_noise=0.01), False, False),
+        (flags(), actor(attention_dropout=0.0, rope_theta=1e4), False, True),
+        (flags(), actor(is_vlm=True), False, False),  # only upstream has the images
+    ],
+)
+def test_what_allows_to_defer(args, policy, balances, expected):
+    assert old_log_probs.can_defer(args, policy, balances) is expected
+
+
 def test_unknown_log_probs_are_nan():
     found = old_log_probs.unknown(torch.ones(2, 3))
     assert found.shape == (2, 3) and found.isnan().all()
 
 
-def test_taken_from_a_first_forward():
+def test_from_a_first_forward():
     """A response whose log-probs the forward gives, with a gap as agents have; an idle one, known before."""
     log_probs = torch.tensor([[-1.0, 0.0, -3.0], [0.0, 0.0, 0.0]], requires_grad=True)
     selected = torch.tensor([[1, 0, 1], [0, 0, 0]])
     response = torch.tensor([[1, 0, 1], [1, 1, 0]])
     before = torch.tensor([[NAN, NAN, NAN], [-4.0, -5.0, NAN]])
-    found = old_log_probs.taken_from(log_probs, selected, before, response)
+    found = old_log_probs.from_first_forward(log_probs, selected, before, response)
     assert found.tolist() == [[-1.0, 0.0, -3.0], [-4.0, -5.0, 0.0]]
     assert not found.requires_grad
 

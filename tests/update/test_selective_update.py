@@ -224,6 +224,41 @@ def test_two_mini_batches_and_two_epochs(tiny_model, scope, more):
     assert_same_status(statuses[1], statuses[0], unlike if more else set())
 
 
+def test_samples_left_out_of_one_epoch_are_trained_in_another(tiny_model):
+    """Six samples a rank, mini-batches of four: each epoch leaves out others, and knows π_old of all."""
+    group = Group(flags(tiny_model, "--train.batch_size", str(SAMPLES // 2)), selective=True)
+    batch = experiences(seed=4)[:12]
+    result = group.run(batch, LOPTI | {"train.max_epochs": 4}, on_policy=True)
+    epochs = [{uid for _, uids, *_ in result.seen[i : i + 4] for uid in uids} for i in range(0, 16, 4)]
+    assert len(set(map(frozenset, epochs))) > 1
+    assert_no_nan(result.status)
+    assert all(torch.isfinite(gradient).all() for step in result.gradients for gradient in step)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--ds.zero_stage", "3"],
+        ["--train.micro_batch_size", "8"],
+        ["--train.micro_batch_size", "8", "--ds.adam_offload"],
+        ["--train.dynamic_batch_enable", "--ds.packing_samples"],
+    ],
+    ids=["zero3", "one micro-batch", "offload", "dynamic"],
+)
+def test_skipped_steps_leave_nothing_behind(tiny_model, more):
+    """Three updates whose low group proves empty only in its pass: each gradient is that of its own update."""
+    group = Group(flags(tiny_model, *more, "--actor.max_norm", "0"), selective=True)
+    overrides = LOPTI | {"ds.packing_samples": "--ds.packing_samples" in more}
+    batches = [experiences(seed=seed, samples_per_prompt=4) for seed in (10, 11, 12)]
+    for batch in batches:
+        (expected,) = group.run(batch, overrides | {"algo.lopti.groups": "high"}, on_policy=True).gradients
+        skipped = group.run(batch, overrides | {"algo.lopti.eta": 1e-9}, on_policy=True)
+        whole = group.run(batch, overrides | {"algo.lopti.eta": None, "algo.ar.alpha": 0.3}, on_policy=True)
+        assert skipped.steps == 1 and not any(name.startswith("lopti/low/") for name in skipped.status)
+        assert relative_distance(skipped.gradients[-1], whole.gradients[0]) < 1e-5
+        assert relative_distance(expected, whole.gradients[0]) > 1e-2
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_short_last_batch_that_leaves_a_rank_empty(tiny_model, stage):
     """Four samples on one rank and none on the other fill no mini-batch of eight: no step, no hang, no crash."""
@@ -298,6 +333,20 @@ def test_a_group_without_advantage_steps_as_in_the_plain_update(tiny_model):
         assert_no_nan(group.run(second, LOPTI | WITHOUT_KL, on_policy=True).status)
         parameters.append(group.parameters())
     assert relative_distance(*parameters) < 1e-5 < 1e-4 < relative_distance(before, parameters[0])
+
+
+def test_dynamic_mini_batches_and_epochs(tiny_model):
+    """Two mini-batches of several micro-batches, twice: each uses its own denominators."""
+    more = ["--train.dynamic_batch_enable", "--ds.packing_samples", "--train.batch_size", str(SAMPLES // 2)]
+    parameters, statuses = [], []
+    for group in pair(tiny_model, *more, "--actor.adam.lr", "1e-3"):
+        overrides = LOPTI | {"ds.packing_samples": True, "train.max_epochs": 2}
+        result = group.run(experiences(seed=6, samples_per_prompt=4), overrides, on_policy=True)
+        assert result.steps == 8 and len(result.seen) > 8
+        statuses.append(result.status)
+        parameters.append(group.parameters())
+    assert relative_distance(*parameters) < 1e-5
+    assert_same_status(statuses[1], statuses[0], by_bin(statuses[0], "rose"))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

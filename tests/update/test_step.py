@@ -95,11 +95,14 @@ def test_experts_are_balanced_once(experts):
 def test_the_average_of_the_weights_is_upstreams(tiny_model):
     """EMA over two optimizer steps; with Lopti the stages share a step's decay."""
     averages = {}
-    for name, more in {"stock": {"stock": True}, "ours": {"restated": True}, "Lopti": {}}.items():
+    runs = {"stock": {"stock": True}, "ours": {"restated": True}, "Lopti": {}, "empty group": {}}
+    for name, more in runs.items():
         ema = ["--train.enable_ema", "--train.ema_beta", "0.5", "--actor.adam.lr", "1e-3"]
         group = Group(flags(tiny_model, *ema, "--train.batch_size", str(SAMPLES // 2)))
-        overrides = NO_METHOD | ({"algo.lopti.eta": 0.5} if name == "Lopti" else {})
+        overrides = NO_METHOD | {"algo.lopti.eta": {"Lopti": 0.5, "empty group": 1e-9}.get(name)}
         group.run(experiences(seed=3), overrides, **more)
         averages[name] = group.parameters(averaged=True)
     assert all(map(torch.equal, averages["ours"], averages["stock"]))
     assert 0 < relative_distance(averages["Lopti"], averages["stock"]) < 1e-2
+    # A group that is empty on every rank has no step, and the decay of one: as with one stage of all tokens.
+    assert relative_distance(averages["empty group"], averages["stock"]) < 1e-6

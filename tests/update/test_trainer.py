@@ -213,8 +213,10 @@ def test_metrics_of_both_stages(group):
     )
 
 
-def test_learning_rate_spans_the_doubled_steps(tiny_model):
-    """At equal data, equal learning rate, to the last bit; also where a group (η = 1e-4) is empty on all ranks.
+@pytest.mark.parametrize("selective", [False, True], ids=["stock", "selective"])
+def test_learning_rate_spans_the_doubled_steps(tiny_model, selective):
+    """At equal data, equal learning rate, to the last bit; also where a group (η = 1e-9) is empty on all ranks,
+    which the selective update's first pass learns only on its way.
 
     Each update has a trainer of its own: a schedule that was stretched before is not stretched again.
     """
@@ -228,9 +230,9 @@ def test_learning_rate_spans_the_doubled_steps(tiny_model):
     ]
     batch = experiences(seed=11)
     rates = {}
-    for eta in (None, 0.5, 1e-4):
-        group = Group(flags(tiny_model, *cosine), max_steps=6)
+    for eta in (None, 0.5, 1e-9):
+        group = Group(flags(tiny_model, *cosine), max_steps=6, selective=selective)
         configuration = OFF | {"algo.lopti.eta": eta}
-        rates[eta] = [group.run(batch, configuration).last_rate for _ in range(6)]
-    assert rates[None] == rates[0.5] == rates[1e-4]
+        rates[eta] = [group.run(batch, configuration, on_policy=selective).last_rate for _ in range(6)]
+    assert rates[None] == rates[0.5] == rates[1e-9]
     assert len(set(rates[None])) > 3
