@@ -42,7 +42,7 @@ def flags(model: str, *more: str) -> SimpleNamespace:
             f"--train.micro_batch_size 2 --ds.attn_implementation sdpa --algo.kl.use_loss --algo.kl.estimator k3 "
             f"--algo.kl.init_coef 0.1 --actor.eps_clip_low_high 0.2 0.24 --actor.lr_scheduler constant "
             f"--actor.lr_warmup_ratio 0 --actor.adam.lr 0 --rollout.batch_size {SAMPLES} "
-            f"--rollout.n_samples_per_prompt 1 --train.max_tokens_per_gpu 40".split()
+            f"--rollout.n_samples_per_prompt 1 --train.max_tokens_per_gpu 40 --rollout.max_tokens_per_gpu 40".split()
             + list(more)
         )
     )
@@ -102,9 +102,7 @@ def probe_class(selective):
 
     from arlopti_openrlhf.forward.selective_actor import SelectiveActor
     from arlopti_openrlhf.update.policy_actor import PolicyActor
-    from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
-    ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
     ppo_actor.Actor = SelectiveActor if selective else Actor
 
     class Probe(PolicyActor.__ray_metadata__.modified_class.__ray_actor_class__):

@@ -346,7 +346,9 @@ def test_dynamic_mini_batches_and_epochs(tiny_model):
         statuses.append(result.status)
         parameters.append(group.parameters())
     assert relative_distance(*parameters) < 1e-5
-    assert_same_status(statuses[1], statuses[0], by_bin(statuses[0], "rose"))
+    # The weights have moved: what is small beside them differs in its last digits.
+    unlike = {"lopti/low/ppo_kl", "lopti/high/ppo_kl"} | by_bin(statuses[0], "rose", "probability_change")
+    assert_same_status(statuses[1], statuses[0], unlike)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
