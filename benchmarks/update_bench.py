@@ -55,11 +55,12 @@ class Bench:
         from openrlhf.utils import get_strategy
 
         from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-        from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
+        from arlopti_openrlhf.update import trainer
 
         self.args = args
         bar = ppo_actor.tqdm
-        ppo_actor.tqdm = lambda *args, **kwargs: bar(*args, **kwargs | {"disable": True})
+        for module in (ppo_actor, trainer):  # no progress bars between the figures
+            module.tqdm = lambda *args, **kwargs: bar(*args, **kwargs | {"disable": True})
         os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         os.environ["MASTER_PORT"] = str(free_port())
         self.flags = training_flags(args)
@@ -98,8 +99,8 @@ class Bench:
             own.args.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
             own.args.algo.lopti.eta = eta if "Lopti" in variant else None
             actor = self.actors.setdefault(variant, selective)
-            trainer = ppo_actor.ActorPPOTrainer if variant == "stock GRPO" else TokenUpdateTrainer
-            self.trainers[variant] = trainer(
+            trainer_class = ppo_actor.ActorPPOTrainer if variant == "stock GRPO" else trainer.TokenUpdateTrainer
+            self.trainers[variant] = trainer_class(
                 own,
                 actor,
                 ema_model=None,
