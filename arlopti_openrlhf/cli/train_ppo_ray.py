@@ -132,7 +132,7 @@ def _add_update_flags(parser: argparse.ArgumentParser) -> None:
         "--algo.lopti.quantile",
         type=number(0, 1),
         metavar="FLOAT",
-        help="Lopti with the η of each rollout batch that makes this share of its tokens low, in (0, 1).",
+        help="Share of the tokens in the low group, in (0, 1). η follows from each rollout batch, over all ranks.",
     )
     group.add_argument(
         "--algo.lopti.scope",

@@ -88,9 +88,9 @@ class PassMetrics:
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the micro-batches of all ranks, and the last values."""
-        names = sorted(self.sums)
-        totals = torch.tensor(list(self.totals.values()), dtype=torch.float64)
-        sums = [self.sums[name].to(totals.device) for name in names]
+        names, device = sorted(self.sums), torch.cuda.current_device()
+        totals = torch.tensor(list(self.totals.values()), dtype=torch.float64, device=device)
+        sums = [self.sums[name].to(device) for name in names]
         reduced = ranks.sum_tensor(torch.stack([*sums, *totals])).tolist()
         values, total = reduced[: len(names)], dict(zip(self.totals, reduced[len(names) :], strict=True))
         return self.last | {n: v / total[self.weights[n]] for n, v in zip(names, values, strict=True)}

@@ -76,7 +76,8 @@ def test_reward_sources_arrive_as_they_are(source):
 
 
 def test_an_agent_has_no_reward_source():
-    train_ppo_ray.parse(["--train.agent_func_path", "agent.py", "--reward.remote_url", "anything"])
+    args = train_ppo_ray.parse(["--train.agent_func_path", "agent.py", "--reward.remote_url", "anything"])
+    assert vars(args)["train.agent_func_path"] == "agent.py"
 
 
 def test_help_lists_upstreams_flags_and_ours(capsys):

@@ -2,7 +2,7 @@
 
 import torch
 from transformers import AutoModelForCausalLM, NemotronConfig
-from two_ranks import run_on_two_ranks
+from two_ranks import errors_on_two_ranks
 
 SHAPE = dict(
     vocab_size=97,
@@ -68,4 +68,4 @@ def train_on(folder: str) -> None:
 def test_all_ranks_compute_again(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(NemotronConfig(**SHAPE)).save_pretrained(tmp_path)
-    run_on_two_ranks(__file__, "train_on", str(tmp_path))
+    assert not errors_on_two_ranks(__file__, "train_on", str(tmp_path))

@@ -10,7 +10,7 @@ import torch
 from openrlhf.trainer.ray import ppo_actor
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
-from two_ranks import run_on_two_ranks
+from two_ranks import errors_on_two_ranks
 
 from arlopti_openrlhf.update.lora import merged_parameters
 
@@ -183,4 +183,4 @@ def sync_partitioned(folder: str) -> None:
 
 
 def test_zero_3_gathers_weight_and_adapters_on_every_rank(tiny_model):
-    run_on_two_ranks(__file__, "sync_partitioned", tiny_model)
+    assert not errors_on_two_ranks(__file__, "sync_partitioned", tiny_model)
