@@ -285,6 +285,21 @@ def vllm_log_probs(engine, rows: list[list[int]]) -> torch.Tensor:
     )
 
 
+@pytest.fixture
+def our_policy_actor(monkeypatch):
+    """Our classes in OpenRLHF's modules, for one test."""
+    from openrlhf.trainer.ray import launcher, ppo_actor
+
+    from arlopti_openrlhf.update import policy_actor
+
+    for module, name in ((ppo_actor, "PolicyModelActor"), (ppo_actor, "ActorPPOTrainer")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # what is there now comes back afterwards
+    for module in (ppo_actor, launcher):
+        monkeypatch.setattr(module, "Actor", module.Actor)
+    policy_actor.install()
+    policy_actor.install_selective_actor()
+
+
 @pytest.mark.parametrize(
     "tied, more",
     [
@@ -294,7 +309,7 @@ def vllm_log_probs(engine, rows: list[list[int]]) -> torch.Tensor:
     ],
     ids=["tied, zero2", "untied, zero3", "lora, zero3"],
 )
-def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, tied, more):
+def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, our_policy_actor, tied, more):
     """The weights are moved far: a sync that left any of them behind would be off by whole nats, not by rounding."""
     from openrlhf.trainer.ray import create_vllm_engines
     from openrlhf.trainer.ray.launcher import RayActorGroup
@@ -302,11 +317,8 @@ def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, tied, more):
     from openrlhf.utils.config import hierarchize
 
     from arlopti_openrlhf.cli.train_ppo_ray import parse
-    from arlopti_openrlhf.update import policy_actor
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    policy_actor.install()
-    policy_actor.install_selective_actor()
     model = make_model(tied)
     common = f"--actor.model_name_or_path {model} --actor.num_gpus_per_node 2 --vllm.num_engines 1"
     common += " --vllm.sync_backend gloo --ds.attn_implementation sdpa --train.batch_size 4 --train.micro_batch_size 1"

@@ -22,10 +22,14 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @contextmanager
 def cluster():
+    from openrlhf.trainer.ray import ppo_actor
+
+    upstream_actor = ppo_actor.Actor
     ray.init(num_gpus=2 * RANKS, num_cpus=2 * RANKS + 2, log_to_driver=False)
     try:
         yield
     finally:
+        ppo_actor.Actor = upstream_actor  # `probe_class` has put ours there
         ray.shutdown()
         Group.workers.clear()
 
