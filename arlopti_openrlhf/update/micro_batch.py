@@ -200,15 +200,17 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         """
         engine, strategy = self.actor.model, self.strategy
         ends_mini_batch = optimizer_steps.ends_mini_batch(engine, self.replay_buffer, step)
+        # Without dynamic batches DeepSpeed and EMA count the micro-batches themselves, so each is reported to them.
+        is_reported = ends_mini_batch or not self.args.train.dynamic_batch_enable
         if ends_mini_batch and this_pass.gives_old_log_probs and not self.ranks.sum(this_pass.num_tokens)[0]:
             optimizer_steps.skip(engine, self.actor_scheduler)
-        elif ends_mini_batch or not self.args.train.dynamic_batch_enable:
+        elif is_reported:
             strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
             if ends_mini_batch and self.statistics is not None:
                 self.statistics.is_moved = True
-        if self.ema_model and (ends_mini_batch or not self.args.train.dynamic_batch_enable):
+        if self.ema_model and is_reported:
             strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
         figures = {"actor_lr": self.actor_scheduler.get_last_lr()[0]}
-        if ends_mini_batch or not self.args.train.dynamic_batch_enable:
+        if is_reported:
             figures["actor_grad_norm"] = strategy.get_grad_norm(self.actor)
         return figures
