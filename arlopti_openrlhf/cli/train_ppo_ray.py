@@ -13,6 +13,7 @@ from typing import Any
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli.arguments import number
+from arlopti_openrlhf.cli.fault_flags import add_fault_flags
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling
 
@@ -88,6 +89,7 @@ def _our_parser(after_parsing: Callable[[argparse.Namespace], None] | None = Non
         parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
         _add_update_flags(parser)
         _add_run_flags(parser)
+        add_fault_flags(parser)
         parsed = parser.parse_args(args, namespace)
         _check_combinations(parser, parsed)
         value = vars(parsed)
