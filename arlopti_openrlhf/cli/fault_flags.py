@@ -40,8 +40,8 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
         "--ckpt.save_minutes",
         type=positive(float),
         metavar="FLOAT",
-        help="Save a checkpoint after the step that ends so many minutes after the last one, beside --ckpt.save_steps. "
-        "Off by default.",
+        help="Save a checkpoint after the first step that ends so many minutes after the last one, beside "
+        "--ckpt.save_steps. Off by default.",
     )
     group.add_argument(
         "--reward.timeout_seconds",

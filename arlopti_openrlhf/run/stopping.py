@@ -95,8 +95,9 @@ def wait(
         Interrupted: a request to stop, where `interruptible`.
         Exception: what one of `refs` raised.
     """
-    pending, results = list(refs), {}
-    last, since = None, time.monotonic()
+    pending, results = list(refs), dict[ray.ObjectRef, Any]()
+    last: Any = None
+    since = time.monotonic()
     while pending:
         ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL)
         results.update(zip(ready, ray.get(ready), strict=True))
