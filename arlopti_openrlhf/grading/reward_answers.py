@@ -1,0 +1,62 @@
+"""Reads what a reward function or a reward server answers, in every form that users write."""
+
+import math
+from typing import Any
+
+
+def normalise(answer: Any, n: int) -> dict[str, Any]:
+    """Return the answer for `n` samples in one form.
+
+    Args:
+        answer: a dict with `rewards` and perhaps `scores` and `extra_logs`, or the rewards alone. Numbers for several
+            samples are a list or a tensor of `n`; a number for one sample may also stand alone, or in nested lists.
+        n: how many samples the answer is for.
+
+    Returns:
+        `rewards`, a list of `n` finite floats; `scores`, such a list or None where the answer has none; `extra_logs`,
+        {name: list of `n` floats}.
+
+    Raises:
+        ValueError: the answer is anything else. The message begins with what it is, for "SOURCE returned ...".
+    """
+    parts = answer if isinstance(answer, dict) else {"rewards": answer}
+    if parts.get("rewards") is None:
+        raise ValueError(f"no dict with `rewards`, nor the rewards themselves, but {str(answer)[:200]}")
+    scores, extra_logs = parts.get("scores"), parts.get("extra_logs") or {}
+    if not isinstance(extra_logs, dict):
+        raise ValueError(f"extra_logs that are no dict: {str(extra_logs)[:200]}")
+    return {
+        "rewards": _finite("rewards", parts["rewards"], n),
+        "scores": None if scores is None else _finite("scores", scores, n),
+        "extra_logs": {name: _numbers(name, values, n) for name, values in extra_logs.items()},
+    }
+
+
+def _finite(name: str, values: Any, n: int) -> list[float]:
+    numbers = _numbers(name, values, n)
+    for number in numbers:
+        if not math.isfinite(number):
+            raise ValueError(f"{name} that are not finite: {number}")
+    return numbers
+
+
+def _numbers(name: str, values: Any, n: int) -> list[float]:
+    listed = _plain(values)
+    numbers = [_innermost(v) for v in listed] if isinstance(listed, list | tuple) and n != 1 else [_innermost(listed)]
+    if len(numbers) != n or not all(isinstance(number, int | float) for number in numbers):
+        samples, wanted = ("one sample", "one number") if n == 1 else (f"{n} samples", f"{n} numbers")
+        raise ValueError(f"{name} for {samples} that are not {wanted}: {str(listed)[:200]}")
+    return [float(number) for number in numbers]
+
+
+def _innermost(value: Any) -> Any:
+    """Return what a list of one holds, however deep."""
+    value = _plain(value)
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = _plain(value[0])
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor or an array as lists and numbers. PyTorch is not imported to know one."""
+    return value.tolist() if hasattr(value, "tolist") else value
