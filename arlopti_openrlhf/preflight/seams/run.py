@@ -1,0 +1,222 @@
+"""What the controllers, the evaluation, the rewards and the advantages lean on."""
+
+from arlopti_openrlhf.preflight.seams.kinds import Seam, Signature, Text
+
+AGENT = "openrlhf.utils.agent"
+ASYNC = "openrlhf.trainer.ppo_trainer_async"
+MAKER = "openrlhf.trainer.ppo_utils.experience_maker"
+SAMPLES = "openrlhf.trainer.ppo_utils.samples_generator"
+TRAINER = "openrlhf.trainer.ppo_trainer"
+
+SEAMS: list[Seam] = [
+    Signature(
+        AGENT,
+        "SingleTurnAgentExecutor.execute",
+        "self prompt label sampling_params max_length hf_tokenizer llm_engine images",
+        "run.reward_client.RewardExecutor.execute",
+    ),
+    Signature(
+        TRAINER,
+        "compute_eval_metrics",
+        "eval_dataloader samples_list n_samples_per_prompt",
+        "run.evaluation.compute_eval_metrics",
+    ),
+    Signature(
+        SAMPLES,
+        "SamplesGenerator.generate_eval_samples",
+        "self **generate_kwargs",
+        "run.evaluation.SourceSamplesGenerator",
+    ),
+    Signature(
+        TRAINER,
+        "BasePPOTrainer.save_logs_and_checkpoints",
+        "self global_step logs_dict client_states",
+        "run.controller.Controller",
+    ),
+    Signature(TRAINER, "BasePPOTrainer._detect_eval_metric_key", "self eval_metrics", "run.controller.Controller"),
+    Signature(ASYNC, "GenerateSamplesActor._run_eval", "self", "run.controller.GenerateSamplesActor"),
+    Signature(
+        TRAINER,
+        "BasePPOTrainer.save_best_checkpoint",
+        "self eval_metrics global_step client_states",
+        "run.controller.Controller",
+    ),
+    Signature(
+        MAKER,
+        "RemoteExperienceMaker.__init__",
+        "self actor_model_group critic_model_group reward_model_group initial_model_group kl_controller "
+        "strategy tokenizer **kwargs",
+        "run.controller.Controller.__init__",
+    ),
+    Signature(
+        MAKER,
+        "RemoteExperienceMaker.split_rollout_samples",
+        "self rollout_samples",
+        "run.experience_maker.ExperienceMaker.split_rollout_samples",
+    ),
+    Signature(
+        MAKER,
+        "RemoteExperienceMaker.compute_advantages_and_returns",
+        "self experiences",
+        "run.experience_maker.ExperienceMaker.compute_advantages_and_returns",
+    ),
+    Signature(
+        MAKER,
+        "RemoteExperienceMaker.get_cumulative_returns",
+        "self rewards action_mask gamma",
+        "run.experience_maker.ExperienceMaker._drop_reward",
+    ),
+    Signature(
+        "openrlhf.models.utils",
+        "compute_reward",
+        "r kl_coef kl action_mask reward_clip_range",
+        "run.experience_maker.ExperienceMaker._drop_reward",
+    ),
+    Signature(
+        SAMPLES,
+        "SamplesGenerator._process_response_into_experience",
+        "self response **generate_kwargs",
+        "run.evaluation.SourceSamplesGenerator: marks samples without scores",
+    ),
+    Text(
+        "openrlhf.trainer.ray.vllm_engine",
+        "RolloutRayActor.__init__",
+        "self.executor = SingleTurnAgentExecutor(remote_rm_url)",
+        "run.reward_client.install",
+    ),
+    Text(
+        AGENT,
+        "SingleTurnAgentExecutor.__init__",
+        "self.reward_endpoints = reward_endpoints or []",
+        "run.reward_client.RewardExecutor",
+    ),
+    Text(
+        AGENT,
+        "SingleTurnAgentExecutor.__init__",
+        "self._reward_endpoint_cycle = cycle(self.reward_endpoints)",
+        "run.reward_client.RewardExecutor._ask_server",
+    ),
+    Text(
+        AGENT,
+        "SingleTurnAgentExecutor.execute",
+        "if self.reward_endpoints: try:",
+        "run.reward_client.RewardExecutor.execute",
+    ),
+    Text(
+        AGENT,
+        "SingleTurnAgentExecutor.execute",
+        'query = hf_tokenizer.decode(output["observation_tokens"], skip_special_tokens=False)',
+        "run.reward_client.RewardExecutor.execute: does the same",
+    ),
+    Text(
+        SAMPLES,
+        "SamplesGenerator._process_response_into_experience",
+        "rewards=torch.tensor([reward_val]) if reward_val is not None else None,",
+        "run.reward_client.RewardExecutor: one number per sample",
+    ),
+    Text(
+        TRAINER,
+        "BasePPOTrainer.__init__",
+        "self.experience_maker = RemoteExperienceMaker( self.actor_model_group, self.critic_model_group, "
+        "self.reward_model_group, self.reference_model_group, self.kl_ctl, self.strategy, tokenizer, )",
+        "run.controller.Controller.__init__: builds ours with the same arguments",
+    ),
+    Text(
+        TRAINER,
+        "BasePPOTrainer.train_step",
+        "experiences = self.experience_maker.make_experience_batch(rollout_samples)",
+        "run.experience_maker.ExperienceMaker",
+    ),
+    Text(
+        MAKER,
+        "RemoteExperienceMaker.make_experience_batch",
+        "samples_list = self.split_rollout_samples(rollout_samples)",
+        "run.experience_maker.ExperienceMaker.split_rollout_samples",
+    ),
+    Text(
+        MAKER,
+        "RemoteExperienceMaker.compute_advantages_and_returns",
+        "apply_length_penalties(experiences, args)",
+        "run.experience_maker.ExperienceMaker: reads the rewards after it",
+    ),
+    Text(
+        MAKER,
+        "RemoteExperienceMaker.compute_advantages_and_returns",
+        "rewards[indices] = raw_rewards",
+        "run.experience_maker.equal_groups: does the same",
+    ),
+    Text(
+        MAKER,
+        "RemoteExperienceMaker.compute_advantages_and_returns",
+        "rewards = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-9)",
+        "run.experience_maker.ExperienceMaker: guards it",
+    ),
+    Text(
+        MAKER,
+        "RemoteExperienceMaker.compute_advantages_and_returns",
+        "reward = compute_reward( reward, self.kl_ctl.value, experience.kl, "
+        "action_mask=experience.action_mask, reward_clip_range=args.reward.clip_range, )",
+        "run.experience_maker.ExperienceMaker._drop_reward: does the same",
+    ),
+    Text(
+        MAKER,
+        "RemoteExperienceMaker.compute_advantages_and_returns",
+        "experience.advantages = experience.returns.clone()",
+        "run.experience_maker.ExperienceMaker._drop_reward: sets both",
+    ),
+    Text(
+        MAKER,
+        "RemoteExperienceMaker.compute_advantages_and_returns",
+        'experience.info["return"] = reward.sum(dim=-1) experience.kl = None',
+        "run.experience_maker.ExperienceMaker: keeps kl, and sets the return",
+    ),
+    Text(
+        AGENT,
+        "SingleTurnAgentExecutor.__init__",
+        'if self.reward_endpoints and self.reward_endpoints[0].endswith(".py"):',
+        "run.reward_client.RewardExecutor: kk and math become paths",
+    ),
+    Text(TRAINER, "", "logs = compute_eval_metrics(", "run.evaluation.install"),
+    Text(ASYNC, "", "logs = compute_eval_metrics(", "run.evaluation.install"),
+    Text(
+        TRAINER,
+        "PPOTrainer.fit",
+        "self.save_best_checkpoint(eval_logs, global_step, client_states) pbar.update(prompts_consumed) "
+        "if is_exhausted: break # Close trackers if self.wandb_logger: self.wandb_logger.close()",
+        "run.controller.PPOTrainer.fit: what is evaluated last, and the trackers closed at the end",
+    ),
+    Text(TRAINER, "PPOTrainer.__init__", "= prepare_datasets(strategy, tokenizer)", "run.controller.SeededOrder"),
+    Text(
+        ASYNC, "GenerateSamplesActor.__init__", "= prepare_datasets(strategy, tokenizer)", "run.controller.SeededOrder"
+    ),
+    Text(
+        ASYNC,
+        "TrainingActor.fit",
+        "self.save_best_checkpoint(eval_metrics, eval_step, client_states)",
+        "run.controller.Controller.save_best_checkpoint: learns there which step was evaluated",
+    ),
+    Text(
+        ASYNC,
+        "GenerateSamplesActor.fit",
+        "if self._should_eval(global_step) and not self._eval_just_done:",
+        "run.controller.GenerateSamplesActor: evaluates at step 0",
+    ),
+    Text(
+        ASYNC,
+        "PPOTrainerAsync.__init__",
+        "self.trainer_actor = TrainingActor.remote(",
+        "run.controller.install: rebinds both actors",
+    ),
+    Text(
+        SAMPLES,
+        "SamplesGenerator.generate_eval_samples",
+        "dataloader_iter=self._eval_dataloader_iter,",
+        "run.evaluation.SourceSamplesGenerator: sets the iterator",
+    ),
+    Text(
+        SAMPLES,
+        "SamplesGenerator._generate_vllm",
+        "self._process_response_into_experience(response, **generate_kwargs) for response in ray.get(ref)",
+        "run.evaluation.compute_eval_metrics: a problem's samples come together",
+    ),
+]
