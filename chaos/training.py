@@ -19,6 +19,7 @@ from arlopti_openrlhf.data.rows import generate_rows, write_rows
 
 STEPS, SAVE_EVERY, PROMPTS, SAMPLES = 6, 2, 8, 4  # PROMPTS with SAMPLES each are a step
 STALL_SECONDS = 30
+BAD_STEPS = 3  # in a row end the run: --train.max_bad_steps
 # Nothing is left of a run so many seconds after its driver's end.
 GRACE_SECONDS = 15
 MARKER = "ARLOPTI_CHAOS_RUN"
@@ -76,7 +77,7 @@ def command(inputs: Path, folder: Path, ranks: int, module: str) -> list[str]:
         --ckpt.save_steps {SAVE_EVERY} --ckpt.load_enable --ckpt.best_metric_key none
         --ckpt.path {folder}/checkpoints --ckpt.output_dir {folder}/final
         --logger.tensorboard_dir {folder}/tensorboard --logger.wandb.run_name run
-        --train.stall_minutes {STALL_SECONDS / 60}
+        --train.stall_minutes {STALL_SECONDS / 60} --train.max_bad_steps {BAD_STEPS}
     """.split()
 
 
@@ -188,7 +189,7 @@ class Training:
         """Kill every process that is left, and return their command lines."""
         rest = []
         for process in self.processes():
-            rest.append(" ".join(_command_line(process))[:80])
+            rest.append(" ".join(" ".join(_command_line(process)).split())[:60])
             try:
                 process.kill()
             except psutil.Error:
