@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test quickstart lint clean
+.PHONY: help setup test quickstart lint chaos clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -20,6 +20,7 @@ help:
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
 	@echo "make lint        set up, then ruff (rules and format) and mypy"
+	@echo "make chaos       set up, then inject faults into 30 tiny trainings; ARGS=--short takes one run with five faults"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
 setup: $(PROJECT)
@@ -34,6 +35,9 @@ lint: setup
 	@.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+chaos: setup
+	@.venv/bin/python -m chaos.run --seed $(SEED) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
