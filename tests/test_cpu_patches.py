@@ -289,10 +289,12 @@ def vllm_log_probs(engine, rows: list[list[int]]) -> torch.Tensor:
 def our_policy_actor(monkeypatch):
     """Our classes in OpenRLHF's modules, for one test."""
     from openrlhf.trainer.ray import launcher, ppo_actor
+    from openrlhf.utils import deepspeed
 
     from arlopti_openrlhf.update import policy_actor
 
-    for module, name in ((ppo_actor, "PolicyModelActor"), (ppo_actor, "ActorPPOTrainer")):
+    ours = ((ppo_actor, "PolicyModelActor"), (ppo_actor, "ActorPPOTrainer"), (deepspeed, "DeepspeedStrategy"))
+    for module, name in ours:
         monkeypatch.setattr(module, name, getattr(module, name))  # what is there now comes back afterwards
     for module in (ppo_actor, launcher):
         monkeypatch.setattr(module, "Actor", module.Actor)

@@ -22,14 +22,19 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @contextmanager
 def cluster():
+    import openrlhf.utils.deepspeed
     from openrlhf.trainer.ray import ppo_actor
 
-    upstream_actor = ppo_actor.Actor
+    from arlopti_openrlhf.update import guard
+
+    upstream_actor, upstream_strategy = ppo_actor.Actor, openrlhf.utils.deepspeed.DeepspeedStrategy
+    guard.install()
     ray.init(num_gpus=2 * RANKS, num_cpus=2 * RANKS + 2, log_to_driver=False)
     try:
         yield
     finally:
         ppo_actor.Actor = upstream_actor  # `probe_class` has put ours there
+        openrlhf.utils.deepspeed.DeepspeedStrategy = upstream_strategy
         ray.shutdown()
         Group.workers.clear()
 
@@ -121,6 +126,9 @@ def probe_class(selective):
             super().init_model_from_pretrained(strategy, pretrain, max_steps)
 
         run, parameters = run_update, full_parameters
+
+        def call(self, function):
+            return function(self)
 
     return ray.remote(Probe)
 

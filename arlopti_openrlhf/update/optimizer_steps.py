@@ -31,6 +31,12 @@ def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LRScheduler) -> None:
     engine.optimizer.zero_grad()
     if engine.zero_optimization_stage() < 3:
         engine.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID  # as `step` would; ZeRO-3's `zero_grad` does
+    pass_over(engine, scheduler)
+
+
+def pass_over(engine: deepspeed.DeepSpeedEngine, scheduler: LRScheduler) -> None:
+    """Move the schedule on where there is no optimizer step to take. An earlier step's refusal counts no more."""
+    engine.optimizer.overflow = False
     scheduler.step()
 
 

@@ -5,7 +5,7 @@ import torch
 from openrlhf.trainer.ray import launcher, ppo_actor
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.update import old_log_probs
+from arlopti_openrlhf.update import guard, old_log_probs
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
 
@@ -18,6 +18,10 @@ class PolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.__r
             return old_log_probs.unknown(action_mask)
         return super().forward(sequences, action_mask, *args, **kwargs)
 
+    def first_non_finite(self) -> str | None:
+        """Return the name of the first parameter on this rank that is not finite, or None."""
+        return guard.first_non_finite(self.actor.model)
+
 
 def install() -> None:
     """Make OpenRLHF's policy actors train with `TokenUpdateTrainer`. Called on the driver, before the CLI is imported.
@@ -27,6 +31,7 @@ def install() -> None:
     """
     ppo_actor.PolicyModelActor = PolicyActor
     ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
+    guard.install()
 
 
 def install_selective_actor() -> None:

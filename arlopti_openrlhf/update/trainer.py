@@ -8,7 +8,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_ba
 from openrlhf.utils.loss_utils import iter_grad_accum_global_norm
 from tqdm import tqdm
 
-from arlopti_openrlhf.update import lora, old_log_probs, passes
+from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, passes
 from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, method_metrics
 from arlopti_openrlhf.update.micro_batch import MicroBatchTrainer
 from arlopti_openrlhf.update.passes import MiniBatch, Pass, Stage
@@ -44,10 +44,16 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             Upstream's metrics. With Lopti those of a pass appear for each stage, as `lopti/low/...` and
             `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of both (except GSPO's loss, which
             is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`. The
-            statistics by probability as `tokens/...` (`UpdateStatistics.metrics`).
+            statistics by probability as `tokens/...` (`UpdateStatistics.metrics`). `skipped_optimizer_steps` counts
+            those that were refused (`update.guard`).
         """
-        if self.is_off:
-            return super().ppo_train(kl_ctl)
+        engine = self.actor.model
+        skipped = engine.skipped_steps
+        status = super().ppo_train(kl_ctl) if self.is_off else self._update(kl_ctl)
+        return status | {"skipped_optimizer_steps": engine.skipped_steps - skipped}
+
+    def _update(self, kl_ctl: float) -> dict[str, float]:
+        """Train on the replay buffer in passes, or by upstream's loop where one pass is all."""
         if self.observes:
             by_quartile = self.args.logger.probability_stats == "quartiles"
             self.statistics = UpdateStatistics(torch.cuda.current_device(), by_quartile)
@@ -91,7 +97,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
 
     def _skip_pass(self, mini_batch: MiniBatch) -> None:
         """Count a pass without an optimizer step, as the schedule and EMA count data."""
-        self.actor_scheduler.step()
+        optimizer_steps.pass_over(self.actor.model, self.actor_scheduler)
         if self.ema_model:
             # `moving_average` averages at every micro-batch that ends a step, which it counts itself.
             for _ in range(1 if self.args.train.dynamic_batch_enable else len(mini_batch.micro_batches)):

@@ -5,6 +5,8 @@ from arlopti_openrlhf.preflight.seams.kinds import Body, Fields, Seam, Signature
 BUFFER = "openrlhf.trainer.ppo_utils.replay_buffer"
 ENGINE = "deepspeed.runtime.engine"
 PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
+STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
+ZERO3 = "deepspeed.runtime.zero.stage3"
 
 SEAMS: list[Seam] = [
     Signature(
@@ -166,6 +168,68 @@ SEAMS: list[Seam] = [
         "ALL_ATTENTION_FUNCTIONS.get_interface( self.config._attn_implementation, eager_attention_forward )",
         "forward.selective_actor._wrap_attention",
     ),
+    Signature(
+        STRATEGY,
+        "DeepspeedStrategy._ds_init_train_model",
+        "self model cfg",
+        "update.guard.GuardedStrategy._ds_init_train_model",
+    ),
+    Signature(
+        STRATEGY,
+        "DeepspeedStrategy.backward",
+        "self loss model _optimizer **kwargs",
+        "update.guard.GuardedStrategy.backward",
+    ),
+    Signature(STRATEGY, "DeepspeedStrategy.get_grad_norm", "self model", "update.guard.GuardedStrategy.get_grad_norm"),
+    Text(
+        STRATEGY,
+        "DeepspeedStrategy.moving_average",
+        'self.time_steps["ema"] += 1',
+        "update.guard.GuardedStrategy.moving_average",
+    ),
+    Text(
+        "openrlhf.utils.utils",
+        "get_strategy",
+        "from openrlhf.utils.deepspeed import DeepspeedStrategy",
+        "update.guard.install: bound when it is called",
+    ),
+    Text(
+        ENGINE,
+        "DeepSpeedEngine._take_model_step",
+        "if overflow: self.skipped_steps += 1 else:",
+        "update.guard.GuardedStrategy: a refused step moves no schedule",
+    ),
+    Text(
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedZeroOptimizer.step",
+        "if self.check_grad_overflow: self.check_overflow(",
+        "update.guard._check_gradients",
+    ),
+    Text(
+        ZERO3,
+        "DeepSpeedZeroOptimizer_Stage3.step",
+        "if self._overflow_check_and_loss_scale_update():",
+        "update.guard._check_gradients",
+    ),
+    Text(
+        ZERO3,
+        "DeepSpeedZeroOptimizer_Stage3._overflow_check_and_loss_scale_update",
+        "if self.dtype == torch.float16: self.check_overflow()",
+        "update.guard._check_gradients",
+    ),
+    Text(
+        ZERO3,
+        "DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct",
+        "err = torch.tensor(-1.0,",
+        "update.guard._check_gradients",
+    ),
+    Text(
+        ZERO3,
+        "DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload",
+        "mask_nan_or_inf_with_val_inplace(total_norm",
+        "update.guard._check_gradients",
+    ),
+    Signature("deepspeed.runtime.utils", "has_inf_or_nan", "x", "update.guard.first_non_finite"),
     Body(
         PPO_ACTOR,
         "ActorPPOTrainer.ppo_train",

@@ -1,0 +1,88 @@
+"""Refuses optimizer steps whose loss or gradient is not finite, on all ranks alike."""
+
+import deepspeed
+import torch
+from deepspeed.runtime.utils import has_inf_or_nan
+from openrlhf.utils import deepspeed as upstream
+from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+from torch import Tensor
+
+
+class GuardedStrategy(DeepspeedStrategy):
+    """`DeepspeedStrategy` that refuses an optimizer step whose loss or gradient is not finite on any rank.
+
+    DeepSpeed refuses such steps under ZeRO-1 and 2 in half precision alone. Elsewhere one NaN would make all weights
+    and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA stay where
+    they are. DeepSpeed counts it in `engine.skipped_steps`. What is finite goes through to the bit.
+
+    Muon is the exception: it keeps its momentum before DeepSpeed looks at the gradient, so all later steps are
+    refused too.
+    """
+
+    def _ds_init_train_model(self, model, cfg: dict):
+        model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        _check_gradients(_engine(model))
+        return model, optimizer, scheduler
+
+    def backward(self, loss: Tensor, model, _optimizer, **kwargs) -> None:
+        # A loss may be NaN through a term that has no gradient here. Then no gradient is to be finite.
+        factor = torch.full_like(loss, torch.nan).masked_fill(loss.isfinite(), 1.0)
+        super().backward(loss * factor, model, _optimizer, **kwargs)
+
+    def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
+        if is_refused(_engine(model)):
+            self.time_steps["ema"] += 1  # upstream counts micro-batches, and averages at every so many
+        else:
+            super().moving_average(model, model_ema, beta, device)
+
+    def get_grad_norm(self, model) -> float:
+        """Return the norm of the last step's gradient, NaN if the step was refused. DeepSpeed keeps an older one."""
+        return torch.nan if is_refused(_engine(model)) else super().get_grad_norm(model)
+
+
+def install() -> None:
+    """Make OpenRLHF build this strategy. Call it on the driver, before the CLI's `train`."""
+    upstream.DeepspeedStrategy = GuardedStrategy
+
+
+def is_refused(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether the last optimizer step was refused."""
+    # Stage 0's optimizer in bf16 has no such mark. It asserts that the gradient's norm is a number.
+    return hasattr(engine.optimizer, "overflow") and engine.optimizer.overflow
+
+
+def _engine(model) -> deepspeed.DeepSpeedEngine:
+    return model if isinstance(model, deepspeed.DeepSpeedEngine) else model.model
+
+
+def _check_gradients(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Make DeepSpeed look for gradients that are not finite before it steps, whatever the stage and the type."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage in (1, 2):
+        optimizer.check_grad_overflow = True
+    elif stage == 3 and not engine.fp16_enabled():
+        check = optimizer._overflow_check_and_loss_scale_update
+
+        def checked() -> bool:
+            # DeepSpeed's norms are those of all ranks, and -1 stands for one that is not finite.
+            optimizer.overflow = any(norm < 0 for norm in optimizer._get_norm_groups())
+            return check()
+
+        optimizer._overflow_check_and_loss_scale_update = checked
+
+
+@torch.no_grad()
+def first_non_finite(engine: deepspeed.DeepSpeedEngine) -> str | None:
+    """Return the name of the first parameter with a value that is not finite on this rank, or None.
+
+    Under ZeRO-3 a rank looks at its own shards, so the ranks may differ.
+    """
+    is_sharded = engine.zero_optimization_stage() == 3
+    names, found = [], []
+    for name, parameter in engine.module.named_parameters():
+        for tensor in (parameter.data, parameter.ds_tensor.data) if is_sharded else (parameter.data,):
+            if tensor.is_floating_point():
+                names.append(name)
+                found.append(has_inf_or_nan(tensor))
+    # One wait for the device, not one per parameter.
+    return next((name for name, is_bad in zip(names, torch.stack(found).tolist(), strict=True) if is_bad), None)
