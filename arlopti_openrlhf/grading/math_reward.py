@@ -27,6 +27,8 @@ WORKERS = int(os.environ.get("ARLOPTI_MATH_WORKERS", min(8, os.cpu_count() or 1)
 MAX_ANSWER = 2_000
 # Characters at the end of a response without a box, where an answer is looked for.
 MAX_TAIL = 2_000
+# Characters at the end of a response where a box is looked for. No response of 64k tokens is longer.
+MAX_RESPONSE = 2**18
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
@@ -59,7 +61,7 @@ def grade(response: str, answer: object) -> Grade:
         ValueError: the label is empty or of another type.
     """
     labels = _alternatives(answer)
-    box = last_box(response)
+    box = last_box(response[-MAX_RESPONSE:])
     if box is None:
         return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False)
     if len(box) > MAX_ANSWER:
@@ -133,7 +135,7 @@ def _alternatives(answer: object) -> tuple[str, ...]:
     if isinstance(answer, str) and answer.lstrip().startswith('["'):
         try:
             answer = json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass  # a label that merely begins so
     labels = answer if isinstance(answer, list | tuple) else [answer]
     if not labels:

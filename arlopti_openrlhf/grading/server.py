@@ -13,6 +13,7 @@ import hmac
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.requests import ClientDisconnect
 
 from arlopti_openrlhf.grading.grader import FIELDS, Grader, Limits, Refused
 
@@ -76,6 +78,9 @@ class _Metrics:
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
             registry=self.registry,
         )
+        self.left = Counter(
+            "reward_clients_left", "Clients that left, or were cut off, before their answer", registry=self.registry
+        )
         self.queue = Gauge("reward_queue", "Queries that wait", ["grader"], registry=self.registry)
         self.timed_out = Gauge(
             "reward_grader_timeouts_total", "Calls ended at their time limit", ["grader"], registry=self.registry
@@ -127,6 +132,7 @@ class RewardServer:
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(None, grader.pool.start) for grader in graders.values()))
         tasks = [loop.create_task(grader.work()) for grader in graders.values() for _ in range(grader.workers)]
+        tasks.append(loop.create_task(_watch_descriptors()))
         for grader in graders.values():
             self.metrics.watch(grader)
         self.graders = graders
@@ -147,6 +153,8 @@ class RewardServer:
             refused = error
         except asyncio.TimeoutError:
             refused = Refused(503, f"no answer within {self.limits.seconds:g} s")
+        except ClientDisconnect:  # the connection has counted it (`LimitedProtocol`)
+            return Response()
         response = _refusal(refused) if refused else JSONResponse(result)
         seconds = time.perf_counter() - start
         self.metrics.requests.labels(name, response.status_code).inc()
@@ -209,6 +217,26 @@ class RewardServer:
         return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
 
 
+async def _watch_descriptors() -> None:
+    """Log when the process runs out of file descriptors, and when it has some again.
+
+    The event loop accepts no connection meanwhile, and says nothing.
+    """
+    lacking = False
+    while True:
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if not lacking:
+                log.error("no descriptors left", extra={"fields": {"error": str(error)}})
+            lacking = True
+        else:
+            if lacking:
+                log.info("descriptors are back")
+            lacking = False
+        await asyncio.sleep(0.2)
+
+
 def _refusal(refused: Refused) -> Response:
     message = {"error": refused.message} | ({"field": refused.field} if refused.field else {})
     return JSONResponse(message, refused.status, {"Retry-After": "1"} if refused.status == 503 else None)
@@ -231,14 +259,21 @@ class JsonFormatter(logging.Formatter):
 def serve(
     sources: Sequence[tuple[str, str]], host: str, port: int, workers: int, limits: Limits, token: str | None
 ) -> None:
-    """Run the server until SIGTERM or SIGINT, and then answer what it has accepted."""
+    """Run the server until SIGTERM or SIGINT, and then answer what it has accepted.
+
+    A request whose body is not whole 5 s after the signal is dropped.
+    """
     import uvicorn
+
+    from arlopti_openrlhf.grading.limited_protocol import LimitedProtocol
 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    server = RewardServer(dict(sources), workers, limits, token)
     uvicorn.run(
-        RewardServer(dict(sources), workers, limits, token).app(),
+        server.app(),
+        http=partial(LimitedProtocol, on_left=server.metrics.left.inc),
         host=host,
         port=port,
         access_log=False,  # it would log paths, which may hold the token

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -252,12 +253,46 @@ def test_sigterm_answers_what_was_accepted(tmp_path):
     (tmp_path / "length.py").write_text(CUSTOM)
     with server("--grader", tmp_path / "length.py", "--workers", "2") as s, ThreadPoolExecutor(8) as threads:
         answers = [threads.submit(post, s.url + "/get_reward", ask("sleep 0.4")) for _ in range(8)]
-        time.sleep(0.3)
+        time.sleep(1)
         s.send_signal(signal.SIGTERM)
         assert [a.result() for a in answers] == [
             (200, {"rewards": 9.0, "scores": 9.0, "extra_logs": {"size": 4.5}})
         ] * 8
         assert s.wait(20) in (0, -signal.SIGTERM)  # uvicorn ends by the signal, when all is done
+
+
+def test_half_requests_and_clients_that_leave_cost_neither_the_end_nor_a_traceback(tmp_path):
+    head = b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    with server("--grader", "kk", "--workers", "1", log=tmp_path / "log") as s:
+        address = ("127.0.0.1", int(s.url.rsplit(":")[-1]))
+        for part in (b"POST", head, head + b"{"):
+            with socket.create_connection(address) as client:
+                client.sendall(part)
+                time.sleep(0.1)
+        time.sleep(0.2)
+        assert "\nreward_clients_left_total 3.0" in urllib.request.urlopen(s.url + "/metrics").read().decode()
+        with socket.create_connection(address) as first, socket.create_connection(address) as second:
+            first.sendall(b"POST")
+            second.sendall(head + b"{")
+            time.sleep(0.2)
+            s.send_signal(signal.SIGTERM)
+            assert s.wait(15) in (0, -signal.SIGTERM)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_no_descriptors_left_is_logged_and_over_when_they_are_back(tmp_path):
+    with server("--grader", "kk", "--workers", "1", log=tmp_path / "log") as s:
+        resource.prlimit(s.pid, resource.RLIMIT_NOFILE, (64, 64))
+        address = ("127.0.0.1", int(s.url.rsplit(":")[-1]))
+        clients = [socket.create_connection(address) for _ in range(100)]
+        time.sleep(0.5)
+        for client in clients:
+            client.close()
+        deadline = time.monotonic() + 10
+        while "descriptors are back" not in (log := (tmp_path / "log").read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert '"no descriptors left"' in log and "descriptors are back" in log and "Traceback" not in log
+        assert post(s.url + "/get_reward", ask(RIGHT))[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,28 @@ EQUAL = [
     ("\\$32,\\!348", "32348"),
     ("(-\\infty, 2]", "(-\\infty,2]"),
     ("\\{1, 2\\}", "\\{2, 1\\}"),
+    ("42", "42 \\text{ cm}"),
+    ("42", "42\\ \\mathrm{m}/\\mathrm{s}^2"),
+    ("42", "42\\text{ km/h}"),
+    ("42", "42 \\mathrm{~cm}^{2}"),
+    ("42", "42 cm"),
+    ("42", "42 \\text{ marbles}"),
+    ("42", "42 \\text{ of the students}"),
+    ("42", "42 \\text{ p.m.}"),
+    ("42", "42^\\circ\\text{C}"),
+    ("42 \\text{ wombles and more}", "42.0 \\text{ Wombles}"),
+    ("42", "x = 42"),
+    ("42", "= 42."),
+    ("42", "n = 6 \\cdot 7 = 42"),
+    ("42", "41 + 1 = 42 \\text{ cm}"),
+    ("0.333", "\\frac{1}{3} = 0.333"),
+    ("5", "101_2 = 5"),
+    ("300", "-60^\\circ = 300^\\circ"),
+    ("50\\%", "\\frac{1}{2} = 50\\%"),
+    ("2", "17 \\equiv 2 \\pmod{5}"),
+    ("42", "$42$ cm"),
+    ("\\{1, 2\\}", "$1$ and $2$"),
+    ("a + b + c", "c + b + a"),
 ]
 UNEQUAL = [
     ("8.7e8", "8.8e8"),
@@ -58,6 +80,28 @@ UNEQUAL = [
     ("p - q", "q - p"),
     ("\\text{Evelyn}", "Zoey"),
     ("[1, 2]", "(1, 2)"),
+    # Malformed, with the label at the start.
+    ("10", "10^{1000000}!\\left("),
+    ("42", "42\\left("),
+    ("42", "42)"),
+    ("42", "42 +"),
+    ("42", "42 \\foo"),
+    ("42", "42?"),
+    # Taken back, or one of two.
+    ("42", "42 \\text{ maybe}"),
+    ("42", "42 \\text{ or not}"),
+    ("42", "42 \\text{ maybe}\\text{ cm}"),
+    ("42", "42 \\text{ perhaps cm}"),
+    ("42", "42 \\text{ cm or 43 cm}"),
+    ("42", "42 \\text{ cm} + 43 \\text{ cm}"),
+    ("42", "42 \\text{?}"),
+    ("42", "43 $42$"),
+    # Contradictions.
+    ("42", "43 = 42"),
+    ("42", "43 = 44 = 42"),
+    ("42", "x = 41 = 42"),
+    ("42", "43 = 42 \\text{ cm}"),
+    ("42", "43 \\equiv 42"),
 ]
 HOSTILE = [
     "9^{9^{9^9}}",
@@ -119,12 +163,23 @@ def test_the_last_closed_box(text, content):
     assert last_box(text) == content
 
 
+@pytest.mark.parametrize("piece", ["{", "}", "\\boxed{", "\\", "\\boxed{1} "])
+def test_a_response_of_16_mib_is_graded_in_time(piece):
+    start = time.monotonic()
+    assert grade("\\boxed{" + piece * (2**24 // len(piece)), "42").score == 0
+    assert time.monotonic() - start < math_reward.TIMEOUT
+
+
 def test_without_a_box_the_library_extracts():
     assert grade("We get x = 3. The answer is 42.", "42") == (1.0, False, False)
     assert grade("The answer is 1/2", "0.5") == (1.0, False, False)
     for text in ("The final answer is $4.5e33$.", "Thus \\[ 4.5 \\times 10^{33} \\]", "So the answer is 4.5E+33."):
         assert grade(text, "4.5e33") == (1.0, False, False), text
     assert grade("I do not know.", "42") == (0.0, False, False)
+    # A number is looked for beside a formula that does not parse, and not in it.
+    assert grade("The answer is 10. $\\foo$", "10") == (1.0, False, False)
+    assert grade("The answer is $10^{1000000}!\\left($", "10") == (0.0, False, False)
+    assert grade("The answer is $42 \\text{ maybe}$.", "42") == (0.0, False, False)
     for end in ("<|im_end|>", "<|im_end|>\n", "<|endoftext|><|endoftext|>", "</s>", ".<|eot_id|>"):
         assert grade(f"The answer is 1/2{end}", "0.5") == (1.0, False, False), end
         assert grade(f"It is \\boxed{{1/2}}{end}", "0.5") == (1.0, True, False), end
