@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from arlopti_openrlhf.preflight.seams import grading
 from arlopti_openrlhf.preflight.seams.check import ALWAYS, PATCHED
 from arlopti_openrlhf.preflight.seams.kinds import Seam, Source, squeeze
 
-SEAMS = (*ALWAYS, *PATCHED)
+SEAMS = (*ALWAYS, *PATCHED, *grading.SEAMS)
 SOURCE = Source()
 
 
