@@ -25,7 +25,7 @@ def main() -> None:
     _check_version()
     cpu.enable(driver=True)
     # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
-    from arlopti_openrlhf.run import controller, evaluation, reward_client
+    from arlopti_openrlhf.run import checkpoints, controller, evaluation, reward_client
     from arlopti_openrlhf.update import policy_actor
 
     policy_actor.install()
@@ -36,6 +36,7 @@ def main() -> None:
         reward_client.install(vars(args)["reward.retry_minutes"])
         evaluation.install(vars(args)["eval.sampling"])
         controller.install()
+        checkpoints.install()
 
     with _our_parser(install):
         runpy.run_module(UPSTREAM, run_name="__main__", alter_sys=True)

@@ -4,11 +4,11 @@ import importlib.metadata
 from collections.abc import Iterable
 
 from arlopti_openrlhf.preflight.finding import Finding
-from arlopti_openrlhf.preflight.seams import command, cpu, run, update
+from arlopti_openrlhf.preflight.seams import checkpoints, command, cpu, run, update
 from arlopti_openrlhf.preflight.seams.kinds import Moved, Seam, Source
 
 TESTED = "0.11.2"  # the version that the tables were read from
-ALWAYS = (*command.SEAMS, *update.SEAMS, *run.SEAMS)
+ALWAYS = (*command.SEAMS, *update.SEAMS, *run.SEAMS, *checkpoints.SEAMS)
 PATCHED = tuple(cpu.SEAMS)  # where `cpu.enable` patches OpenRLHF
 
 

@@ -1,0 +1,97 @@
+"""What saving, resuming and the trackers lean on.
+
+OpenRLHF saves and loads through its strategy alone. So the smallest override of its rotation and of what it loads is a
+subclass of the strategy, with `save_ckpt` and `load_ckpt`.
+"""
+
+from arlopti_openrlhf.preflight.seams.kinds import Body, Seam, Signature, Text
+
+ACTOR = "openrlhf.trainer.ray.ppo_actor"
+CRITIC = "openrlhf.trainer.ray.ppo_critic"
+ENGINE = "deepspeed.runtime.engine"
+STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
+TRAINER = "openrlhf.trainer.ppo_trainer"
+
+OURS = "run.checkpoints.CheckpointStrategy"
+
+SEAMS: list[Seam] = [
+    Body(STRATEGY, "DeepspeedStrategy.save_ckpt", "87c7d1703228886e", f"{OURS}.save_ckpt"),
+    Signature(
+        STRATEGY,
+        "DeepspeedStrategy.save_ckpt",
+        "self model save_dir tag max_num max_mem client_state save_latest metric_value metric_key",
+        f"{OURS}.save_ckpt",
+    ),
+    Signature(
+        STRATEGY,
+        "DeepspeedStrategy.load_ckpt",
+        "self model load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only",
+        f"{OURS}.load_ckpt",
+    ),
+    Signature(
+        STRATEGY, "DeepspeedStrategy.save_model", "self model tokenizer output_dir **kwargs", f"{OURS}.save_model"
+    ),
+    Text(
+        STRATEGY,
+        "DeepspeedStrategy.save_model",
+        "gc.collect() torch_dist_barrier_and_cuda_sync()",
+        f"{OURS}.save_model: rank 0 goes to that barrier where it fails",
+    ),
+    Signature(STRATEGY, "DeepspeedStrategy._ds_init_eval_model", "self model", f"{OURS}._ds_init_eval_model"),
+    Signature(
+        STRATEGY,
+        "DeepspeedStrategy._write_ckpt_metric",
+        "self ckpt_dir metric_value metric_key",
+        f"{OURS}.save_ckpt",
+    ),
+    Signature(STRATEGY, "DeepspeedStrategy._read_ckpt_metric", "self ckpt_dir", f"{OURS}.save_ckpt"),
+    Text(
+        "openrlhf.utils.utils",
+        "get_strategy",
+        "from openrlhf.utils.deepspeed import DeepspeedStrategy",
+        "run.checkpoints.install",
+    ),
+    Text(
+        ACTOR,
+        "PolicyModelActor.init_model_from_pretrained",
+        "_, states = strategy.load_ckpt(self.actor.model, ckpt_path) self.checkpoint_states = states",
+        f"{OURS}.load_ckpt",
+    ),
+    Text(
+        ACTOR,
+        "PolicyModelActor.init_model_from_pretrained",
+        "self.ema_model = strategy.prepare(ema_model)",
+        f"{OURS}._ds_init_eval_model: before the checkpoint is loaded",
+    ),
+    Text(
+        ACTOR,
+        "PolicyModelActor.save_checkpoint",
+        'os.path.join(args.ckpt.path, "_actor"), tag, args.ckpt.max_num, args.ckpt.max_mem, client_states,',
+        f"{OURS}.save_ckpt",
+    ),
+    Text(
+        CRITIC,
+        "CriticModelActor.save_checkpoint",
+        'os.path.join(args.ckpt.path, "_critic"), tag, args.ckpt.max_num, args.ckpt.max_mem,',
+        f"{OURS}.save_ckpt",
+    ),
+    Text(
+        TRAINER,
+        "BasePPOTrainer.init_checkpoint_states",
+        '"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {},',
+        "run.checkpoints.BEGINNING",
+    ),
+    Text(ENGINE, "DeepSpeedEngine._save_checkpoint", "self.checkpoint_engine.save(", f"{OURS}._write"),
+    Text(
+        ENGINE,
+        "DeepSpeedEngine._save_zero_checkpoint",
+        "self.checkpoint_engine.save(zero_sd, zero_checkpoint_name)",
+        f"{OURS}._write",
+    ),
+    Text(
+        ENGINE,
+        "DeepSpeedEngine._save_zero_checkpoint",
+        "self._copy_recovery_script(save_path)",
+        f"{OURS}._write",
+    ),
+]
