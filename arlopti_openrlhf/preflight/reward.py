@@ -116,8 +116,7 @@ def _check_servers(urls: Sequence[str]) -> list[Finding]:
 def _ask_health(url: str) -> tuple[bool, str]:
     """Return whether anything answers at a URL, and what is wrong with it ("" where /health says that all is well)."""
     try:
-        parts = urlsplit(url)
-        is_url = bool(parts.hostname) and parts.port != 0
+        is_url = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
     except ValueError:
         is_url = False
     if not is_url:
@@ -126,7 +125,7 @@ def _ask_health(url: str) -> tuple[bool, str]:
     start = time.monotonic()
     while True:
         try:
-            with opener.open(f"{parts.scheme}://{parts.netloc}/health", timeout=_HEALTH_SECONDS):
+            with opener.open(f"{_shown(url)}/health", timeout=_HEALTH_SECONDS):
                 return True, ""
         except HTTPError as error:
             return True, f"something answers, but /health with status {error.code}, so the server is not checked"
@@ -140,6 +139,6 @@ def _ask_health(url: str) -> tuple[bool, str]:
 
 
 def _shown(url: str) -> str:
-    """Return a URL without its path, which may hold a token."""
+    """Return a URL without the user and the path, which may hold a password or a token."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}"

@@ -167,7 +167,7 @@ def server():
 
 def test_servers_are_asked_for_their_health_and_nothing_else(check, server):
     (good, asked), (foreign, asked_too) = server(200), server(404)
-    assert check(good) == []
+    assert check(good) == check(good.replace("//", "//user:password@")) == []
     [found] = check(good, foreign)
     assert (
         found.startswith("--reward.remote_url http://127.0.0.1:")
