@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.cli import train_ppo_ray
+from arlopti_openrlhf.cli import command_line, train_ppo_ray
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -110,15 +110,12 @@ def test_commands_parse(document, tmp_path, monkeypatch):
 def training_flags() -> set[str]:
     """Return the flags of the training command's real parser."""
     flags: set[str] = set()
-    add_run_flags = train_ppo_ray._add_run_flags
 
     def collect(parser) -> None:
-        add_run_flags(parser)
+        train_ppo_ray.add_flags(parser)
         flags.update(flag for action in parser._actions for flag in action.option_strings)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_ppo_ray, "_add_run_flags", collect)
-        train_ppo_ray.parse(["--actor.model_name_or_path", "model", "--reward.remote_url", "kk"])
+    command_line.parse([], collect)
     return flags
 
 

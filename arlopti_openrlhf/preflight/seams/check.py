@@ -8,7 +8,8 @@ from arlopti_openrlhf.preflight.seams import checkpoints, command, cpu, run, upd
 from arlopti_openrlhf.preflight.seams.kinds import Moved, Seam, Source
 
 TESTED = "0.11.2"  # the version that the tables were read from
-ALWAYS = (*command.SEAMS, *update.SEAMS, *run.SEAMS, *checkpoints.SEAMS)
+COMMAND = tuple(command.SEAMS)  # without these there is no parser
+ALWAYS = (*COMMAND, *update.SEAMS, *run.SEAMS, *checkpoints.SEAMS)
 PATCHED = tuple(cpu.SEAMS)  # where `cpu.enable` patches OpenRLHF
 
 

@@ -1,0 +1,132 @@
+"""Reads OpenRLHF's command line from its source, without importing OpenRLHF.
+
+Upstream builds its parser, and checks what it has parsed, under `if __name__ == "__main__"`. The module imports Ray,
+vLLM and DeepSpeed first, which takes half a minute. Here the statements of that block run alone.
+"""
+
+import argparse
+import ast
+import copy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from arlopti_openrlhf.preflight.finding import Finding
+from arlopti_openrlhf.preflight.seams.kinds import Module
+
+_COMMAND = "openrlhf.cli.train_ppo_ray"
+_CONFIG = "openrlhf.utils.config"
+
+
+def parse(argv: Sequence[str], add_flags: Callable[[argparse.ArgumentParser], None]) -> argparse.Namespace:
+    """Return what upstream's parser makes of `argv`, with our flags in it, as a flat namespace.
+
+    Raises:
+        SystemExit: with status 2 after one line on standard error, for a flag or a value that is refused, and with
+            status 0 after the help.
+    """
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str):
+            # Upstream's usage alone would fill two screens.
+            self.exit(2, f"{self.prog}: error: {message}\n")
+
+        def parse_args(self, args=None, namespace=None):
+            self.prog = "train_ppo_ray"
+            add_flags(self)
+            return super().parse_args(argv, namespace)
+
+    block = _block()
+    names = block.names | {"argparse": SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})}
+    for statement in block.parsing:
+        _execute(statement, block.path, names)
+    return names["args"]
+
+
+class Checked(NamedTuple):
+    """Holds what upstream's `train` would be called with, and what upstream's own checks say against it."""
+
+    args: SimpleNamespace
+    findings: list[Finding]
+
+
+def check(flat: argparse.Namespace) -> Checked:
+    """Nest the arguments, fill in what follows from others, and check them, all as upstream does after parsing.
+
+    Each of upstream's statements runs, also after one that fails. So all that it would refuse is found at once.
+    """
+    block = _block()
+    names = block.names | {"args": copy.deepcopy(flat), "train": lambda args: None}
+    findings = []
+    for statement in block.checking:
+        if isinstance(statement, ast.ImportFrom) and statement.module == _CONFIG:
+            names["hierarchize"] = hierarchize
+            continue
+        try:
+            _execute(statement, block.path, names)
+        except Exception as error:
+            findings.append(_finding(statement, error, block.path, vars(flat)))
+    return Checked(names["args"], findings)
+
+
+def hierarchize(flat: argparse.Namespace) -> SimpleNamespace:
+    """Return upstream's nested form of the arguments: `--algo.ar.alpha` is `args.algo.ar.alpha`."""
+    names: dict[str, Any] = {}
+    module = Module(_CONFIG)
+    exec(compile(module.text, module.path, "exec"), names)  # noqa: S102
+    return names["hierarchize"](flat)
+
+
+class _Block(NamedTuple):
+    """Holds the statements of upstream's `if __name__ == "__main__"`."""
+
+    path: str
+    names: dict[str, Any]  # what the module imports from the standard library
+    parsing: list[ast.stmt]  # up to `args = parser.parse_args()`
+    checking: list[ast.stmt]  # after it
+
+
+def _block() -> _Block:
+    module = Module(_COMMAND)
+    path = str(module.path)
+    names: dict[str, Any] = {}
+    block: list[ast.stmt] = []
+    for statement in module.tree.body:
+        if _is_of_standard_library(statement):
+            _execute(statement, path, names)
+        elif isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
+            block = statement.body
+    [parsed] = [i for i, statement in enumerate(block) if ast.unparse(statement) == "args = parser.parse_args()"]
+    return _Block(path, names, block[: parsed + 1], block[parsed + 1 :])
+
+
+def _is_of_standard_library(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Import):
+        return all(alias.name.partition(".")[0] in sys.stdlib_module_names for alias in statement.names)
+    return isinstance(statement, ast.ImportFrom) and (statement.module or "") in sys.stdlib_module_names
+
+
+def _execute(statement: ast.stmt, path: str, names: dict[str, Any]) -> None:
+    exec(compile(ast.Module([statement], []), path, "exec"), names)  # noqa: S102
+
+
+def _finding(statement: ast.stmt, error: Exception, path: str, flat: dict[str, Any]) -> Finding:
+    """Say what failed, with the flags that the failing line asks for."""
+    line = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path][-1]
+    inside = [
+        node
+        for node in ast.walk(statement)
+        if isinstance(node, ast.stmt) and node.lineno <= (line or 0) <= (node.end_lineno or node.lineno)
+    ]
+    innermost = inside[-1]
+    asked = innermost.value if isinstance(innermost, ast.Assign) else innermost
+    nodes = [node for node in ast.walk(asked) if isinstance(node, ast.Attribute)]
+    nodes.sort(key=lambda node: (node.lineno, node.col_offset))
+    named = [ast.unparse(node).removeprefix("args.") for node in nodes]
+    flags = list(dict.fromkeys(name for name in named if name in flat)) or [""]
+    problem = str(error).rstrip(".") if isinstance(error, AssertionError) else f"OpenRLHF's own check fails: {error!r}"
+    others = [f"--{flag} {flat[flag]}" for flag in flags[1:]]
+    remedy = f"change it, or {' or '.join(others)}" if others else "change it"
+    return Finding(f"--{flags[0]}" if flags[0] else "", flat.get(flags[0], ""), problem, remedy)

@@ -1,0 +1,83 @@
+"""Runs the checks, and prints what they find in one list.
+
+A check is a function of upstream's nested arguments, as its `train` gets them, that returns findings. Where one fails
+itself, that is a finding too.
+"""
+
+import functools
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from arlopti_openrlhf.preflight import batches, values
+from arlopti_openrlhf.preflight.finding import Finding
+from arlopti_openrlhf.preflight.seams import check as seams
+
+Check = Callable[[SimpleNamespace], list[Finding]]
+
+# They look at the arguments and at source text, and take about a second.
+QUICK: dict[str, Check] = {
+    "values": values.check,
+    "batches": batches.check,
+    "installed packages": lambda args: seams.moved(seams.ALWAYS),
+}
+# They look at files and at the machine, and may import PyTorch and transformers.
+THOROUGH = ("machine", "placement", "memory", "model", "data", "evaluation", "reward")
+
+
+def run(args: SimpleNamespace, findings: list[Finding], upstream_findings: list[Finding]) -> None:
+    """Check everything, and print one list. Warnings alone stop nothing.
+
+    Args:
+        args: upstream's nested arguments, as its `train` gets them.
+        findings: what is known to be wrong with them already.
+        upstream_findings: what upstream's own checks say. Where ours say more of the same flag, they are left out.
+
+    Raises:
+        SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
+    """
+    found = findings + [finding for name, check in QUICK.items() for finding in _run(name, check, args)]
+    found += [finding for finding in upstream_findings if finding.flag not in {f.flag for f in found}]
+    # The thorough checks take seconds, and half of what they said would follow from what is wrong already.
+    if args.dry_run or not any(finding.is_fatal for finding in found):
+        for name in THOROUGH:
+            found += _run(name, functools.partial(_check_thoroughly, name), args)
+    is_fatal = any(finding.is_fatal for finding in found)
+    if found:
+        print(listed(found), file=sys.stderr, flush=True)
+    if is_fatal:
+        sys.exit(2)
+    if args.dry_run:
+        print("arlopti_openrlhf: the run can start; --dry-run has started nothing.")
+        sys.exit(0)
+
+
+def refuse_if_fatal(findings: list[Finding]) -> None:
+    """Print the findings and exit with status 2 if one is fatal."""
+    if any(finding.is_fatal for finding in findings):
+        print(listed(findings), file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def listed(findings: list[Finding]) -> str:
+    """Return the list that the user reads, what is fatal first."""
+    errors = sum(finding.is_fatal for finding in findings)
+    head = f"arlopti_openrlhf: before the start, {errors} fatal of {len(findings)} findings:"
+    ordered = sorted(findings, key=lambda finding: not finding.is_fatal)
+    return "\n".join([head, *(f"  {'error' if f.is_fatal else 'warning'}: {f}" for f in ordered)])
+
+
+def _check_thoroughly(name: str, args: SimpleNamespace) -> list[Finding]:
+    module = f"arlopti_openrlhf.preflight.{name}"
+    return importlib.import_module(module).check(args) if importlib.util.find_spec(module) else []
+
+
+def _run(name: str, check: Check, args: SimpleNamespace) -> list[Finding]:
+    try:
+        return check(args)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"the check of {name} failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        return [Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)]

@@ -1,0 +1,102 @@
+"""Flags that cannot go together. The parser refuses them too."""
+
+from operator import attrgetter
+from types import SimpleNamespace
+
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.preflight.finding import Finding
+
+LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
+# Schedules that look at the loss.
+_NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
+# Flags that the selective update and the statistics cannot serve, with the value at which each is off.
+_NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
+
+
+def check(args: SimpleNamespace) -> list[Finding]:
+    """Return what cannot go together in the nested arguments as the user gave them."""
+    return [*_check_reward_source(args), *_check_lopti(args), *_check_update(args), *_check_evaluation(args)]
+
+
+def uses_lopti(args: SimpleNamespace) -> bool:
+    """Return whether tokens are updated in groups."""
+    return args.algo.lopti.eta is not None or args.algo.lopti.quantile is not None
+
+
+def needs_stock_update(args: SimpleNamespace) -> str | None:
+    """Return the first flag that only OpenRLHF's own update can serve."""
+    return next((flag for flag, off in _NEEDS_STOCK_UPDATE.items() if attrgetter(flag)(args) != off), None)
+
+
+def is_selective(args: SimpleNamespace) -> bool:
+    """Return whether the update computes only what it needs: where the user says so, and else with AR or Lopti."""
+    if args.actor.update is not None:
+        return args.actor.update == "selective"
+    return bool(args.algo.ar.alpha or uses_lopti(args)) and needs_stock_update(args) is None
+
+
+def rollout_samples(args: SimpleNamespace) -> int:
+    """Return how many samples lie between two weight syncs."""
+    return args.rollout.batch_size * args.rollout.n_samples_per_prompt
+
+
+def _check_reward_source(args: SimpleNamespace) -> list[Finding]:
+    """Refuse what could give no reward. OpenRLHF would find that out only after the first rollout."""
+    source = args.reward.remote_url
+    if not source or args.train.agent_func_path:
+        return []
+    first, *others = source.split(",")
+    is_file = first in REWARD_FILES or first.endswith(".py")
+    if not (is_file and others) and (is_file or all("://" in part for part in (first, *others))):
+        return []
+    allowed = f"{', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
+    return [Finding("--reward.remote_url", source, "is no source of rewards", f"give {allowed}")]
+
+
+def _check_lopti(args: SimpleNamespace) -> list[Finding]:
+    lopti, findings = args.algo.lopti, []
+    if lopti.eta is not None and lopti.quantile is not None:
+        problem = f"given together with --algo.lopti.eta {lopti.eta}"
+        findings.append(Finding("--algo.lopti.quantile", lopti.quantile, problem, "give one of the two, in (0, 1)"))
+    for name, default in LOPTI_DEFAULTS.items():
+        value = vars(lopti)[name]
+        if not uses_lopti(args) and value != default:
+            remedy = "give --algo.lopti.eta or --algo.lopti.quantile, in (0, 1)"
+            findings.append(Finding(f"--algo.lopti.{name}", value, "Lopti is off", remedy))
+    if lopti.groups != "both" and lopti.order != "low_first":
+        problem = f"there is no order, since --algo.lopti.groups is {lopti.groups}"
+        findings.append(Finding("--algo.lopti.order", lopti.order, problem, "leave one of the two out"))
+    if uses_lopti(args) and args.actor.lr_scheduler in _NOT_BY_STEPS:
+        problem = "does not follow from the number of steps, which Lopti doubles"
+        remedy = "choose a schedule that does, such as constant"
+        findings.append(Finding("--actor.lr_scheduler", args.actor.lr_scheduler, problem, remedy))
+    return findings
+
+
+def _check_update(args: SimpleNamespace) -> list[Finding]:
+    findings = []
+    stock_only = needs_stock_update(args)
+    if args.actor.update == "selective" and stock_only:
+        problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
+        remedy = f"set that to {_NEEDS_STOCK_UPDATE[stock_only]}, or --actor.update to stock"
+        findings.append(Finding("--actor.update", "selective", problem, remedy))
+    batch, rollout = args.train.batch_size, rollout_samples(args)
+    if (uses_lopti(args) or is_selective(args)) and (batch < 1 or rollout < batch or rollout % batch):
+        problem = "does not divide the rollout batch, of which AR, Lopti and the selective update take whole steps"
+        remedy = f"give a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
+        findings.append(Finding("--train.batch_size", batch, problem, remedy))
+    return findings
+
+
+def _check_evaluation(args: SimpleNamespace) -> list[Finding]:
+    evaluates = args.eval.dataset and args.eval.steps != -1
+    findings = []
+    if args.eval.sampling and not evaluates:
+        patterns = " ".join(sampling.pattern for sampling in args.eval.sampling)
+        remedy = "give --eval.dataset and --eval.steps"
+        findings.append(Finding("--eval.sampling", patterns, "nothing is evaluated", remedy))
+    if evaluates and not args.reward.remote_url and not args.train.agent_func_path:
+        problem = "OpenRLHF's evaluation asks no reward model"
+        remedy = "give --reward.remote_url or --train.agent_func_path"
+        findings.append(Finding("--eval.dataset", args.eval.dataset, problem, remedy))
+    return findings
