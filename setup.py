@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*"]),
     install_requires=[
-        "openrlhf==0.11.2",
+        "openrlhf>=0.11.2,<0.12",  # the training command checks what it leans on in it
         "math-verify[antlr4_13_2]>=0.9",
         "fastapi",
         "uvicorn",
@@ -24,7 +24,7 @@ setup(
         "prometheus-client",
     ],
     extras_require={
-        "gpu": ["openrlhf[vllm]==0.11.2", "flash-attn==2.8.3"],
+        "gpu": ["openrlhf[vllm]>=0.11.2,<0.12", "flash-attn==2.8.3"],
         "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
         "dev": [
             "hypothesis",
