@@ -33,17 +33,17 @@ def run(args: SimpleNamespace, findings: list[Finding], upstream_findings: list[
     Args:
         args: upstream's nested arguments, as its `train` gets them.
         findings: what is known to be wrong with them already.
-        upstream_findings: what upstream's own checks say. Where ours say more of the same flag, they are left out.
+        upstream_findings: what upstream's own checks say against them.
 
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
     found = findings + [finding for name, check in QUICK.items() for finding in _run(name, check, args)]
-    found += [finding for finding in upstream_findings if finding.flag not in {f.flag for f in found}]
+    found += _news(upstream_findings, found)
     # The thorough checks take seconds, and half of what they said would follow from what is wrong already.
     if args.dry_run or not any(finding.is_fatal for finding in found):
         for name in THOROUGH:
-            found += _run(name, functools.partial(_check_thoroughly, name), args)
+            found += _news(_run(name, functools.partial(_check_thoroughly, name), args), found)
     is_fatal = any(finding.is_fatal for finding in found)
     if found:
         print(listed(found), file=sys.stderr, flush=True)
@@ -81,3 +81,9 @@ def _run(name: str, check: Check, args: SimpleNamespace) -> list[Finding]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"the check of {name} failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         return [Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)]
+
+
+def _news(findings: list[Finding], found: list[Finding]) -> list[Finding]:
+    """Return the findings without those of a flag that has to be changed anyway."""
+    refused = {finding.flag for finding in found if finding.is_fatal and finding.flag}
+    return [finding for finding in findings if finding.flag not in refused]

@@ -67,7 +67,7 @@ def check(args: SimpleNamespace) -> list[Finding]:
     trained = ("actor", "critic") if args.critic.model_name_or_path else ("actor",)
     for name in trained:
         findings += _check_optimizer(args, name)
-    findings += [_check_engines(args), _check_stage(args), *_check_sources(args)]
+    findings += [_check_engines(args), _check_stage(args), _check_reward(args)]
     return [finding for finding in findings if finding]
 
 
@@ -119,14 +119,8 @@ def _check_stage(args: SimpleNamespace) -> Finding | None:
     return Finding("--ds.zero_stage", args.ds.zero_stage, "is no stage of ZeRO", "give 0, 1, 2 or 3")
 
 
-def _check_sources(args: SimpleNamespace) -> list[Finding]:
-    findings = []
-    for flag in ("actor.model_name_or_path", "data.prompt_dataset"):
-        if not _value(args, flag):
-            findings.append(
-                Finding(f"--{flag}", _value(args, flag), "is missing", "give a path, or a name on the hub")
-            )
-    if not (args.reward.remote_url or args.reward.model_name_or_path or args.train.agent_func_path):
-        remedy = "give --reward.remote_url, --reward.model_name_or_path or --train.agent_func_path"
-        findings.append(Finding("--reward.model_name_or_path", None, "there is no source of rewards", remedy))
-    return findings
+def _check_reward(args: SimpleNamespace) -> Finding | None:
+    if args.reward.remote_url or args.reward.model_name_or_path or args.train.agent_func_path:
+        return None
+    remedy = "give --reward.remote_url, --reward.model_name_or_path or --train.agent_func_path"
+    return Finding("--reward.model_name_or_path", None, "there is no source of rewards", remedy)
