@@ -42,7 +42,7 @@ def train(args: SimpleNamespace) -> None:
     cpu.enable(driver=True)
     cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
     # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
-    from arlopti_openrlhf.run import checkpoints, controller, evaluation, reward_client
+    from arlopti_openrlhf.run import checkpoints, controller, driver, evaluation, reward_client
     from arlopti_openrlhf.update import policy_actor
 
     policy_actor.install()
@@ -55,7 +55,10 @@ def train(args: SimpleNamespace) -> None:
     # Last, because it binds the policy's Ray actor when it is imported.
     from openrlhf.cli import train_ppo_ray as upstream
 
-    upstream.train(args)
+    run = driver.Driver()
+    with run.ending():
+        run.start(args.train.stall_minutes)
+        upstream.train(args)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -1,9 +1,11 @@
 """Leads a run in place of OpenRLHF's single controller.
 
 It takes the prompts in the seed's order, evaluates before the first step and after the last too, chooses the best
-checkpoint by accuracy, logs histograms, and makes experience with `run.experience_maker`.
+checkpoint by accuracy, logs histograms, makes experience with `run.experience_maker`, and answers requests to stop
+(`run.stopping`) with a checkpoint.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -13,8 +15,10 @@ import ray
 import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.utils.logging_utils import init_logger
+from ray.util.queue import Full
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.run import stopping
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
@@ -53,10 +57,13 @@ class Controller(ppo_trainer.BasePPOTrainer):
     2. The best checkpoint has the highest accuracy.
     3. The trackers stay open for an evaluation after the last step.
     4. The trackers, and not the console, get the statistics by probability.
+    5. A checkpoint is saved every `--ckpt.save_minutes` too, and before the run obeys a request to stop.
     """
 
     last_step = 0
     last_client_states: dict | None = None
+    saved_step = 0
+    saved_at: float  # time.monotonic() of the last checkpoint, in seconds
     evaluated_step: int | None = None
     best_eval_metric_key: str | None  # upstream's
 
@@ -80,7 +87,11 @@ class Controller(ppo_trainer.BasePPOTrainer):
         return status
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
-        """Log and save as upstream does, and log the statistics by probability too."""
+        """Log and save as upstream does, and log the statistics by probability too.
+
+        Raises:
+            Interrupted: a request to stop has come.
+        """
         self.last_step, self.last_client_states = global_step, dict(client_states or {})
         histograms = self.token_statistics.pop(HISTOGRAMS, None)
         super().save_logs_and_checkpoints(global_step, (logs_dict or {}) | self.token_statistics, client_states)
@@ -88,6 +99,27 @@ class Controller(ppo_trainer.BasePPOTrainer):
             half = len(histograms) // 2
             self._log_histogram("train/tokens/probability", histograms[:half], global_step)
             self._log_histogram("train/tokens/logit_grad_norm_by_probability", histograms[half:], global_step)
+        if global_step % self.args.ckpt.save_steps == 0:
+            self.saved_step, self.saved_at = global_step, time.monotonic()
+        minutes = self.args.ckpt.save_minutes
+        if minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes:
+            self.save_last_step()
+        self.obey()
+
+    def obey(self) -> None:
+        """Raise `Interrupted` if a request to stop has come."""
+        if signum := stopping.stop_requested():
+            raise stopping.Interrupted(signum)
+
+    def save_last_step(self) -> None:
+        """Save the last step as upstream does every `--ckpt.save_steps`, unless that is done."""
+        if self.last_step == self.saved_step:
+            return
+        with replaced_attribute(self.args.ckpt, "save_steps", 1):
+            with replaced_attribute(self.args.logger, "logging_steps", float("inf")):
+                super().save_logs_and_checkpoints(self.last_step, None, self.last_client_states)
+        self.saved_step, self.saved_at = self.last_step, time.monotonic()
+        logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
 
     def _log_histogram(self, name: str, values: list[float], global_step: int) -> None:
         """Log the weights `values` of equal bins of [0, 1] to the trackers."""
@@ -137,6 +169,21 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def resume(self, checkpoint_states: dict) -> None:
         """Take the last step from a checkpoint, or from the states of a new run."""
         self.last_step, self.last_client_states = checkpoint_states["global_step"], dict(checkpoint_states)
+        self.saved_step, self.saved_at = self.last_step, time.monotonic()
+
+    @contextmanager
+    def answering_signals(self) -> Iterator[None]:
+        """Save a checkpoint of the last step where a request to stop ends what runs inside."""
+        stopping.set_training()
+        try:
+            yield
+        except stopping.Interrupted:
+            self.save_last_step()
+            raise
+
+    def close_trackers(self) -> None:
+        for tracker in self._trackers():
+            tracker.close()
 
     @contextmanager
     def _saving_the_model(self) -> Iterator[None]:
@@ -171,18 +218,18 @@ class PPOTrainer(SeededOrder, Controller, _PPOTrainer):
 
     def fit(self, global_step: int = 0) -> None:
         evaluates = self.eval_dataloader is not None and self.args.eval.steps != float("inf")
-        self.resume(self.init_checkpoint_states())
         try:
-            if evaluates and not self.last_step:
-                self.save_best_checkpoint(self.evaluate(0, **self._eval_kwargs()), 0)
-            self._with_open_trackers(super().fit, global_step)
-            if evaluates and self.evaluated_step != self.last_step:
-                with self._saving_the_model():
-                    logs = self.evaluate(self.last_step, **self._eval_kwargs())
-                    self.save_best_checkpoint(logs, self.last_step, self.last_client_states)
+            self.resume(self.init_checkpoint_states())
+            with self.answering_signals():
+                if evaluates and not self.last_step:
+                    self.save_best_checkpoint(self.evaluate(0, **self._eval_kwargs()), 0)
+                self._with_open_trackers(super().fit, global_step)
+                if evaluates and self.evaluated_step != self.last_step:
+                    with self._saving_the_model():
+                        logs = self.evaluate(self.last_step, **self._eval_kwargs())
+                        self.save_best_checkpoint(logs, self.last_step, self.last_client_states)
         finally:
-            for tracker in self._trackers():
-                tracker.close()
+            self.close_trackers()
 
     def _eval_kwargs(self) -> dict:
         return self.generate_kwargs | {"n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
@@ -214,8 +261,14 @@ class TrainingActor(Controller, _TrainingActor):
     """`TrainingActor` with the changes of `Controller`. Its trackers stay open until `finish`."""
 
     def fit(self, global_step: int = 0) -> None:
-        self.resume(self.init_checkpoint_states())
-        self._with_open_trackers(super().fit, global_step)
+        try:
+            self.resume(self.init_checkpoint_states())
+            with self.answering_signals():
+                self._with_open_trackers(super().fit, global_step)
+                self.obey()  # the generator may have done so first
+        except Exception:
+            self.close_trackers()
+            raise
 
     def step_to_evaluate(self) -> int | None:
         """Return the last step, or None if it has been evaluated."""
@@ -232,16 +285,33 @@ class TrainingActor(Controller, _TrainingActor):
                         tracker.log_eval(self.last_step, eval_metrics)
                     self.save_best_checkpoint(eval_metrics, self.last_step, self.last_client_states)
         finally:
-            for tracker in self._trackers():
-                tracker.close()
+            self.close_trackers()
 
 
 @ray.remote
 class PPOTrainerAsync(_PPOTrainerAsync):
-    """`PPOTrainerAsync` that also evaluates after the last step."""
+    """`PPOTrainerAsync` that also evaluates after the last step. Where it fails, the trackers are closed."""
+
+    def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
+        super().__init__(pretrain, strategy, *args, **kwargs)
+        self.seconds = 60 * strategy.args.train.stall_minutes
 
     def fit(self) -> None:
-        super().fit()
+        try:
+            super().fit()
+        except Exception:
+            self._end_training()
+            raise
         evaluates = ray.get(self.generator_actor.evaluates.remote())
         step = ray.get(self.trainer_actor.step_to_evaluate.remote())
         ray.get(self.trainer_actor.finish.remote(self.generator_actor if evaluates and step is not None else None))
+
+    def _end_training(self) -> None:
+        """Let the training actor end its `fit`, in which it may wait for samples that will not come, and tidy up."""
+        closed = self.trainer_actor.close_trackers.remote()
+        until = time.monotonic() + self.seconds
+        while not ray.wait([closed], timeout=1)[0] and time.monotonic() < until:
+            try:
+                self.rollout_queue.put_nowait("done")
+            except Full:
+                continue

@@ -1,0 +1,152 @@
+"""Ends a run as its user expects: a checkpoint before it obeys a signal, one line with the cause, an exit code.
+
+| exit code | what it says |
+|---|---|
+| 0 | the run is complete |
+| 1 | an error, with its traceback |
+| 2 | the command line, or what it names, is refused |
+| 3, 4 | the run has diverged; a part of it gives no sign of life (`run.stopping`) |
+| 130, 143 | SIGINT, SIGTERM |
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayTaskError
+
+from arlopti_openrlhf.run import cluster, reaper, stopping
+
+_ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
+_SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends those that are left
+
+
+class Driver:
+    """Looks after a run from outside. There is one in a process, in its main thread."""
+
+    def __init__(self) -> None:
+        self.stall_minutes = 10.0
+        self.folder: Path | None = None
+        self._asked: int | None = None  # the first signal
+        self._cause: BaseException | None = None
+
+    def start(self, stall_minutes: float) -> None:
+        """Make ready for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
+
+        Args:
+            stall_minutes: how long the controllers may take to save a checkpoint after a signal.
+        """
+        self.stall_minutes = stall_minutes
+        os.umask(0o077)
+        run = uuid.uuid4().hex
+        self.folder = reaper.start(run)
+        cluster.install(run, self.folder)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Answer signals while the context lasts, and turn what is raised in it into an exit code and its cause.
+
+        Raises:
+            SystemExit: the context has raised anything.
+        """
+        handled = [s for s in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(s) != signal.SIG_IGN]
+        before = {signum: signal.signal(signum, self._on_signal) for signum in handled}
+        try:
+            yield
+            if self.folder:
+                (self.folder / reaper.COMPLETE).touch()
+            _leave_within(_SHUTDOWN, 0)
+        except SystemExit:
+            raise
+        except BaseException as error:  # KeyboardInterrupt too, by which a cause arrives
+            self._fail(self._cause or error)
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def end(self, cause: BaseException) -> None:
+        """End the run with `cause`, from any thread, whatever the main thread waits for."""
+        self._cause = self._cause or cause
+        _leave_within(2 * _SHUTDOWN, _exit_code(self._cause))
+        # Ray lets no other exception than KeyboardInterrupt out of its waits. The handler raises it.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        cause = root(error)
+        if self._asked and not isinstance(cause, stopping.RunStopped):
+            cause = stopping.Interrupted(self._asked)  # Ray's own processes had got the signal too
+        if not isinstance(cause, stopping.RunStopped):
+            traceback.print_exception(error)
+        code = _exit_code(cause)
+        _leave_within(_SHUTDOWN, code)
+        ray.shutdown()  # before the last lines, because workers print until then
+        _say(last_lines(cause))
+        if self.folder and (self.folder / cluster.SESSIONS).exists() and code not in (130, 143):
+            _say(f"Ray's logs: {self.folder / cluster.SESSIONS}")
+        sys.exit(code)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._cause:
+            raise KeyboardInterrupt
+        if self._asked:
+            _say(f"{signal.Signals(signum).name} again: the run ends at once.")
+            os._exit(128 + signum)
+        self._asked = signum
+        # Not here: the main thread may be inside a call of Ray.
+        threading.Thread(target=self._ask_to_stop, args=(signum,), daemon=True).start()
+
+    def _ask_to_stop(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        # Ray may have got the signal too, as it does at a time limit, and then does not answer.
+        unanswered = threading.Timer(_ANSWER, self.end, (stopping.Interrupted(signum),))
+        unanswered.start()
+        is_training = ray.is_initialized() and stopping.is_training()
+        unanswered.cancel()
+        if is_training:
+            stopping.request_stop(signum)
+            _say(f"{name}: the run saves a checkpoint and ends. A second signal ends it at once.")
+            threading.Event().wait(60 * self.stall_minutes)
+            _say(f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it.")
+        self.end(stopping.Interrupted(signum))
+
+
+def root(error: BaseException) -> BaseException:
+    """Return what was raised first, behind the errors in which Ray wraps it on its way from actor to actor."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error
+
+
+def last_lines(cause: BaseException) -> str:
+    """Return what to say at the very end: one line, or a few of an error with a long text."""
+    if isinstance(cause, stopping.RunStopped):
+        return f"run stopped: {cause}"
+    lines = [line.rstrip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
+    if len(lines) > 5:
+        lines = [*lines[:2], "...", *lines[-2:]]
+    return "run failed: " + "\n".join(lines)
+
+
+def _exit_code(cause: BaseException) -> int:
+    return cause.exit_code if isinstance(cause, stopping.RunStopped) else 1
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    print(f"arlopti_openrlhf: {text}", file=sys.stderr, flush=True)
+
+
+def _leave_within(seconds: float, code: int) -> None:
+    """End this process after `seconds` if it has not ended by then, even in the middle of Ray's shutdown."""
+    timer: Any = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()

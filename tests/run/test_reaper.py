@@ -1,0 +1,101 @@
+"""No process of a run outlives its driver, and no other process is touched."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arlopti_openrlhf.run import reaper
+
+# A driver whose child starts a grandchild in a session of its own. Both ignore SIGTERM.
+DRIVER = """
+import os, subprocess, sys, time
+from arlopti_openrlhf.run import reaper
+folder = reaper.start("run-of-this-test")
+ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+grandchild = ignore + "print('up', flush=True); time.sleep(600)"
+child = ignore + f'''
+import subprocess, sys
+process = subprocess.Popen([sys.executable, "-c", {grandchild!r}], start_new_session=True, stdout=subprocess.PIPE)
+process.stdout.readline()
+print("up", flush=True)
+time.sleep(600)
+'''
+process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
+process.stdout.readline()
+print(folder, flush=True)
+sys.stdin.read()
+(folder / reaper.COMPLETE).touch()
+"""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Return a driver that runs, with the folder of its run. It ends where its standard input does."""
+    environment = {**os.environ, "RAY_TMPDIR": str(tmp_path)} | {reaper.MARKER: "another"}
+    environment["PYTHONPATH"] = str(Path(reaper.__file__).parents[2])
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout
+    yield driver, Path(driver.stdout.readline().strip())
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+
+
+def wait_until(condition, seconds: float = 15) -> bool:
+    """Return whether `condition()` is true within `seconds`."""
+    end = time.monotonic() + seconds
+    while not (is_met := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return is_met
+
+
+def running() -> list[int]:
+    return list(reaper.processes("run-of-this-test"))
+
+
+def test_a_killed_driver_takes_its_processes_along(driver):
+    process, folder = driver
+    assert len(running()) == 2 and folder.stat().st_mode & 0o777 == 0o700
+    with subprocess.Popen(["sleep", "60"], env=os.environ | {reaper.MARKER: "run-of-this-test-2"}) as bystander:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert wait_until(lambda: not running())
+        assert bystander.poll() is None
+        bystander.kill()
+    assert wait_until(lambda: not watchers(folder))
+    assert folder.exists()  # its logs may say why
+
+
+def test_a_complete_run_leaves_nothing(driver):
+    process, folder = driver
+    process.stdin.close()
+    assert process.wait(10) == 0
+    assert wait_until(lambda: not running() and not folder.exists())
+    assert wait_until(lambda: not watchers(folder))
+
+
+def watchers(folder: Path) -> list[str]:
+    lines = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+    return [line.decode() for line in lines if str(folder).encode() in line]
+
+
+def test_folders_of_the_last_failed_runs_are_kept(tmp_path):
+    folders = [tmp_path / f"{reaper._prefix()}{i}" for i in range(reaper._KEPT + 3)]
+    for i, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / reaper._WATCHED).touch()
+        os.utime(folder, (i, i))
+    somebody = tmp_path / "arlopti-x"
+    somebody.mkdir()
+    with open(folders[0] / reaper._WATCHED) as lock:
+        reaper.fcntl.flock(lock, reaper.fcntl.LOCK_EX)  # its run goes on
+        reaper._remove_oldest(tmp_path)
+    assert [folder for folder in folders if folder.exists()] == [folders[0], *folders[3:]]
+    assert somebody.exists()
