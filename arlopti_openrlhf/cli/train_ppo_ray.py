@@ -48,7 +48,7 @@ def train(args: SimpleNamespace) -> None:
     policy_actor.install()
     if combinations.is_selective(args):
         policy_actor.install_selective_actor()
-    reward_client.install(args.reward.retry_minutes)
+    reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
     evaluation.install(args.eval.sampling)
     controller.install()
     checkpoints.install()

@@ -5,18 +5,20 @@ Upstream logs that it got no reward, and goes on without. The run then dies late
 
 import asyncio
 import functools
-import math
+import itertools
 import random
 import time
 from typing import Any
 
 import aiohttp
-import torch
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
 
+from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.grading.worker_pool import Died, TimedOut
+from arlopti_openrlhf.run.reward_process import Raised, RewardProcess
 
 logger = init_logger(__name__)
 
@@ -31,37 +33,53 @@ class RewardError(Exception):
     """Says that a sample has no usable reward, and that nothing is left to try."""
 
 
-def install(retry_minutes: float) -> None:
+def install(retry_minutes: float, timeout_seconds: float) -> None:
     """Make OpenRLHF's vLLM engines fetch rewards with `RewardExecutor`. Call it on the driver, before Ray starts.
 
     Ray pickles `RolloutRayActor` by value, with its module's globals as they are on the driver.
 
     Args:
         retry_minutes: how long each sample waits for a reward server.
+        timeout_seconds: how long a call of a reward function may take.
     """
-    vllm_engine.SingleTurnAgentExecutor = functools.partial(RewardExecutor, retry_minutes=retry_minutes)
+    vllm_engine.SingleTurnAgentExecutor = functools.partial(
+        RewardExecutor, retry_minutes=retry_minutes, timeout_seconds=timeout_seconds
+    )
 
 
 class RewardExecutor(SingleTurnAgentExecutor):
-    """`SingleTurnAgentExecutor` with three changes.
+    """`SingleTurnAgentExecutor` with four changes.
 
     1. `kk` and `math` stand for the package's reward files.
     2. It waits for a server that does not answer.
-    3. A reward function that raises, or a reward that is no finite number, ends the run with its cause.
+    3. A reward function runs in a process of its own, and each call has a time limit.
+    4. A reward function that raises, or a reward that is no finite number, ends the run with its cause.
 
     Args:
         remote_rm_url: `kk`, `math`, the path of a Python file, or URLs that take turns.
         retry_minutes: how long each sample waits for a server.
+        timeout_seconds: how long a call of a reward function may take.
+
+    Raises:
+        RuntimeError: the file cannot be loaded, or has no `reward_func`.
     """
 
-    def __init__(self, remote_rm_url: str | list[str] | None = None, retry_minutes: float = 10.0) -> None:
+    def __init__(
+        self,
+        remote_rm_url: str | list[str] | None = None,
+        retry_minutes: float = 10.0,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        # Without endpoints, upstream's `execute` generates and leaves the reward to ours. It loads no file either.
+        super().__init__(None)
         sources = [remote_rm_url] if isinstance(remote_rm_url, str) else remote_rm_url or []
         # The engine looks the files up, and not the driver, because their nodes may have the package in two folders.
-        super().__init__([REWARD_FILES.get(source, source) for source in sources])
+        self.sources = [REWARD_FILES.get(source, source) for source in sources]
+        self._servers = itertools.cycle(self.sources)
         self.retry_seconds = 60 * retry_minutes
-        # Without endpoints, upstream's `execute` generates and leaves the reward to ours.
-        self.sources: list[str] = self.reward_endpoints
-        self.reward_endpoints: list[str] = []
+        is_file = bool(self.sources) and self.sources[0].endswith(".py")
+        self._process = RewardProcess(self.sources[0], timeout_seconds) if is_file else None
+        self._failure: RewardError | None = None  # of the call that ended the process
         self._waiting = 0  # samples that wait for a server
         self._down_since = self._said = 0.0
 
@@ -69,8 +87,8 @@ class RewardExecutor(SingleTurnAgentExecutor):
         """Return upstream's result, with its `reward`, `scores` and `extra_logs` as numbers.
 
         Raises:
-            RewardError: the function raised, no server answered in time, one refused the request, or the answer has no
-                finite reward.
+            RewardError: the function raised, took too long or ended its process, no server answered in time, one
+                refused the request, or the answer has no finite reward.
         """
         output = await super().execute(
             prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=images
@@ -78,32 +96,39 @@ class RewardExecutor(SingleTurnAgentExecutor):
         if not self.sources:
             return output
         query = hf_tokenizer.decode(output["observation_tokens"], skip_special_tokens=False)
-        if self.reward_func:
+        if self._process:
             result = await self._call_function(query, prompt, label)
         else:
             result = await self._ask_server({"query": [query], "prompts": [prompt], "labels": [label]})
         try:
-            if not isinstance(result, dict) or result.get("rewards") is None:
-                raise ValueError(f"no dict with `rewards`, but {str(result)[:200]}")
-            reward = _number("rewards", result["rewards"])
-            scores = result.get("scores")
-            output["reward"] = reward
-            output["scores"] = reward if scores is None else _number("scores", scores)
-            output[SCORES_ARE_REWARDS] = scores is None
-            output["extra_logs"] = {
-                name: _number(name, value, finite=False) for name, value in (result.get("extra_logs") or {}).items()
-            }
+            answer = normalise(result, 1)
         except ValueError as error:
             raise RewardError(f"{self.sources[0]} returned {error}{_about(query, label)}") from None
+        [output["reward"]], scores = answer["rewards"], answer["scores"]
+        output["scores"] = output["reward"] if scores is None else scores[0]
+        output[SCORES_ARE_REWARDS] = scores is None
+        output["extra_logs"] = {name: value for name, [value] in answer["extra_logs"].items()}
         return output
 
     async def _call_function(self, query: str, prompt: str, label: Any) -> Any:
+        assert self._process is not None
         try:
-            return await asyncio.to_thread(self.reward_func, [query], [prompt], [label])
-        except Exception as error:
-            raise RewardError(
-                f"{self.sources[0]}: reward_func raised {type(error).__name__}: {error}{_about(query, label)}"
-            ) from error
+            return await asyncio.to_thread(self._process.call, [query], [prompt], [label])
+        except Raised as error:
+            cause = f"raised {error.summary}"
+            raise RewardError(f"{self.sources[0]}: reward_func {cause}{_about(query, label)}") from error
+        except TimedOut as error:
+            # Before it is killed, so that the other calls, which end with the process, name this one.
+            cause = f"gave {error}"
+            self._failure = self._failure or RewardError(
+                f"{self.sources[0]}: reward_func {cause}{_about(query, label)}"
+            )
+            self._process.kill()
+        except Died as error:
+            self._failure = self._failure or RewardError(
+                f"{self.sources[0]}: {error} while it graded this sample, and perhaps others{_about(query, label)}"
+            )
+        raise self._failure
 
     async def _ask_server(self, message: dict) -> Any:
         """Return a server's answer, after as many attempts as the time allows. Each attempt asks the next server.
@@ -114,7 +139,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
         start, pause, failed = time.monotonic(), _FIRST_PAUSE, False
         try:
             while True:
-                url = next(self._reward_endpoint_cycle)
+                url = next(self._servers)
                 try:
                     answer = await _post(url, message)
                 except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
@@ -159,20 +184,6 @@ async def _post(url: str, message: dict) -> Any:
         if response.status >= 400:
             raise OSError(f"status {response.status}: {(await response.text())[:500]}")
         return await response.json(content_type=None)
-
-
-def _number(name: str, value: Any, finite: bool = True) -> float:
-    """Return the number in `value`, which is a number, or a list or tensor of one. ValueError for anything else."""
-    if isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
-        value = value.tolist()
-    given = value
-    while isinstance(value, list | tuple) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, int | float):
-        raise ValueError(f"{name} for one sample that are not one number: {str(given)[:200]}")
-    if finite and not math.isfinite(value):
-        raise ValueError(f"{name} that are not finite: {value}")
-    return float(value)
 
 
 def _about(query: str, label: Any) -> str:

@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import make_experience_batch, split_experience_batch
@@ -179,7 +183,7 @@ def test_a_request_that_is_refused_is_not_repeated(server, status):
         ({"rewards": "3"}, "not one number"),
         ({"rewards": None}, "no dict with `rewards`"),
         ({"scores": 1.0}, "no dict with `rewards`"),
-        ([3.0], "no dict with `rewards`"),
+        ([3.0, 2.0], "not one number"),
         ({"rewards": 1.0, "scores": [float("nan")]}, "scores that are not finite"),
         ({"rewards": 1.0, "extra_logs": {"x": [1, 2]}}, "x for one sample"),
     ],
@@ -192,7 +196,9 @@ def test_a_reward_that_is_no_number_is_refused(server, answer, complaint):
 
 
 def write(path, body):
-    path.write_text(f"import torch\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    {body}\n")
+    path.write_text(
+        f"import os, re, threading, time, torch\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    {body}\n"
+    )
     return str(path)
 
 
@@ -208,7 +214,87 @@ def test_a_reward_function_that_raises(tmp_path):
     with pytest.raises(RewardError, match="reward_func raised KeyError: 'of the function'") as error:
         execute(RewardExecutor([path]))
     assert "query: prompt answer" in str(error.value)
-    assert isinstance(error.value.__cause__, KeyError) and error.value.__cause__.__traceback__ is not None
+    assert 'r.py", line 4, in reward_func' in str(error.value.__cause__)
+
+
+@pytest.mark.parametrize("answer", ["[2.5]", "torch.tensor([2.5])", "2.5"])
+def test_a_bare_answer(tmp_path, answer):
+    [output] = execute(RewardExecutor([write(tmp_path / "r.py", f"return {answer}")]))
+    assert output["reward"] == output["scores"] == 2.5 and output["scores_are_rewards"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["time.sleep(0 if labels[0] != 'slow' else 60)", "labels[0] != 'slow' or re.match('(a*)*b', 'a' * 40)"],
+    ids=["sleeps", "holds Python's lock"],
+)
+def test_a_reward_function_that_takes_too_long(tmp_path, body):
+    executor = RewardExecutor([write(tmp_path / "r.py", f"{body}\n    return [1.0]")], timeout_seconds=1)
+    [output] = execute(executor)
+    assert output["reward"] == 1.0
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"r.py: reward_func gave no result after 1 s \(--reward.timeout") as error:
+        execute(executor, label="slow")
+    assert time.monotonic() - start < 10 and "label: slow\nquery: prompt answer" in str(error.value)
+    assert 'r.py", line 4 in reward_func' in str(error.value)
+    with pytest.raises(ProcessLookupError):
+        os.kill(executor._process._process.pid, 0)
+
+
+def test_samples_that_were_graded_beside_the_slow_one_name_it(tmp_path):
+    path = write(tmp_path / "r.py", "time.sleep(60 if prompts[0] == 'slow' else 2.9)\n    return [1.0]")
+    executor = RewardExecutor([path], timeout_seconds=3)
+
+    async def run():
+        async def later(prompt):
+            await asyncio.sleep(1 if prompt != "slow" else 0)
+            return await executor._call_function(prompt, prompt, "label")
+
+        return await asyncio.gather(*map(later, ["slow", "good"]), return_exceptions=True)
+
+    for result in asyncio.run(run()):
+        assert isinstance(result, RewardError) and "query: slow" in str(result)
+
+
+def test_a_reward_function_that_ends_its_process(tmp_path):
+    executor = RewardExecutor([write(tmp_path / "r.py", "os._exit(7)")])
+    for _ in range(2):
+        with pytest.raises(RewardError, match="its process ended with status 7") as error:
+            execute(executor)
+        assert "query: prompt answer" in str(error.value)
+
+
+def test_a_module_keeps_its_state_and_serves_many_at_a_time(tmp_path):
+    path = write(tmp_path / "r.py", "seen.append(1); barrier.wait(20); return [float(len(seen))]")
+    with open(path, "a") as file:
+        file.write("\nseen, barrier = [], threading.Barrier(4)\n")
+    outputs = execute(RewardExecutor([path]), prompts="abcd")
+    assert [output["reward"] for output in outputs] == [4.0] * 4
+
+
+@pytest.mark.parametrize("text", [None, "def reward_func(:", "def other(): pass", "import os; os._exit(3)"])
+def test_a_file_that_gives_no_function(tmp_path, text):
+    path = tmp_path / "r.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RuntimeError, match=f"{path}: (cannot be loaded|its process ended with status 3)"):
+        RewardExecutor([str(path)])
+
+
+def test_the_process_ends_with_its_engine(tmp_path):
+    path = write(tmp_path / "r.py", "return 1.0")
+    code = f"""if True:
+        from arlopti_openrlhf.run.reward_process import RewardProcess
+        process = RewardProcess({path!r}, 10)
+        print(process.call([""], [""], [""]), process._process.pid, flush=True)
+        __import__("os").kill(__import__("os").getpid(), 9)
+    """
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100).stdout.split()
+    assert out[0] == "1.0"
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(out[1])) and psutil.Process(int(out[1])).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,7 @@ SEAMS: list[Seam] = [
         AGENT,
         "SingleTurnAgentExecutor.__init__",
         "self.reward_endpoints = reward_endpoints or []",
-        "run.reward_client.RewardExecutor",
-    ),
-    Text(
-        AGENT,
-        "SingleTurnAgentExecutor.__init__",
-        "self._reward_endpoint_cycle = cycle(self.reward_endpoints)",
-        "run.reward_client.RewardExecutor._ask_server",
+        "run.reward_client.RewardExecutor: gives upstream no endpoints",
     ),
     Text(
         AGENT,
@@ -174,7 +168,7 @@ SEAMS: list[Seam] = [
         AGENT,
         "SingleTurnAgentExecutor.__init__",
         'if self.reward_endpoints and self.reward_endpoints[0].endswith(".py"):',
-        "run.reward_client.RewardExecutor: kk and math become paths",
+        "run.reward_client.RewardExecutor: tells files from servers alike",
     ),
     Text(TRAINER, "", "logs = compute_eval_metrics(", "run.evaluation.install"),
     Text(ASYNC, "", "logs = compute_eval_metrics(", "run.evaluation.install"),
