@@ -20,6 +20,7 @@ from ray.util.queue import Full
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
 from arlopti_openrlhf.run import stopping
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
+from arlopti_openrlhf.run.health import WatchedTrainer
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
 logger = init_logger(__name__)
@@ -50,7 +51,7 @@ class SeededOrder:
         upstream_init(pretrain, strategy, *args, **kwargs)
 
 
-class Controller(ppo_trainer.BasePPOTrainer):
+class Controller(WatchedTrainer):
     """Changes what upstream's two trainers share.
 
     1. `ExperienceMaker` makes the experience.

@@ -153,3 +153,18 @@ def method_metrics(items: list[Experience], alpha: float, eta: float | None, ran
     tokens = max(tokens, 1)
     metrics = {"ar/mean_weight": alpha * mass / tokens + 1 - alpha} if alpha else {}
     return metrics | ({"lopti/low_share": low / tokens, "lopti/eta": eta} if eta is not None else {})
+
+
+def rollout_gap(items: list[Experience], ranks: Ranks) -> dict[str, float]:
+    """Return `rollout/gap`, the mean |log π_vLLM - log π_old| over the response tokens of all ranks, in nats.
+
+    It is left out where vLLM was not asked. Tokens whose π_old is not known were not trained on, and do not count.
+    """
+    total = count = 0.0
+    for item in items:
+        if item.rollout_log_probs is not None:
+            gaps = (item.action_log_probs.double() - item.rollout_log_probs.double()).abs()[item.action_mask.bool()]
+            gaps = gaps[~gaps.isnan()]
+            total, count = total + gaps.sum().item(), count + len(gaps)
+    total, count = ranks.sum(total, count)
+    return {"rollout/gap": total / count} if count else {}

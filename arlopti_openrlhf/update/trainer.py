@@ -9,7 +9,7 @@ from openrlhf.utils.loss_utils import iter_grad_accum_global_norm
 from tqdm import tqdm
 
 from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, passes
-from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, method_metrics
+from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, method_metrics, rollout_gap
 from arlopti_openrlhf.update.micro_batch import MicroBatchTrainer
 from arlopti_openrlhf.update.passes import MiniBatch, Pass, Stage
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
@@ -45,12 +45,13 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of both (except GSPO's loss, which
             is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`. The
             statistics by probability as `tokens/...` (`UpdateStatistics.metrics`). `skipped_optimizer_steps` counts
-            those that were refused (`update.guard`).
+            those that were refused (`update.guard`), and `rollout/gap` compares vLLM's log-probs with the actor's.
         """
         engine = self.actor.model
         skipped = engine.skipped_steps
         status = super().ppo_train(kl_ctl) if self.is_off else self._update(kl_ctl)
-        return status | {"skipped_optimizer_steps": engine.skipped_steps - skipped}
+        status |= {"skipped_optimizer_steps": engine.skipped_steps - skipped}
+        return status | rollout_gap(self.replay_buffer.items, self.ranks)
 
     def _update(self, kl_ctl: float) -> dict[str, float]:
         """Train on the replay buffer in passes, or by upstream's loop where one pass is all."""

@@ -10,6 +10,8 @@ from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arlopti_openrlhf.run import controller
+from arlopti_openrlhf.run.alarms import Alarms
+from arlopti_openrlhf.run.divergence import BadSteps
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
 
@@ -22,6 +24,7 @@ class Trainer(controller.Controller, ppo_trainer.BasePPOTrainer):
         self.args = SimpleNamespace(logger=logger, ckpt=ckpt)
         self.token_statistics: dict = {}
         self.tensorboard_logger = TensorboardLogger(self.args)
+        self.alarms, self.bad_steps = Alarms(20, 10, 0.1), BadSteps(3, counts_refusals=True)
         self.wandb_logger = object.__new__(WandbLogger)
         self.wandb_logger.handle = SimpleNamespace(log=logged.append)
 

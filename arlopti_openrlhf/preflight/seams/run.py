@@ -10,6 +10,30 @@ TRAINER = "openrlhf.trainer.ppo_trainer"
 
 SEAMS: list[Seam] = [
     Signature(
+        TRAINER,
+        "BasePPOTrainer._compute_rollout_stats",
+        "self experiences",
+        "run.health.WatchedTrainer._compute_rollout_stats",
+    ),
+    Text(
+        TRAINER,
+        "BasePPOTrainer.train_step",
+        "rollout_stats = self._compute_rollout_stats(experiences)",
+        "run.health.WatchedTrainer._compute_rollout_stats",
+    ),
+    Text(
+        TRAINER,
+        "PPOTrainer.fit",
+        "self.save_logs_and_checkpoints(global_step, status, client_states)",
+        "run.health.WatchedTrainer.save_logs_and_checkpoints: once after each step",
+    ),
+    Text(
+        ASYNC,
+        "TrainingActor.fit",
+        "self.save_logs_and_checkpoints(global_step, status, client_states)",
+        "run.health.WatchedTrainer.save_logs_and_checkpoints: once after each step",
+    ),
+    Signature(
         AGENT,
         "SingleTurnAgentExecutor.execute",
         "self prompt label sampling_params max_length hf_tokenizer llm_engine images",

@@ -1,0 +1,132 @@
+"""Watches the figures of each step for what a run does not recover from by itself."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+_STEPS = 100  # of the median
+_FEWEST_STEPS = 10  # that a median is taken of
+
+
+class Alarms:
+    """Compares each step's figures with the limits. It knows the steps since the process began.
+
+    Args:
+        flat_reward_steps: `--alarm.flat_reward_steps`.
+        grad_norm_factor: `--alarm.grad_norm_factor`.
+        rollout_gap: `--alarm.rollout_gap`, in nats.
+    """
+
+    def __init__(self, flat_reward_steps: int, grad_norm_factor: float, rollout_gap: float) -> None:
+        self.flat_reward_steps, self.grad_norm_factor, self.rollout_gap = (
+            flat_reward_steps,
+            grad_norm_factor,
+            rollout_gap,
+        )
+        self._active: set[str] = set()
+        self._lowest_reward = math.inf
+        self._flat_steps = 0
+        self._norms: dict[str, deque[float]] = {}  # by the metric's name: Lopti's stages each have their own
+
+    def check(self, status: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """Look at the figures of a step.
+
+        Args:
+            status: the step's metrics. An alarm whose figure is not there is silent.
+
+        Returns:
+            `alarm/<name>`, 0 or 1, of all alarms; and a line for each that begins or ends with this step.
+        """
+        causes = {
+            "skipped_steps": self._skipped(status),
+            "zero_advantages": self._zero_advantages(status),
+            "flat_reward": self._flat_reward(status),
+            "rollout_gap": self._gap(status),
+            "grad_norm": self._grad_norm(status),
+            "truncated": self._truncated(status),
+        }
+        lines = []
+        for name, cause in causes.items():
+            if cause and name not in self._active:
+                lines.append(f"alarm {name}: {cause}")
+            elif not cause and name in self._active:
+                lines.append(f"alarm {name} is over")
+        self._active = {name for name, cause in causes.items() if cause}
+        return {f"alarm/{name}": float(bool(cause)) for name, cause in causes.items()}, lines
+
+    def _skipped(self, status: Mapping[str, float]) -> str | None:
+        count = status.get("skipped_optimizer_steps", 0)
+        return f"{count} optimizer steps were refused, for a loss or gradient that is not finite" if count else None
+
+    def _zero_advantages(self, status: Mapping[str, float]) -> str | None:
+        if status.get("rollout/zero_advantage_groups", 0.0) < 1:
+            return None
+        return "no sample of the rollout batch has an advantage, so nothing is learned from it"
+
+    def _flat_reward(self, status: Mapping[str, float]) -> str | None:
+        if "rollout/reward_max" not in status:
+            return None
+        self._lowest_reward = min(self._lowest_reward, status["rollout/reward_min"])
+        is_flat = status["rollout/reward_max"] <= self._lowest_reward
+        self._flat_steps = self._flat_steps + 1 if is_flat else 0
+        if self._flat_steps < self.flat_reward_steps:
+            return None
+        return f"{self._flat_steps} steps in a row without a reward above the lowest one, {self._lowest_reward:g}"
+
+    def _gap(self, status: Mapping[str, float]) -> str | None:
+        gap = status.get("rollout/gap", 0.0)
+        if gap <= self.rollout_gap:
+            return None
+        return (
+            f"the log-probs of vLLM and of the actor differ by {gap:.3g} nats per token on average, and "
+            f"--alarm.rollout_gap is {self.rollout_gap:g}"
+        )
+
+    def _grad_norm(self, status: Mapping[str, float]) -> str | None:
+        cause = None
+        for name, norm in status.items():
+            # The norm of a refused step is NaN. One of 0 says that nothing had an advantage.
+            if not name.endswith("actor_grad_norm") or not math.isfinite(norm) or not norm:
+                continue
+            norms = self._norms.setdefault(name, deque(maxlen=_STEPS))
+            if len(norms) >= _FEWEST_STEPS and norm > self.grad_norm_factor * (median := statistics.median(norms)):
+                cause = (
+                    f"{name} is {norm:.3g}, {norm / median:.3g} times its median over the last {len(norms)} steps, "
+                    f"and --alarm.grad_norm_factor is {self.grad_norm_factor:g}"
+                )
+            norms.append(norm)
+        return cause
+
+    def _truncated(self, status: Mapping[str, float]) -> str | None:
+        if status.get("rollout/truncated_rate", 0.0) < 1:
+            return None
+        return "every response was cut off at its greatest length"
+
+
+def rollout_figures(experiences: Sequence[Experience], group_size: int) -> dict[str, float]:
+    """Return what the alarms look at, and upstream's statistics of a rollout batch lack.
+
+    Args:
+        experiences: micro-batches of B samples, with their advantages (B, A). `index` (B,) is each sample's place in
+            the rollout batch, where the samples of a prompt are neighbours.
+        group_size: samples per prompt.
+
+    Returns:
+        The lowest and the highest reward, and the share of prompts whose samples all have the advantage 0 throughout.
+    """
+    index = torch.tensor([place for experience in experiences for place in experience.index])
+    rewards = torch.cat([experience.info["reward"] for experience in experiences]).float()
+    has_advantage = torch.cat(
+        [(experience.advantages * experience.action_mask).ne(0).any(dim=-1) for experience in experiences]
+    )
+    trained = set((index[has_advantage.to(index.device)] // group_size).tolist())
+    groups = set((index // group_size).tolist())
+    return {
+        "rollout/reward_min": rewards.min().item(),
+        "rollout/reward_max": rewards.max().item(),
+        "rollout/zero_advantage_groups": 1 - len(trained) / len(groups),
+    }
