@@ -13,7 +13,6 @@ from typing import Any
 
 import deepspeed
 from openrlhf.utils import deepspeed as upstream
-from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
@@ -21,7 +20,8 @@ from arlopti_openrlhf.run import checkpoint_files as files
 from arlopti_openrlhf.run import process_state
 from arlopti_openrlhf.run.agreement import everywhere, on_rank_0, say, share
 from arlopti_openrlhf.run.newest_checkpoint import newest_whole, parts_of
-from arlopti_openrlhf.run.stopping import RunStopped
+from arlopti_openrlhf.run.stopping import Diverged, RunStopped
+from arlopti_openrlhf.update.guard import GuardedStrategy, engine_of, first_non_finite
 
 # What upstream's controllers take from a checkpoint, for a run that has none yet.
 BEGINNING = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
@@ -39,8 +39,8 @@ def install() -> None:
     upstream.DeepspeedStrategy = CheckpointStrategy
 
 
-class CheckpointStrategy(DeepspeedStrategy):
-    """`DeepspeedStrategy` that changes how checkpoints and models are saved and loaded.
+class CheckpointStrategy(GuardedStrategy):
+    """`GuardedStrategy` that changes how checkpoints and models are saved and loaded.
 
     1. A checkpoint is written under another name and renamed when all ranks' files are on the disk, with a manifest.
        Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole.
@@ -48,6 +48,7 @@ class CheckpointStrategy(DeepspeedStrategy):
     3. A run resumes from the newest whole checkpoint, and says which it passed over and why.
     4. Where a checkpoint cannot be written, a line says why, and the run goes on. Where the final model cannot be
        written, the run fails.
+    5. Weights that are not finite are not saved, and the run stops.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -83,7 +84,11 @@ class CheckpointStrategy(DeepspeedStrategy):
             save_latest: upstream's, who always has it so: the file `latest` names the checkpoint written last.
             metric_value: ranks the checkpoint for removal.
             metric_key: that metric's name.
+
+        Raises:
+            Diverged: a weight is not finite.
         """
+        _require_finite(model)
         folder, tag = Path(save_dir), tag or f"global_step{model.global_steps}"
         writing, needed = folder / f"{files.WRITING}{tag}", 0
         try:
@@ -175,7 +180,9 @@ class CheckpointStrategy(DeepspeedStrategy):
 
         Raises:
             NotWritten: the final model could not be written. Beside a checkpoint (`--ckpt.save_hf`) a line says so.
+            Diverged: a weight is not finite.
         """
+        _require_finite(engine_of(model))
         writing = Path(output_dir, ".writing")
         failure: Exception | None = None
 
@@ -215,6 +222,16 @@ class CheckpointStrategy(DeepspeedStrategy):
         explained = on_rank_0(clear)
         say(explained)
         return explained
+
+
+def _require_finite(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Raise `Diverged` on all ranks where a weight is not finite on one."""
+
+    def check() -> None:
+        if parameter := first_non_finite(engine):
+            raise Diverged(f"the weights are not finite, first in {parameter}, and are not saved")
+
+    everywhere(check)
 
 
 def _move_up(writing: Path) -> None:

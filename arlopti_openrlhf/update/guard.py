@@ -21,7 +21,7 @@ class GuardedStrategy(DeepspeedStrategy):
 
     def _ds_init_train_model(self, model, cfg: dict):
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
-        _check_gradients(_engine(model))
+        _check_gradients(engine_of(model))
         return model, optimizer, scheduler
 
     def backward(self, loss: Tensor, model, _optimizer, **kwargs) -> None:
@@ -30,14 +30,14 @@ class GuardedStrategy(DeepspeedStrategy):
         super().backward(loss * factor, model, _optimizer, **kwargs)
 
     def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
-        if is_refused(_engine(model)):
+        if is_refused(engine_of(model)):
             self.time_steps["ema"] += 1  # upstream counts micro-batches, and averages at every so many
         else:
             super().moving_average(model, model_ema, beta, device)
 
     def get_grad_norm(self, model) -> float:
         """Return the norm of the last step's gradient, NaN if the step was refused. DeepSpeed keeps an older one."""
-        return torch.nan if is_refused(_engine(model)) else super().get_grad_norm(model)
+        return torch.nan if is_refused(engine_of(model)) else super().get_grad_norm(model)
 
 
 def install() -> None:
@@ -51,7 +51,8 @@ def is_refused(engine: deepspeed.DeepSpeedEngine) -> bool:
     return hasattr(engine.optimizer, "overflow") and engine.optimizer.overflow
 
 
-def _engine(model) -> deepspeed.DeepSpeedEngine:
+def engine_of(model) -> deepspeed.DeepSpeedEngine:
+    """Return the engine of an `Actor`, or of a model that is one."""
     return model if isinstance(model, deepspeed.DeepSpeedEngine) else model.model
 
 

@@ -10,17 +10,16 @@ from update_workers import OFF, SAMPLES, Group, cluster, experiences, flags
 
 from arlopti_openrlhf.run import checkpoint_files as files
 from arlopti_openrlhf.run import checkpoints, newest_checkpoint
+from arlopti_openrlhf.run.stopping import Diverged
 
 METHODS = OFF | {"algo.lopti.eta": 0.5}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster():
-    patch = pytest.MonkeyPatch()
-    patch.setattr(checkpoints.upstream, "DeepspeedStrategy", checkpoints.CheckpointStrategy)
     with cluster():
+        checkpoints.install()
         yield
-    patch.undo()
 
 
 def actor(group: Group, method: str, *args, **kwargs) -> list:
@@ -119,3 +118,24 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     group.start()
     assert actor(group, "get_checkpoint_states") == [checkpoints.BEGINNING] * 2
     assert not files.tags(folder)
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_weights_that_are_not_finite_are_not_saved(stage, tiny_model, tmp_path):
+    """One NaN on one rank stops both, and names the parameter."""
+
+    def spoil(probe) -> None:
+        weight = dict(probe.actor.model.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+        (weight.ds_tensor if stage == "3" else weight).data.flatten()[-1] = torch.nan
+
+    group = start(tiny_model, tmp_path, "--ds.zero_stage", stage)
+    group.args.train.enable_ema = False
+    group.start()
+    actor(group, "save_checkpoint", tag="global_step1")
+    ray.get(group.workers[group.selective]._actor_handlers[1].__ray_call__.remote(spoil))
+    for method, kwargs in (("save_checkpoint", {"tag": "global_step2"}), ("save_model", {})):
+        for ref in group.workers[group.selective].async_run_method(method, **kwargs):
+            with pytest.raises(Diverged, match=r"first in model\.layers\.1\.mlp\.up_proj\.weight"):
+                ray.get(ref, timeout=240)
+    assert [path.name for path in (tmp_path / "_actor").iterdir() if path.is_dir()] == ["global_step1"]
+    assert not (tmp_path / "final").exists()

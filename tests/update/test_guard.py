@@ -100,3 +100,23 @@ def test_a_refused_step_is_no_step(tiny_model, case):
     for rebuild in (True, False):
         untouched.run(batch, overrides, rebuild=rebuild)
     assert all(map(is_same, after, look(untouched)))
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_weights_that_are_not_finite_let_no_step_through(tiny_model, stage):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(probe) -> None:
+        weight = dict(probe.actor.model.module.named_parameters())[name]
+        (weight.ds_tensor if stage == "3" else weight).data.flatten()[-1] = torch.nan
+
+    group = Group(flags(tiny_model, "--ds.zero_stage", stage, *TRAINING), float32=False)
+    before = look(group)
+    ray.get(group.workers[group.selective].async_run_method("call", spoil))
+    assert [rank.non_finite for rank in look(group)] == [name, name]
+    for _ in range(2):
+        assert group.run(experiences(seed=1), LOPTI).status["skipped_optimizer_steps"] == 2
+    for rank, as_it_was in zip(look(group), before, strict=True):
+        assert rank.rate == as_it_was.rate
+        # DeepSpeed makes the moments at the first step that it takes.
+        assert rank.moments == [] == as_it_was.moments or all(map(torch.equal, rank.moments, as_it_was.moments))
