@@ -42,13 +42,15 @@ def train(args: SimpleNamespace) -> None:
     cpu.enable(driver=True)
     cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
     # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
-    from arlopti_openrlhf.run import checkpoints, controller, driver, evaluation, reward_client
+    from arlopti_openrlhf.run import checkpoints, controller, driver, engine, evaluation, prompts, reward_client
     from arlopti_openrlhf.update import policy_actor
 
     policy_actor.install()
     if combinations.is_selective(args):
         policy_actor.install_selective_actor()
     reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
+    engine.install()
+    prompts.install()
     evaluation.install(args.eval.sampling)
     controller.install()
     checkpoints.install()

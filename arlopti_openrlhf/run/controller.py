@@ -1,8 +1,7 @@
 """Leads a run in place of OpenRLHF's single controller.
 
-It takes the prompts in the seed's order, evaluates before the first step and after the last too, chooses the best
-checkpoint by accuracy, logs histograms, makes experience with `run.experience_maker`, and answers requests to stop
-(`run.stopping`) with a checkpoint.
+It evaluates before the first step and after the last too, chooses the best checkpoint by accuracy, logs histograms,
+makes experience with `run.experience_maker`, and answers requests to stop (`run.stopping`) with a checkpoint.
 """
 
 import time
@@ -12,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import ray
-import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.utils.logging_utils import init_logger
 from ray.util.queue import Full
@@ -40,15 +38,6 @@ def install() -> None:
 def _plain(actor_class) -> Any:
     """Return the class behind a Ray actor class."""
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
-
-
-class SeededOrder:
-    """Shuffles the prompts by `--train.seed`. Upstream shuffles them in a process that sets no seed."""
-
-    def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
-        torch.manual_seed(strategy.args.train.seed)
-        upstream_init: Any = super().__init__  # of the trainer that this one is mixed into
-        upstream_init(pretrain, strategy, *args, **kwargs)
 
 
 class Controller(WatchedTrainer):
@@ -214,7 +203,7 @@ _PPOTrainerAsync: Any = _plain(ppo_trainer_async.PPOTrainerAsync)
 
 
 @ray.remote
-class PPOTrainer(SeededOrder, Controller, _PPOTrainer):
+class PPOTrainer(Controller, _PPOTrainer):
     """`PPOTrainer` with the changes of its bases. It also evaluates before the first step and after the last."""
 
     def fit(self, global_step: int = 0) -> None:
@@ -237,8 +226,8 @@ class PPOTrainer(SeededOrder, Controller, _PPOTrainer):
 
 
 @ray.remote
-class GenerateSamplesActor(SeededOrder, _GenerateSamplesActor):
-    """`GenerateSamplesActor` in the seed's order. It also evaluates before the first step, and on request."""
+class GenerateSamplesActor(_GenerateSamplesActor):
+    """`GenerateSamplesActor` that also evaluates before the first step, and on request."""
 
     is_resumed = False
 

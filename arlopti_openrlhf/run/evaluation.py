@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.utils.logging_utils import init_logger
 
+from arlopti_openrlhf.run.prompts import Numbered
 from arlopti_openrlhf.run.reward_client import SCORES_ARE_REWARDS
+from arlopti_openrlhf.run.samples import SamplesGenerator
 from arlopti_openrlhf.scoring.measures import Response, estimate_source
 from arlopti_openrlhf.scoring.sampling import Sampling, sampling_of
 
@@ -68,7 +69,7 @@ class SourceSamplesGenerator(SamplesGenerator):
         samples = []
         for source, batches in problems.items():
             sampling = sampling_of(source, self.specs)
-            self._eval_dataloader_iter = iter(batches)
+            self._eval_dataloader_iter = Numbered(("eval", source), batches)
             of_source = super().generate_eval_samples(
                 **generate_kwargs | {"n_samples_per_prompt": sampling.n, "temperature": sampling.temperature}
             )

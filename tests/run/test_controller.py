@@ -1,11 +1,9 @@
-"""The controller hands the statistics by probability to the trackers, and takes the prompts in the seed's order."""
+"""The controller hands the statistics by probability to the trackers, and obeys requests to stop."""
 
 from types import SimpleNamespace
 
 import pytest
-import torch
-from openrlhf.trainer import ppo_trainer, ppo_trainer_async
-from openrlhf.utils.deepspeed import DeepspeedStrategy
+from openrlhf.trainer import ppo_trainer
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -106,37 +104,3 @@ def test_a_checkpoint_every_some_minutes(saving, monkeypatch):
         saving.save_logs_and_checkpoints(step, {}, {"global_step": step})
     # The third step ends 75 s after the beginning. Step 9 is saved by --ckpt.save_steps, and time counts from there.
     assert saving.saved == [("global_step7", 7), ("global_step9", 9)]
-
-
-@pytest.mark.parametrize("trainer", [controller.PPOTrainer, controller.GenerateSamplesActor])
-def test_prompts_come_in_the_order_of_the_seed(trainer, monkeypatch):
-    """Upstream builds its loader in a process of its own, without torch.distributed and without a seed."""
-
-    class ItIsBuilt(Exception):
-        pass
-
-    def order(seed: int) -> list[int]:
-        def build(strategy, tokenizer):
-            loader = DeepspeedStrategy.setup_dataloader(strategy, list(range(40)), batch_size=1)
-            raise ItIsBuilt([int(item) for batch in loader for item in batch])
-
-        for module in (ppo_trainer, ppo_trainer_async):
-            monkeypatch.setattr(module, "prepare_datasets", build)
-            monkeypatch.setattr(module, "get_tokenizer", lambda *args, **kwargs: None)
-        args = {"train": {"seed": seed}, "eval": {"steps": -1}, "ckpt": {"save_steps": -1}}
-        args["data"] = {"disable_fast_tokenizer": True}
-        args = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in args.items()})
-        rest = {"vllm_engines": None} | dict.fromkeys(
-            ("vllm_lock", "rollout_queue", "rollout_slots")
-            if trainer is controller.GenerateSamplesActor
-            else (f"{model}_model_group" for model in ("actor", "critic", "reward", "reference"))
-        )
-        with pytest.raises(ItIsBuilt) as built:
-            controller._plain(trainer)("", SimpleNamespace(args=args), **rest)
-        return built.value.args[0]
-
-    torch.seed()
-    first = order(1)
-    torch.seed()
-    assert order(1) == first != order(2)
-    assert sorted(first) == list(range(40)) != first

@@ -6,10 +6,11 @@ import pytest
 import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator, _collect_prompt_batch
+from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch
 
 from arlopti_openrlhf.run import controller
 from arlopti_openrlhf.run.evaluation import SourceSamplesGenerator, compute_eval_metrics
+from arlopti_openrlhf.run.samples import SamplesGenerator
 from arlopti_openrlhf.scoring.sampling import Sampling
 
 # Batches of sources, prompts, labels, images. One problem occurs in two sources, once with a list of labels.

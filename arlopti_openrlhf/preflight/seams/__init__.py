@@ -1,7 +1,7 @@
 """The seams: what our code leans on in OpenRLHF, DeepSpeed, vLLM, Ray, PyTorch and transformers.
 
-`update`, `run`, `checkpoints`, `command` and `cpu` are the tables, one for each part of ours that leans on something.
-The training command reads them before it starts (`check.moved`), and `tests/contract` tests each line.
+`update`, `run`, `samples`, `checkpoints`, `command` and `cpu` are the tables, one for each part of ours that leans on
+something. The training command reads them before it starts (`check.moved`), and `tests/contract` tests each line.
 
 To add an entry, choose the table of the module that leans, and the kind (`kinds`): `Signature` where we call or
 override a function, `Text` where we count on a statement, `Fields` where we count on a class's fields, and `Body`

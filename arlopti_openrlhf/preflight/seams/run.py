@@ -203,10 +203,6 @@ SEAMS: list[Seam] = [
         "if is_exhausted: break # Close trackers if self.wandb_logger: self.wandb_logger.close()",
         "run.controller.PPOTrainer.fit: what is evaluated last, and the trackers closed at the end",
     ),
-    Text(TRAINER, "PPOTrainer.__init__", "= prepare_datasets(strategy, tokenizer)", "run.controller.SeededOrder"),
-    Text(
-        ASYNC, "GenerateSamplesActor.__init__", "= prepare_datasets(strategy, tokenizer)", "run.controller.SeededOrder"
-    ),
     Text(
         ASYNC,
         "TrainingActor.fit",
@@ -230,11 +226,5 @@ SEAMS: list[Seam] = [
         "SamplesGenerator.generate_eval_samples",
         "dataloader_iter=self._eval_dataloader_iter,",
         "run.evaluation.SourceSamplesGenerator: sets the iterator",
-    ),
-    Text(
-        SAMPLES,
-        "SamplesGenerator._generate_vllm",
-        "self._process_response_into_experience(response, **generate_kwargs) for response in ray.get(ref)",
-        "run.evaluation.compute_eval_metrics: a problem's samples come together",
     ),
 ]

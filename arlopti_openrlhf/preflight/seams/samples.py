@@ -1,0 +1,60 @@
+"""What the order of the prompts and the generation of samples lean on."""
+
+from arlopti_openrlhf.preflight.seams.kinds import Body, Seam, Text
+from arlopti_openrlhf.preflight.seams.run import AGENT, ASYNC, SAMPLES, TRAINER
+
+ENGINE = "openrlhf.trainer.ray.vllm_engine"
+
+SEAMS: list[Seam] = [
+    Text(TRAINER, "PPOTrainer.__init__", "= prepare_datasets(strategy, tokenizer)", "run.prompts.install"),
+    Text(ASYNC, "GenerateSamplesActor.__init__", "= prepare_datasets(strategy, tokenizer)", "run.prompts.install"),
+    Text(TRAINER, "PPOTrainer.fit", "self.prompts_dataloader.state_dict()", "run.prompts.Prompts.state_dict"),
+    Text(ASYNC, "GenerateSamplesActor.fit", "self.prompts_dataloader.state_dict()", "run.prompts.Prompts.state_dict"),
+    # tests/run/test_samples.py compares ours with these.
+    Body(
+        SAMPLES,
+        "SamplesGenerator.generate_samples",
+        "331f36c2a75a56d2",
+        "run.samples.SamplesGenerator.generate_samples",
+    ),
+    Body(
+        SAMPLES, "SamplesGenerator._generate_vllm", "504b87e90b4bd9ee", "run.samples.SamplesGenerator._generate_vllm"
+    ),
+    Body(
+        SAMPLES,
+        "SamplesGenerator._dispatch_prompts_to_vllm",
+        "8aae7435f629c5d6",
+        "run.samples.SamplesGenerator._sampling_params",
+    ),
+    Text(
+        SAMPLES,
+        "_collect_prompt_batch",
+        "return prompts, labels, images, exhausted",
+        "run.samples.SamplesGenerator._draw",
+    ),
+    Text(ENGINE, "create_vllm_engines", "RolloutRayActor.options(", "run.engine.install"),
+    Text(
+        ENGINE,
+        "RolloutRayActor.pause_generation",
+        'await self.llm.pause_generation(mode="keep")',
+        "run.engine.RolloutRayActor.generate_in_order",
+    ),
+    Text(
+        AGENT,
+        "SingleTurnAgentExecutor.execute",
+        "await llm_engine.generate( prompt_token_ids, deepcopy(effective_params), multi_modal_data=mm_data )",
+        "run.engine.RolloutRayActor.generate_in_order: the seed comes with the sampling parameters",
+    ),
+    Text(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.generate",
+        "q = await self.add_request(",
+        "run.engine.RolloutRayActor._admit",
+    ),
+    Text(
+        "vllm.v1.engine.core",
+        "EngineCoreProc.pause_scheduler",
+        'pause_state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW',
+        "run.engine.RolloutRayActor.generate_in_order",
+    ),
+]

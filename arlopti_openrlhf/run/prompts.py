@@ -1,0 +1,136 @@
+"""Draws the prompts in the order of the seed, and knows which of them have been trained.
+
+Upstream's loader takes its order from the generator of its process, which evaluations move, and its state counts every
+prompt that it has yielded, whether a step has had the samples or not.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.utils.logging_utils import init_logger
+from torch.utils.data import DataLoader
+
+logger = init_logger(__name__)
+
+_upstream_datasets = ppo_trainer.prepare_datasets
+
+
+def install() -> None:
+    """Make OpenRLHF's trainers draw from `Prompts`. Call it on the driver, before the CLI's `train`.
+
+    Ray pickles the trainers by value, with their modules' globals as they are on the driver.
+    """
+    for module in (ppo_trainer, ppo_trainer_async):
+        module.prepare_datasets = prepare_datasets
+
+
+def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
+    """Return upstream's loaders and number of steps, with `Prompts` in place of the loader to train on."""
+    loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
+    return Prompts(loader, strategy.args.train.seed), eval_loader, max_steps
+
+
+def seed_of(*key: Any) -> int:
+    """Return a seed of 56 bits that follows from `key` alone, on any machine."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+
+
+class Numbered:
+    """Iterates over batches of one prompt each, and counts them.
+
+    Args:
+        name: what the prompts are for. Together with its number, it names a prompt.
+        batches: upstream's (sources, prompts, labels, images), each a list of one.
+        drawn: how many came before.
+    """
+
+    def __init__(self, name: tuple, batches: Iterable[tuple], drawn: int = 0) -> None:
+        self.name, self.drawn = name, drawn
+        self._batches = iter(batches)
+
+    def __iter__(self) -> "Numbered":
+        return self
+
+    def __next__(self) -> tuple:
+        batch = next(self._batches)
+        self.drawn += 1
+        return batch
+
+
+class Leftover(list[Experience]):
+    """Holds samples for a later step. Upstream logs a checkpoint's whole state, so this prints as its length."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} samples>"
+
+
+class Prompts:
+    """Stands in for upstream's loader of the prompts to train on, with a place that a checkpoint can keep.
+
+    Each episode has an order that follows from the seed and the number of the episode. So the place is that number,
+    how many prompts of the episode have been drawn, and the samples of those that no step has had yet.
+
+    Args:
+        loader: upstream's loader, one prompt per batch.
+        seed: `--train.seed`.
+    """
+
+    def __init__(self, loader, seed: int) -> None:
+        self.loader, self.seed = loader, seed
+        self.leftover = Leftover()
+        self._set_place(episode=0, drawn=0)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where the episode has no further prompt."""
+        return self.rest.drawn >= len(self)
+
+    def begin_next_episode(self) -> None:
+        self._set_place(self.episode + 1, drawn=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, in which every prompt drawn has been trained but those of the samples left over."""
+        return {
+            "episode": self.episode,
+            "drawn": self.rest.drawn,
+            "of": len(self),
+            "leftover": Leftover(self.leftover),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place that `state_dict` has returned.
+
+        Raises:
+            ValueError: the state is that of upstream's loader, from a checkpoint of an earlier version.
+        """
+        if "leftover" not in state:
+            raise ValueError("the checkpoint is of an earlier version, which did not keep the place in the prompts")
+        if state["of"] != len(self):
+            logger.warning(
+                f"the checkpoint is of a run on {state['of']} prompts, and now there are {len(self)}: in the rest of "
+                "this episode, prompts may come again or not at all"
+            )
+        self._set_place(state["episode"], state["drawn"])
+        self.leftover = Leftover(state["leftover"])
+
+    def _set_place(self, episode: int, drawn: int) -> None:
+        self.episode = episode
+        self.rest = Numbered(("train", episode), self._batches(episode, drawn), drawn)
+
+    def _batches(self, episode: int, drawn: int) -> Iterator[tuple]:
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "order", episode))
+        order = torch.randperm(len(self), generator=generator).tolist()
+        yield from DataLoader(
+            self.loader.dataset,
+            batch_size=1,
+            sampler=order[drawn:],
+            collate_fn=self.loader.collate_fn,
+            num_workers=self.loader.num_workers,
+        )
