@@ -17,8 +17,10 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--train.deterministic",
         action="store_true",
-        help="Samples enter the batch by prompt, and each request to vLLM has its own seed. On the CPU, two runs of "
-        "one seed are then equal bit for bit, and so is a run that is resumed.",
+        help="Samples enter the batch by prompt, each request to vLLM has its own seed, and each engine starts on its "
+        "whole list at once. On the CPU of one machine, two runs of one seed are then equal bit for bit, and so is a "
+        "run that is resumed. On GPUs the order and the seeds hold, but kernels may differ in the last bits. Not with "
+        "--train.async_enable or --train.agent_func_path.",
     )
     group.add_argument(
         "--train.stall_minutes",

@@ -9,13 +9,24 @@ from arlopti_openrlhf.preflight.finding import Finding
 LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
 # Schedules that look at the loss.
 _NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
+# What makes a run depend on when things happen, and why.
+_NOT_DETERMINISTIC = {
+    "train.async_enable": "which weights generate a sample depends on how long the steps take",
+    "train.agent_func_path": "the requests of an agent's later turns reach vLLM as they come",
+}
 # Flags that the selective update and the statistics cannot serve, with the value at which each is off.
 _NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
 
 
 def check(args: SimpleNamespace) -> list[Finding]:
     """Return what cannot go together in the nested arguments as the user gave them."""
-    return [*_check_reward_source(args), *_check_lopti(args), *_check_update(args), *_check_evaluation(args)]
+    return [
+        *_check_reward_source(args),
+        *_check_lopti(args),
+        *_check_update(args),
+        *_check_evaluation(args),
+        *_check_determinism(args),
+    ]
 
 
 def uses_lopti(args: SimpleNamespace) -> bool:
@@ -100,3 +111,13 @@ def _check_evaluation(args: SimpleNamespace) -> list[Finding]:
         remedy = "give --reward.remote_url or --train.agent_func_path"
         findings.append(Finding("--eval.dataset", args.eval.dataset, problem, remedy))
     return findings
+
+
+def _check_determinism(args: SimpleNamespace) -> list[Finding]:
+    if not args.train.deterministic:
+        return []
+    return [
+        Finding("--train.deterministic", True, f"cannot go with --{flag}: {why}", "leave one of the two out")
+        for flag, why in _NOT_DETERMINISTIC.items()
+        if attrgetter(flag)(args)
+    ]

@@ -54,6 +54,8 @@ def nested(argv: list[str]):
         ("--reward.remote_url r.py,http://a/b", ["--reward.remote_url", "r.py,http://a/b", "one Python file"]),
         ("--reward.remote_url http://a/b,kk", ["--reward.remote_url", "http://a/b,kk", "URLs"]),
         ("--reward.retry_minutes -1", ["--reward.retry_minutes", "-1", "[0, inf]"]),
+        ("--train.deterministic --train.async_enable", ["--train.deterministic", "--train.async_enable"]),
+        ("--train.deterministic --train.agent_func_path a.py", ["--train.deterministic", "--train.agent_func_path"]),
     ],
 )
 def test_refused_in_one_line(flags, named, capsys):
