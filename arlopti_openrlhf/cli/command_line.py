@@ -7,6 +7,7 @@ vLLM and DeepSpeed first, which takes half a minute. Here the statements of that
 import argparse
 import ast
 import copy
+import functools
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ class _Block(NamedTuple):
     checking: list[ast.stmt]  # after it
 
 
+@functools.cache
 def _block() -> _Block:
     module = Module(_COMMAND)
     path = str(module.path)

@@ -4,14 +4,13 @@ A check is a function of upstream's nested arguments, as its `train` gets them, 
 itself, that is a finding too.
 """
 
-import functools
 import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from arlopti_openrlhf.preflight import batches, values
+from arlopti_openrlhf.preflight import batches, data, disk, machine, memory, model, placement, reward, values
 from arlopti_openrlhf.preflight.finding import Finding
 from arlopti_openrlhf.preflight.seams import check as seams
 
@@ -21,10 +20,19 @@ Check = Callable[[SimpleNamespace], list[Finding]]
 QUICK: dict[str, Check] = {
     "values": values.check,
     "batches": batches.check,
-    "installed packages": lambda args: seams.moved(seams.ALWAYS),
+    "installed packages": lambda args: seams.version() + seams.moved(seams.ALWAYS),
 }
-# They look at files and at the machine, and may import PyTorch and transformers.
-THOROUGH = ("machine", "placement", "memory", "model", "data", "evaluation", "reward")
+# They look at files and at the machine, ask the reward function, and may import PyTorch.
+THOROUGH: dict[str, Check] = {
+    "placement": placement.check,
+    "patched packages": lambda args: seams.moved(seams.PATCHED) if _patches() else [],
+    "machine": machine.check,
+    "disk": disk.check,
+    "memory": memory.check,
+    "model": model.check,
+    "data": data.check,
+    "reward": reward.check,
+}
 
 
 def run(args: SimpleNamespace, findings: list[Finding], upstream_findings: list[Finding]) -> None:
@@ -42,15 +50,17 @@ def run(args: SimpleNamespace, findings: list[Finding], upstream_findings: list[
     found += _news(upstream_findings, found)
     # The thorough checks take seconds, and half of what they said would follow from what is wrong already.
     if args.dry_run or not any(finding.is_fatal for finding in found):
-        for name in THOROUGH:
-            found += _news(_run(name, functools.partial(_check_thoroughly, name), args), found)
+        for name, check in THOROUGH.items():
+            found += _news(_run(name, check, args), found)
     is_fatal = any(finding.is_fatal for finding in found)
     if found:
         print(listed(found), file=sys.stderr, flush=True)
     if is_fatal:
         sys.exit(2)
     if args.dry_run:
-        print("arlopti_openrlhf: the run can start; --dry-run has started nothing.")
+        if estimate := memory.describe(args):
+            print(f"arlopti_openrlhf: {estimate}")
+        print("arlopti_openrlhf: the run can start. Nothing has been started.")
         sys.exit(0)
 
 
@@ -64,14 +74,17 @@ def refuse_if_fatal(findings: list[Finding]) -> None:
 def listed(findings: list[Finding]) -> str:
     """Return the list that the user reads, what is fatal first."""
     errors = sum(finding.is_fatal for finding in findings)
-    head = f"arlopti_openrlhf: before the start, {errors} fatal of {len(findings)} findings:"
+    counts = f"errors {errors}, warnings {len(findings) - errors}"
+    head = f"arlopti_openrlhf: the run {'cannot' if errors else 'can'} start: {counts}"
     ordered = sorted(findings, key=lambda finding: not finding.is_fatal)
     return "\n".join([head, *(f"  {'error' if f.is_fatal else 'warning'}: {f}" for f in ordered)])
 
 
-def _check_thoroughly(name: str, args: SimpleNamespace) -> list[Finding]:
-    module = f"arlopti_openrlhf.preflight.{name}"
-    return importlib.import_module(module).check(args) if importlib.util.find_spec(module) else []
+def _patches() -> bool:
+    """Return whether `cpu.enable` patches OpenRLHF on this machine."""
+    from arlopti_openrlhf import cpu
+
+    return cpu.uses_cpu() or importlib.util.find_spec("flash_attn") is None
 
 
 def _run(name: str, check: Check, args: SimpleNamespace) -> list[Finding]:
