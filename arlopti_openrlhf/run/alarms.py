@@ -30,6 +30,7 @@ class Alarms:
         self._active: set[str] = set()
         self._lowest_reward = math.inf
         self._flat_steps = 0
+        self._gap = 0.0  # the last one measured: a small rollout batch may have none
         self._norms: dict[str, deque[float]] = {}  # by the metric's name: Lopti's stages each have their own
 
     def check(self, status: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
@@ -45,7 +46,7 @@ class Alarms:
             "skipped_steps": self._skipped(status),
             "zero_advantages": self._zero_advantages(status),
             "flat_reward": self._flat_reward(status),
-            "rollout_gap": self._gap(status),
+            "rollout_gap": self._rollout_gap(status),
             "grad_norm": self._grad_norm(status),
             "truncated": self._truncated(status),
         }
@@ -77,12 +78,12 @@ class Alarms:
             return None
         return f"{self._flat_steps} steps in a row without a reward above the lowest one, {self._lowest_reward:g}"
 
-    def _gap(self, status: Mapping[str, float]) -> str | None:
-        gap = status.get("rollout/gap", 0.0)
-        if gap <= self.rollout_gap:
+    def _rollout_gap(self, status: Mapping[str, float]) -> str | None:
+        self._gap = status.get("rollout/gap", self._gap)
+        if self._gap <= self.rollout_gap:
             return None
         return (
-            f"the log-probs of vLLM and of the actor differ by {gap:.3g} nats per token on average, and "
+            f"the log-probs of vLLM and of the actor differ by {self._gap:.3g} nats per token on average, and "
             f"--alarm.rollout_gap is {self.rollout_gap:g}"
         )
 

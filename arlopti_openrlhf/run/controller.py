@@ -89,7 +89,7 @@ class Controller(WatchedTrainer):
             half = len(histograms) // 2
             self._log_histogram("train/tokens/probability", histograms[:half], global_step)
             self._log_histogram("train/tokens/logit_grad_norm_by_probability", histograms[half:], global_step)
-        if global_step % self.args.ckpt.save_steps == 0:
+        if global_step % self.args.ckpt.save_steps == 0 and not self.bad_steps.is_bad:
             self.saved_step, self.saved_at = global_step, time.monotonic()
         minutes = self.args.ckpt.save_minutes
         if minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes:
@@ -102,8 +102,8 @@ class Controller(WatchedTrainer):
             raise stopping.Interrupted(signum)
 
     def save_last_step(self) -> None:
-        """Save the last step as upstream does every `--ckpt.save_steps`, unless that is done."""
-        if self.last_step == self.saved_step:
+        """Save the last step as upstream does every `--ckpt.save_steps`, unless that is done or the step is bad."""
+        if self.last_step == self.saved_step or self.bad_steps.is_bad:
             return
         with replaced_attribute(self.args.ckpt, "save_steps", 1):
             with replaced_attribute(self.args.logger, "logging_steps", float("inf")):

@@ -19,6 +19,7 @@ from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import Died, TimedOut
 from arlopti_openrlhf.run.reward_process import Raised, RewardProcess
+from arlopti_openrlhf.run.rollout_log_probs import SpotChecks, fill
 
 logger = init_logger(__name__)
 
@@ -79,6 +80,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
         self.retry_seconds = 60 * retry_minutes
         is_file = bool(self.sources) and self.sources[0].endswith(".py")
         self._process = RewardProcess(self.sources[0], timeout_seconds) if is_file else None
+        self._spot_checks = SpotChecks()
         self._failure: RewardError | None = None  # of the call that ended the process
         self._waiting = 0  # samples that wait for a server
         self._down_since = self._said = 0.0
@@ -91,8 +93,15 @@ class RewardExecutor(SingleTurnAgentExecutor):
                 refused the request, or the answer has no finite reward.
         """
         output = await super().execute(
-            prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=images
+            prompt,
+            label,
+            self._spot_checks.ask(sampling_params),
+            max_length,
+            hf_tokenizer,
+            llm_engine,
+            images=images,
         )
+        fill(output, sampling_params)
         if not self.sources:
             return output
         query = hf_tokenizer.decode(output["observation_tokens"], skip_special_tokens=False)

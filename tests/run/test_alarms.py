@@ -52,8 +52,10 @@ def test_figures_that_are_missing_raise_no_alarm(name):
     assert alarms().check(BAD[name])[0][f"alarm/{name}"] == 1
 
 
-def test_a_gap_that_is_no_number_is_an_alarm():
-    assert alarms().check({"rollout/gap": math.nan})[0]["alarm/rollout_gap"] == 1
+def test_a_gap_that_is_no_number_is_an_alarm_until_another_is_measured():
+    watch = alarms()
+    seen = [watch.check(figures)[0]["alarm/rollout_gap"] for figures in ({"rollout/gap": math.nan}, {}, GOOD, {})]
+    assert seen == [1, 1, 0, 0]
 
 
 def test_a_flat_reward_takes_steps_in_a_row():

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import make_experience_batch, split_experience_batch
+from vllm import SamplingParams
 
 from arlopti_openrlhf.run import evaluation, reward_client
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
@@ -39,7 +40,7 @@ class Engine:
 
 def execute(executor, prompts=("prompt",), label="label"):
     """The outputs of the executor for several samples at a time."""
-    parameters = SimpleNamespace(max_tokens=8, logprobs=None)
+    parameters = SamplingParams(max_tokens=8)
 
     async def run():
         samples = (executor.execute(p, label, parameters, 100, Tokenizer(), Engine()) for p in prompts)

@@ -9,6 +9,21 @@ SAMPLES = "openrlhf.trainer.ppo_utils.samples_generator"
 TRAINER = "openrlhf.trainer.ppo_trainer"
 
 SEAMS: list[Seam] = [
+    Text(
+        AGENT,
+        "SingleTurnAgentExecutor.execute",
+        "if sampling_params.logprobs is not None and generation_output.logprobs is not None:",
+        "run.rollout_log_probs.SpotChecks",
+    ),
+    Text(
+        "vllm.v1.sample.sampler",
+        "Sampler.forward",
+        'if logprobs_mode == "raw_logprobs": raw_logprobs = self.compute_logprobs(logits)',
+        "run.rollout_log_probs.SpotChecks: before the temperature",
+    ),
+    Text(
+        "vllm.sampling_params", "SamplingParams", "flat_logprobs: bool = False", "run.rollout_log_probs.SpotChecks.ask"
+    ),
     Signature(
         TRAINER,
         "BasePPOTrainer._compute_rollout_stats",
