@@ -19,6 +19,7 @@ from arlopti_openrlhf.forward.selective_actor import replaced_attribute
 from arlopti_openrlhf.run import stopping
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.run.health import WatchedTrainer
+from arlopti_openrlhf.run.resuming import ResumableTrainer
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
 logger = init_logger(__name__)
@@ -40,7 +41,7 @@ def _plain(actor_class) -> Any:
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-class Controller(WatchedTrainer):
+class Controller(WatchedTrainer, ResumableTrainer):
     """Changes what upstream's two trainers share.
 
     1. `ExperienceMaker` makes the experience.
@@ -158,6 +159,7 @@ class Controller(WatchedTrainer):
 
     def resume(self, checkpoint_states: dict) -> None:
         """Take the last step from a checkpoint, or from the states of a new run."""
+        super().resume(checkpoint_states)
         self.last_step, self.last_client_states = checkpoint_states["global_step"], dict(checkpoint_states)
         self.saved_step, self.saved_at = self.last_step, time.monotonic()
 

@@ -1,0 +1,35 @@
+"""Saves the controller's state in the checkpoints and takes it up again."""
+
+from openrlhf.trainer import ppo_trainer
+
+from arlopti_openrlhf.run import process_state, trackers
+
+
+class ResumableTrainer(ppo_trainer.BasePPOTrainer):
+    """What upstream's two trainers share, with a state that a resumed run takes up.
+
+    Upstream keeps the step, the prompts and the best metric. This adds the KL coefficient, the random numbers and the
+    trackers' curves.
+    """
+
+    def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
+        with trackers.resumable(strategy.args):
+            super().__init__(pretrain, strategy, *args, **kwargs)
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        super().save_logs_and_checkpoints(global_step, logs_dict, (client_states or {}) | self._state())
+
+    def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
+        super().save_best_checkpoint(eval_metrics, global_step, (client_states or {}) | self._state())
+
+    def _state(self) -> dict:
+        return {"kl_coefficient": self.kl_ctl.value, "controller_random": process_state.random_state()}
+
+    def resume(self, checkpoint_states: dict) -> None:
+        """Take up the state of a checkpoint, before the first step. That of a run's beginning holds only counters."""
+        if "controller_random" in checkpoint_states:
+            self.kl_ctl.value = checkpoint_states["kl_coefficient"]
+            process_state.set_random_state(checkpoint_states["controller_random"])
+        if self.tensorboard_logger and self.args.ckpt.load_enable:
+            step = checkpoint_states["global_step"]
+            self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
