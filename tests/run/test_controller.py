@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -18,9 +19,11 @@ class Trainer(controller.Controller, ppo_trainer.BasePPOTrainer):
 
     def __init__(self, tmp_path, logged: list) -> None:
         logger = SimpleNamespace(tensorboard_dir=str(tmp_path), wandb=SimpleNamespace(run_name="run"), logging_steps=1)
-        ckpt = SimpleNamespace(save_steps=float("inf"), save_minutes=None, path=str(tmp_path / "ckpt"))
+        never = {"save_steps": float("inf"), "save_minutes": None, "load_enable": False}
+        ckpt = SimpleNamespace(path=str(tmp_path / "ckpt"), **never)
         self.args = SimpleNamespace(logger=logger, ckpt=ckpt)
         self.token_statistics: dict = {}
+        self.kl_ctl = FixedKLController(0.1)
         self.tensorboard_logger = TensorboardLogger(self.args)
         self.alarms, self.bad_steps = Alarms(20, 10, 0.1), BadSteps(3, counts_refusals=True)
         self.wandb_logger = object.__new__(WandbLogger)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch
 
 from arlopti_openrlhf.run import controller
@@ -91,7 +92,7 @@ class Trainer(controller.Controller, ppo_trainer.BasePPOTrainer):
     def __init__(self, key: str) -> None:
         self.best_eval_metric_key, self.best_eval_metric_value, self.critic_model_group = key, float("-inf"), None
         self.args = SimpleNamespace(ckpt=SimpleNamespace(best_metric_key=key))
-        self.actor_model_group, self.saved = self, []
+        self.actor_model_group, self.saved, self.kl_ctl = self, [], FixedKLController(0.1)
 
     def async_run_method(self, method_name, tag, **kwargs):
         self.saved.append((method_name, tag))

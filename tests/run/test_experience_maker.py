@@ -107,11 +107,19 @@ def test_other_estimators_are_upstreams_and_amplify_nothing(estimator):
 
 
 def test_both_trainers_have_it():
-    class Trainer(controller.Controller, BasePPOTrainer):
+    class Upstream(BasePPOTrainer):
         fit = None
 
+        def __init__(self, pretrain, strategy, *groups) -> None:
+            super().__init__(strategy, *groups)
+
+    class Trainer(controller.Controller, Upstream):
+        pass
+
     args = make_args()
-    trainer = Trainer(SimpleNamespace(args=args), "actor", "critic", "reward", "reference", "engines", "tokenizer")
+    trainer = Trainer(
+        "pretrain", SimpleNamespace(args=args), "actor", "critic", "reward", "reference", "engines", "tokenizer"
+    )
     maker = trainer.experience_maker
     assert type(maker) is ExperienceMaker and maker.kl_ctl is trainer.kl_ctl and maker.args is args
     groups = maker.actor_model_group, maker.critic_model_group, maker.reward_model_group, maker.initial_model_group
