@@ -10,6 +10,7 @@ from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch
 
 from arlopti_openrlhf.run import controller
+from arlopti_openrlhf.run.divergence import BadSteps
 from arlopti_openrlhf.run.evaluation import SourceSamplesGenerator, compute_eval_metrics
 from arlopti_openrlhf.run.samples import SamplesGenerator
 from arlopti_openrlhf.scoring.sampling import Sampling
@@ -93,6 +94,7 @@ class Trainer(controller.Controller, ppo_trainer.BasePPOTrainer):
         self.best_eval_metric_key, self.best_eval_metric_value, self.critic_model_group = key, float("-inf"), None
         self.args = SimpleNamespace(ckpt=SimpleNamespace(best_metric_key=key))
         self.actor_model_group, self.saved, self.kl_ctl = self, [], FixedKLController(0.1)
+        self.bad_steps = BadSteps(3, counts_refusals=True)
 
     def async_run_method(self, method_name, tag, **kwargs):
         self.saved.append((method_name, tag))
