@@ -43,6 +43,14 @@ def test_every_flag_is_known_and_trailing_flags_win(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_the_same_command_again_resumes_the_run(script, tmp_path):
+    """OpenRLHF's name of a run holds the time, so that its curves would begin anew."""
+    args = parse(script, tmp_path, OUT="outputs/mine")
+    assert args["ckpt.load_enable"] is True
+    assert (args["logger.wandb.run_name"], args["ckpt.path"]) == ("mine", "outputs/mine/checkpoints")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_commands_in_comments_parse(script):
     commands = re.findall(rf"^# +python -m {PREPARE} (.*)$", script.read_text(), re.M)
     for command in commands:

@@ -41,4 +41,6 @@ paper_flags=(
   --eval.steps 20
   --ckpt.save_steps 20
   --ckpt.save_hf
+  # A run that was ended goes on from its newest whole checkpoint. Another OUT starts a new run.
+  --ckpt.load_enable
 )

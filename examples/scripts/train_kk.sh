@@ -55,4 +55,5 @@ python -m arlopti_openrlhf.cli.train_ppo_ray \
   --ckpt.path "$OUT/checkpoints" \
   --ckpt.output_dir "$OUT/$(basename "$OUT")" \
   --logger.tensorboard_dir "$OUT/tensorboard" \
+  --logger.wandb.run_name "$(basename "$OUT")" \
   "$@"

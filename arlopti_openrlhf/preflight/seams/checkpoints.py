@@ -9,6 +9,7 @@ from arlopti_openrlhf.preflight.seams.kinds import Body, Seam, Signature, Text
 ACTOR = "openrlhf.trainer.ray.ppo_actor"
 CRITIC = "openrlhf.trainer.ray.ppo_critic"
 ENGINE = "deepspeed.runtime.engine"
+LOGGERS = "openrlhf.utils.logging_utils"
 STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 TRAINER = "openrlhf.trainer.ppo_trainer"
 
@@ -80,6 +81,37 @@ SEAMS: list[Seam] = [
         "BasePPOTrainer.init_checkpoint_states",
         '"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {},',
         "run.checkpoints.BEGINNING",
+    ),
+    Text(
+        TRAINER,
+        "BasePPOTrainer.__init__",
+        "self.wandb_logger = WandbLogger(self.args) if self.args.logger.wandb.key else None",
+        "run.trackers.resumable",
+    ),
+    Text(
+        TRAINER,
+        "BasePPOTrainer.__init__",
+        "self.tensorboard_logger = TensorboardLogger(self.args) if self.args.logger.tensorboard_dir else None",
+        "run.trackers.resumable",
+    ),
+    Text(
+        LOGGERS,
+        "TensorboardLogger.__init__",
+        "self.writer = SummaryWriter(log_dir=log_dir)",
+        "run.trackers.ResumableTensorboard.drop_from",
+    ),
+    Text(LOGGERS, "WandbLogger.__init__", "name=args.logger.wandb.run_name,", "run.trackers.identify"),
+    Text(
+        "openrlhf.cli.train_ppo_ray",
+        "",
+        'default="ppo_%s" % datetime.now().strftime("%m%dT%H:%M")',
+        "run.trackers.identify: knows the default by its form",
+    ),
+    Text(
+        "openrlhf.trainer.ppo_utils.kl_controller",
+        "AdaptiveKLController.update",
+        "self.value *= mult",
+        "run.resuming.ResumableTrainer.resume",
     ),
     Text(ENGINE, "DeepSpeedEngine._save_checkpoint", "self.checkpoint_engine.save(", f"{OURS}._write"),
     Text(
