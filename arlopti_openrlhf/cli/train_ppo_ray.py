@@ -25,6 +25,7 @@ def main() -> None:
     """
     check.refuse_if_fatal(seams.version() + seams.moved(seams.COMMAND))
     flat = command_line.parse(sys.argv[1:], add_flags)
+    credentials.hide(flat)
     given = command_line.hierarchize(flat)
     args, upstream_findings = command_line.check(_completed(flat))
     check.run(args, combinations.check(given), upstream_findings)
@@ -59,7 +60,7 @@ def train(args: SimpleNamespace) -> None:
 
     run = driver.Driver()
     with run.ending():
-        run.start(args.train.stall_minutes)
+        run.start(args.train.stall_minutes, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
         upstream.train(args)
 
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from arlopti_openrlhf.preflight import batches, data, disk, machine, memory, model, placement, reward, values
+from arlopti_openrlhf.preflight import batches, clusters, data, disk, machine, memory, model, placement, reward, values
 from arlopti_openrlhf.preflight.finding import Finding
 from arlopti_openrlhf.preflight.seams import check as seams
 
@@ -27,6 +27,7 @@ THOROUGH: dict[str, Check] = {
     "placement": placement.check,
     "patched packages": lambda args: seams.moved(seams.PATCHED) if _patches() else [],
     "machine": machine.check,
+    "clusters": clusters.check,
     "disk": disk.check,
     "memory": memory.check,
     "model": model.check,

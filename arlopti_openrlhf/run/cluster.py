@@ -2,28 +2,31 @@
 
 import functools
 import os
-import secrets
 import signal
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 
-from arlopti_openrlhf.run import reaper
+from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.run import credentials, reaper
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"
 
 
-def install(run: str, folder: Path) -> None:
+def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
     """Wrap `ray.init` on the driver. A cluster that it starts is ours alone; one that it joins is left as it is.
 
     Args:
         run: the run's name, which its processes carry (`run.reaper`).
         folder: the run's folder, which only its user can enter.
+        secrets: what the job's workers get, by variable. Ray's files and its list of jobs do not.
     """
-    init = ray.init
+    init, entrypoint = ray.init, ray_utils.get_entrypoint_name
 
     @functools.wraps(init)
     def init_of_run(*args, **kwargs):
@@ -35,7 +38,10 @@ def install(run: str, folder: Path) -> None:
             kwargs = {"_temp_dir": str(folder / SESSIONS), "dashboard_host": "127.0.0.1"} | kwargs
         handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
         try:
-            return init(*args, **kwargs)
+            with replaced_attribute(ray_utils, "get_entrypoint_name", lambda: _masked(entrypoint(), secrets)):
+                context = init(*args, **kwargs)
+            credentials.send(secrets)
+            return context
         finally:
             # Ray takes SIGTERM, in Python and in C++: it would print a stack trace and abort.
             for signum, handler in handlers.items():
@@ -51,6 +57,12 @@ def starts_here(address: str | None = None) -> bool:
     return address in (None, "local")
 
 
+def _masked(text: str, secrets: dict[str, str]) -> str:
+    for name, secret in secrets.items():
+        text = text.replace(secret, f"${{{name}}}")
+    return text
+
+
 def _close_to_others() -> None:
     """Let the cluster that starts next listen to this machine alone, and there only to who knows a secret."""
     # With Ray's clusters of several machines off, its node has the address 127.0.0.1. `_node_ip_address` cannot say
@@ -58,7 +70,7 @@ def _close_to_others() -> None:
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     raylet: Any = ray._raylet
     raylet.Config.initialize("")  # Ray has read its variables when it was imported
     raylet.AuthenticationTokenLoader.instance().reset_cache()

@@ -16,7 +16,7 @@ from openrlhf.utils.logging_utils import init_logger
 from ray.util.queue import Full
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
-from arlopti_openrlhf.run import stopping
+from arlopti_openrlhf.run import credentials, stopping
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.run.health import WatchedTrainer
 from arlopti_openrlhf.run.resuming import ResumableTrainer
@@ -59,6 +59,8 @@ class Controller(WatchedTrainer, ResumableTrainer):
     best_eval_metric_key: str | None  # upstream's
 
     def __init__(self, *args, **kwargs) -> None:
+        if ray.is_initialized():
+            credentials.receive()  # the trackers are built next
         super().__init__(*args, **kwargs)
         # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
         self.experience_maker = ExperienceMaker(

@@ -39,17 +39,18 @@ class Driver:
         self._asked: int | None = None  # the first signal
         self._cause: BaseException | None = None
 
-    def start(self, stall_minutes: float) -> None:
+    def start(self, stall_minutes: float, secrets: dict[str, str]) -> None:
         """Make ready for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
 
         Args:
             stall_minutes: how long the controllers may take to save a checkpoint after a signal.
+            secrets: what `run.credentials` has hidden, by variable.
         """
         self.stall_minutes = stall_minutes
         os.umask(0o077)
         run = uuid.uuid4().hex
         self.folder = reaper.start(run)
-        cluster.install(run, self.folder)
+        cluster.install(run, self.folder, secrets)
 
     @contextmanager
     def ending(self) -> Iterator[None]:

@@ -45,29 +45,39 @@ class Interrupted(RunStopped):
         return f"{signal.Signals(self.args[0]).name} received"
 
 
-def _key(name: str) -> str:
-    return f"arlopti_openrlhf/{ray.get_runtime_context().get_job_id()}/{name}"
-
-
 def request_stop(signum: int) -> None:
     """Ask the run's controllers to save a checkpoint and end, because of a signal."""
-    internal_kv._internal_kv_put(_key("stop"), str(signum), overwrite=True)
+    put("stop", str(signum))
 
 
 def stop_requested() -> int | None:
     """Return the signal that asks this job to end, or None."""
-    value = internal_kv._internal_kv_get(_key("stop"))
+    value = get("stop")
     return int(value) if value else None
 
 
 def set_training() -> None:
     """Say that a controller is ready to answer a request to stop. Before that a signal ends the driver at once."""
-    internal_kv._internal_kv_put(_key("training"), "1", overwrite=True)
+    put("training", "1")
 
 
 def is_training() -> bool:
     """Return whether a controller of this job answers requests to stop."""
-    return bool(internal_kv._internal_kv_get(_key("training")))
+    return bool(get("training"))
+
+
+def put(name: str, value: str) -> None:
+    """Leave a value for all processes of this job, in Ray's key-value store."""
+    internal_kv._internal_kv_put(_key(name), value, overwrite=True)
+
+
+def get(name: str) -> bytes | None:
+    """Return the value that a process of this job has left, or None."""
+    return internal_kv._internal_kv_get(_key(name))
+
+
+def _key(name: str) -> str:
+    return f"arlopti_openrlhf/{ray.get_runtime_context().get_job_id()}/{name}"
 
 
 def wait(
