@@ -13,8 +13,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
             action.metavar = "kk|math|PATH.py|URL,..."
             action.help = (
                 "The source of rewards: kk or math for the package's own, a Python file with reward_func(queries, "
-                "prompts, labels), or the URLs of reward servers, which take turns."
+                "prompts, labels), or the URLs of reward servers, which take turns. A password or token in a URL is "
+                "shown nowhere; ${NAME} there stands for an environment variable."
             )
+        if action.dest == "logger.wandb.key":
+            action.help = "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere."
     parser.add_argument(
         "--logger.probability_stats",
         choices=["bins", "quartiles", "off"],

@@ -14,6 +14,7 @@ from arlopti_openrlhf.cli.update_flags import add_update_flags
 from arlopti_openrlhf.preflight import check, combinations
 from arlopti_openrlhf.preflight.placement import gpus_placed
 from arlopti_openrlhf.preflight.seams import check as seams
+from arlopti_openrlhf.run import credentials
 from arlopti_openrlhf.scoring.sampling import Sampling
 
 

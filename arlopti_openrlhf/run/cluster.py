@@ -11,7 +11,6 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 
-from arlopti_openrlhf.forward.selective_actor import replaced_attribute
 from arlopti_openrlhf.run import credentials, reaper
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
@@ -38,11 +37,13 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
             kwargs = {"_temp_dir": str(folder / SESSIONS), "dashboard_host": "127.0.0.1"} | kwargs
         handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
         try:
-            with replaced_attribute(ray_utils, "get_entrypoint_name", lambda: _masked(entrypoint(), secrets)):
-                context = init(*args, **kwargs)
+            # Ray lists the job with the driver's command line.
+            ray_utils.get_entrypoint_name = lambda: _masked(entrypoint(), secrets)
+            context = init(*args, **kwargs)
             credentials.send(secrets)
             return context
         finally:
+            ray_utils.get_entrypoint_name = entrypoint
             # Ray takes SIGTERM, in Python and in C++: it would print a stack trace and abort.
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)

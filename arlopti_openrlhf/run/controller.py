@@ -59,8 +59,7 @@ class Controller(WatchedTrainer, ResumableTrainer):
     best_eval_metric_key: str | None  # upstream's
 
     def __init__(self, *args, **kwargs) -> None:
-        if ray.is_initialized():
-            credentials.receive()  # the trackers are built next
+        credentials.receive()  # the trackers are built next
         super().__init__(*args, **kwargs)
         # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
         self.experience_maker = ExperienceMaker(

@@ -30,6 +30,8 @@ def hide(flat: argparse.Namespace) -> None:
 
 
 def _hide_in_url(url: str, number: int) -> str:
+    if "://" not in url:
+        return url  # a file
     try:
         parts = urlsplit(url)
     except ValueError:  # the pre-flight refuses it
@@ -67,10 +69,13 @@ def send(secrets: dict[str, str]) -> None:
 
 
 def receive() -> None:
-    """Put the job's secrets into this worker's environment."""
+    """Put the job's secrets into this process's environment, if it is a worker of Ray."""
+    import ray
+
     from arlopti_openrlhf.run import stopping
 
-    os.environ.update(json.loads(stopping.get("credentials") or "{}"))
+    if ray.is_initialized():
+        os.environ.update(json.loads(stopping.get("credentials") or "{}"))
 
 
 def expand(url: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import ray
 from ray.exceptions import RayTaskError
@@ -27,6 +27,7 @@ from ray.exceptions import RayTaskError
 from arlopti_openrlhf.run import cluster, reaper, stopping
 
 _ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
+_EXIT = 3.0  # seconds that Python gets to end
 _SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends those that are left
 
 
@@ -65,7 +66,7 @@ class Driver:
             yield
             if self.folder:
                 (self.folder / reaper.COMPLETE).touch()
-            _leave_within(_SHUTDOWN, 0)
+            _shut_down(0)
         except SystemExit:
             raise
         except BaseException as error:  # KeyboardInterrupt too, by which a cause arrives
@@ -88,8 +89,7 @@ class Driver:
         if not isinstance(cause, stopping.RunStopped):
             traceback.print_exception(error)
         code = _exit_code(cause)
-        _leave_within(_SHUTDOWN, code)
-        ray.shutdown()  # before the last lines, because workers print until then
+        _shut_down(code)  # before the last lines, because workers print until then
         _say(last_lines(cause))
         if self.folder and (self.folder / cluster.SESSIONS).exists() and code not in (130, 143):
             _say(f"Ray's logs: {self.folder / cluster.SESSIONS}")
@@ -146,8 +146,17 @@ def _say(text: str) -> None:
     print(f"arlopti_openrlhf: {text}", file=sys.stderr, flush=True)
 
 
-def _leave_within(seconds: float, code: int) -> None:
+def _shut_down(code: int) -> None:
+    """End Ray, and let nothing else that ends with the process hold it up."""
+    in_time = _leave_within(_SHUTDOWN, code)
+    ray.shutdown()
+    in_time.cancel()
+    _leave_within(_EXIT, code)
+
+
+def _leave_within(seconds: float, code: int) -> threading.Timer:
     """End this process after `seconds` if it has not ended by then, even in the middle of Ray's shutdown."""
-    timer: Any = threading.Timer(seconds, os._exit, (code,))
+    timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
+    return timer

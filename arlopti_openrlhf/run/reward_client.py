@@ -18,6 +18,7 @@ from openrlhf.utils.logging_utils import init_logger
 from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import Died, TimedOut
+from arlopti_openrlhf.run import credentials
 from arlopti_openrlhf.run.reward_process import Raised, RewardProcess
 from arlopti_openrlhf.run.rollout_log_probs import SpotChecks, fill
 
@@ -74,6 +75,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
         # Without endpoints, upstream's `execute` generates and leaves the reward to ours. It loads no file either.
         super().__init__(None)
         sources = [remote_rm_url] if isinstance(remote_rm_url, str) else remote_rm_url or []
+        credentials.receive()  # the URLs name them
         # The engine looks the files up, and not the driver, because their nodes may have the package in two folders.
         self.sources = [REWARD_FILES.get(source, source) for source in sources]
         self._servers = itertools.cycle(self.sources)
@@ -152,7 +154,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
                 try:
                     answer = await _post(url, message)
                 except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-                    cause = f"{type(error).__name__}: {error}"
+                    cause = credentials.mask(f"{type(error).__name__}: {error}", url)
                 else:
                     if failed and self._down_since:
                         logger.info(f"reward server: answers again, after {time.monotonic() - self._down_since:.0f} s")
@@ -185,9 +187,10 @@ class RewardExecutor(SingleTurnAgentExecutor):
 
 async def _post(url: str, message: dict) -> Any:
     # Each request opens its own connection, as upstream's do. A kept one could have died with its server since.
-    async with aiohttp.ClientSession(timeout=_ATTEMPT) as session, session.post(url, json=message) as response:
+    whole = credentials.expand(url)
+    async with aiohttp.ClientSession(timeout=_ATTEMPT) as session, session.post(whole, json=message) as response:
         if 400 <= response.status < 500 and response.status not in (408, 429):
-            text = (await response.text())[:500]
+            text = credentials.mask((await response.text())[:500], url)
             about = _about(message["query"][0], message["labels"][0])
             raise RewardError(f"{url} refuses the request with status {response.status}: {text}{about}")
         if response.status >= 400:

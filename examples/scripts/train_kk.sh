@@ -10,7 +10,7 @@
 # Then, from the repository's root:
 #   bash examples/scripts/train_kk.sh
 #   ALGO=reinforce++ METHOD=ar bash examples/scripts/train_kk.sh
-#   MODEL=Qwen/Qwen2.5-7B-Instruct-1M bash examples/scripts/train_kk.sh --logger.wandb.key "$WANDB_API_KEY"
+#   MODEL=Qwen/Qwen2.5-7B-Instruct-1M bash examples/scripts/train_kk.sh --logger.wandb.key WANDB_API_KEY
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
@@ -35,7 +35,7 @@ if [ "$ALGO" = reinforce++ ]; then
 fi
 
 # A rollout batch is 64 questions x 8 answers, two updates of 256 samples each.
-python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${algo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

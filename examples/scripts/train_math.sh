@@ -9,7 +9,7 @@
 #
 # Then, from the repository's root (the paper recommends either method alone):
 #   METHOD=ar bash examples/scripts/train_math.sh
-#   METHOD=lopti bash examples/scripts/train_math.sh --logger.wandb.key "$WANDB_API_KEY"
+#   METHOD=lopti bash examples/scripts/train_math.sh --logger.wandb.key WANDB_API_KEY
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-7B}
@@ -22,7 +22,7 @@ alpha=${ALPHA:-0.1}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 # A rollout batch is 128 questions x 8 answers, two updates of 512 samples each.
-python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${grpo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

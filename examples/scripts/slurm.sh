@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# A run on one node under Slurm, which goes on over as many jobs as it takes: ten minutes before the time limit it saves
+# a checkpoint and puts itself back into the queue. Within a job, supervise.sh starts it again after a crash.
+#
+#   sbatch --gpus-per-node=4 --time=24:00:00 examples/scripts/slurm.sh bash examples/scripts/train_kk.sh
+#
+# Submit it from the repository's root, with the environment active. A job that is cancelled is not queued again.
+#SBATCH --job-name=arlopti
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@600
+set -uo pipefail
+
+[ $# -gt 0 ] || set -- bash examples/scripts/train_kk.sh
+
+# Slurm runs a copy of this file from another folder.
+bash examples/scripts/supervise.sh "$@" &
+run=$!
+out_of_time=
+trap 'out_of_time=yes; kill -TERM "$run"' USR1
+trap 'kill -TERM "$run"' TERM
+
+while kill -0 "$run" 2>/dev/null; do wait "$run"; done
+wait "$run"
+status=$?
+if [ "$out_of_time" ] && [ "$status" -eq 143 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
