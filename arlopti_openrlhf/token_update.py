@@ -78,7 +78,8 @@ def probability_quantile(action_log_probs: torch.Tensor, action_mask: torch.Tens
     """Return the η below which a share `q` of the response tokens lies, the linearly interpolated q-quantile of π_old.
 
     With N distinct probabilities the share of tokens that `low_probability_mask` then selects differs from `q` by less
-    than 1/N. Tied probabilities are selected all together or not at all.
+    than 1/N. Tied probabilities are selected all together or not at all. The η is one that `group_mask` takes, even
+    where rounding puts π_old at 0 or above 1.
 
     Args:
         action_log_probs: (B, A) log π_old.
@@ -100,7 +101,8 @@ def probability_quantile(action_log_probs: torch.Tensor, action_mask: torch.Tens
         probabilities[int(position)].item(),
         probabilities[min(int(position) + 1, len(probabilities) - 1)].item(),
     )
-    return lower + (position - int(position)) * (upper - lower)
+    eta = lower + (position - int(position)) * (upper - lower)
+    return min(max(eta, torch.finfo(torch.float32).tiny), 1.0)
 
 
 def _check_same_shape(**tensors: torch.Tensor) -> None:

@@ -3,10 +3,15 @@
 import json
 
 import pytest
+from hypothesis import settings
 
 from arlopti_openrlhf import cpu
 
 cpu.enable()  # before any test imports openrlhf
+
+# The same examples in each run, on a machine of any speed. `make fuzz` looks for new ones.
+settings.register_profile("tests", derandomize=True, deadline=None, database=None)
+settings.load_profile("tests")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402

@@ -43,7 +43,7 @@ def estimate_mean(values: Sequence[float], bounded: bool = True) -> Estimate:
     error = stdev(values) / math.sqrt(n) if n > 1 else 0.0
     if not bounded or not all(0 <= value <= 1 for value in values):
         return Estimate(p, p - Z_95 * error, p + Z_95 * error, error)
-    independent = p * (1 - p) / error**2 if error and 0 < p < 1 else float(n)
+    independent = p * (1 - p) / error**2 if error**2 and 0 < p < 1 else float(n)
     shrink = 1 + Z_95**2 / independent
     center = (p + Z_95**2 / (2 * independent)) / shrink
     half = Z_95 * math.sqrt(p * (1 - p) / independent + Z_95**2 / (4 * independent**2)) / shrink

@@ -1,0 +1,76 @@
+"""What holds of the passes of an update for every rollout batch."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from arlopti_openrlhf.update import passes
+from arlopti_openrlhf.update.passes import Stage
+
+LOG_PROBS = st.one_of(st.floats(-30, 0), st.just(float("-inf")))
+ETA = st.floats(0, 1, exclude_min=True, exclude_max=True)
+
+
+@st.composite
+def samples(draw):
+    """Return a single sample: its mask begins with the prompt, and its response may be one token or none."""
+    prompt, response = draw(st.integers(2, 4)), draw(st.integers(0, 4))
+    mask = torch.tensor([0] * (prompt - 1) + [1] * response)
+    log_probs = torch.tensor(draw(st.lists(LOG_PROBS, min_size=len(mask), max_size=len(mask))))
+    first = draw(st.integers(0, 2))  # few prompts, so that several samples share one
+    sequence = torch.tensor([first] * prompt + [7] * response)
+    return Experience(sequences=sequence, action_mask=mask, action_log_probs=log_probs)
+
+
+class Ranks(SimpleNamespace):
+    """Stands in for the ranks: another one has room for `other` mini-batches."""
+
+    def min(self, value: int) -> int:
+        return min(value, self.other)
+
+
+@given(st.lists(samples(), max_size=12), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.integers(0, 12))
+def test_mini_batches_are_whole_and_hold_no_sample_twice(items, micro, mini, shuffle, other):
+    made = passes.mini_batches(items, micro, mini, shuffle, Ranks(other=other))
+    assert len(made) == min(len(items) // mini, other)
+    taken = Counter(id(sample) for batch in made for sample in batch.samples)
+    assert set(taken.values()) <= {1} and taken.keys() <= set(map(id, items))
+    step = 0
+    for batch in made:
+        assert len(batch.samples) == mini and batch.first_step == step
+        assert all(len(micro_batch) == micro for micro_batch in batch.micro_batches[:-1])
+        step += len(batch.micro_batches)
+
+
+@given(st.lists(samples(), max_size=12))
+def test_samples_are_grouped_by_prompt_and_none_is_lost(items):
+    groups = passes.by_prompt(items)
+    assert Counter(id(sample) for group in groups for sample in group) == Counter(map(id, items))
+    for group in groups:
+        assert len({sample.sequences[0].item() for sample in group if sample.action_mask.any()}) <= 1
+
+
+@given(st.lists(samples(), max_size=6), ETA)
+def test_the_stages_count_each_token_once(items, eta):
+    whole = passes.count_tokens(items, Stage())
+    assert whole == sum(item.action_mask.sum().item() for item in items)
+    low, high = (passes.count_tokens(items, Stage(group, eta)) for group in ("low", "high"))
+    assert low + high == whole
+
+
+@given(
+    st.sampled_from(["low_first", "high_first"]),
+    st.sampled_from(["both", "low", "high"]),
+    st.one_of(st.none(), ETA),
+    st.sampled_from(["batch", "minibatch"]),
+    st.integers(0, 5),
+)
+def test_every_mini_batch_goes_through_every_stage_once(order, groups, eta, scope, count):
+    stages = passes.stages(SimpleNamespace(order=order, groups=groups), eta)
+    assert len(stages) == (2 if eta is not None and groups == "both" else 1)
+    made = passes.in_order(range(count), stages, scope)
+    assert Counter(made) == Counter((batch, stage) for batch in range(count) for stage in stages)
