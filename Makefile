@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test quickstart lint chaos clean
+.PHONY: help setup test quickstart lint chaos fuzz clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -21,6 +21,7 @@ help:
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
 	@echo "make lint        set up, then ruff (rules and format) and mypy"
 	@echo "make chaos       set up, then inject faults into 30 tiny trainings; ARGS=--short takes one run with five faults"
+	@echo "make fuzz        set up, then look for inputs that break graders, server or data; ARGS='--seconds 600'"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
 setup: $(PROJECT)
@@ -38,6 +39,9 @@ lint: setup
 
 chaos: setup
 	@.venv/bin/python -m chaos.run --seed $(SEED) $(ARGS)
+
+fuzz: setup
+	@.venv/bin/python -m fuzz.run --seed $(SEED) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

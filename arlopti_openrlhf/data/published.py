@@ -153,10 +153,16 @@ def _column(record: dict, path: str) -> Any:
 
 def _from_prepared(record: dict, prompt_format: str) -> Row:
     prompt = record["prompt"]
-    prompt = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+    prompt = prompt if isinstance(prompt, str) else [_message(message) for message in prompt]
     datasource = str(record.get("datasource", "default"))
     label = _kk_label(record["label"]) if datasource.startswith("kk_") else math_reward.label_text(record["label"])
     return {"prompt": prompt, "label": label, "datasource": datasource}
+
+
+def _message(message: dict) -> dict[str, str]:
+    if not all(isinstance(message[name], str) for name in ("role", "content")):
+        raise ValueError("a message's role or content is not text")
+    return dict(message)
 
 
 def _from_verl(record: dict, prompt_format: str) -> Row:
