@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def failure(name: str, case: Any) -> str | None:
     """Return the traceback of what a target does with an input, or None."""
+    TARGETS[name].start()
     signal.signal(signal.SIGALRM, _hangs)
     signal.alarm(HANGS_AFTER)
     try:

@@ -27,10 +27,11 @@ class Broken(Exception):
 
 
 class Target(NamedTuple):
-    """Says what to call, and with what inputs to begin."""
+    """Says what to call, with what inputs to begin, and what has to run before."""
 
     check: Callable[[Any], None]
     seeds: list[Any]
+    start: Callable[[], object] = lambda: None
 
 
 def check_kk(case: dict) -> None:
@@ -61,7 +62,6 @@ def check_math(case: dict) -> None:
     response, label = case.get("response"), case.get("label")
     if not isinstance(response, str) or not _is_label(lambda: math_reward.label_text(label)):
         return
-    math_reward.worker_pool().start()
     with _at_most(math_reward.TIMEOUT + 3):
         score = math_reward.grade(response, label).score
     if score not in case.get("score", (0.0, 1.0)):
@@ -110,7 +110,6 @@ class Server:
         sent = case.get("bytes")
         if not isinstance(sent, str):
             return
-        self.start()
         answer = self._ask(sent.encode("utf-8", "surrogatepass"), seconds=0.05)
         if answer and not re.match(rb"HTTP/1\.1 (100|200|400|404|405|413|422|431|503) ", answer):
             raise Broken(f"the answer {answer[:200]!r}")
@@ -120,6 +119,8 @@ class Server:
         if b"Traceback" in (log := self.log.read_bytes()):
             self.log.write_bytes(b"")
             raise Broken(log.decode(errors="replace")[-3000:])
+        if self.process is None or self.process.poll() is not None:
+            raise Broken("the server has ended")
 
     def start(self) -> None:
         """Start the process if it does not run."""
@@ -181,6 +182,10 @@ def _at_most(seconds: float):
         raise Broken(f"it took {taken:.1f} s, more than {seconds:.1f} s")
 
 
+def _start_grader() -> None:
+    math_reward.worker_pool().start()
+
+
 SERVER = Server()
 _ROW = {"prompt": [{"role": "user", "content": "What is 1 + 1?"}], "label": "2", "datasource": "math"}
 TARGETS = {
@@ -203,6 +208,7 @@ TARGETS = {
             )
         ]
         + [{"response": "Thus \\[ x = 3 \\] and the final answer is $\\frac{1}{2}$.", "label": "0.5"}],
+        _start_grader,
     ),
     "data": Target(
         check_data,
@@ -221,6 +227,7 @@ TARGETS = {
                 ]
             },
         ],
+        _start_grader,
     ),
     "http": Target(
         SERVER.check,
@@ -232,5 +239,6 @@ TARGETS = {
             {"bytes": "POST /kk/get_reward HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n[]\r\n0\r\n\r\n"},
             {"bytes": "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET /ready HTTP/1.0\r\n\r\n"},
         ],
+        SERVER.start,
     ),
 }
