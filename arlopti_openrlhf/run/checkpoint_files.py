@@ -42,7 +42,7 @@ def newest_first(folders: Sequence[Path]) -> list[str]:
     """Return the checkpoints that one of `folders` holds, in the order to try them: what was written last comes first.
 
     The manifest's serial number says so. The step would not do, because a run that is started anew counts its steps
-    from 1, beside what an earlier run has left. A manifest that cannot be read comes first, so that it is named.
+    from 1, beside what an earlier run has left. What is seen to be torn comes first, so that it is named.
     """
 
     def order(tag: str) -> tuple[float, int, str]:
@@ -55,8 +55,8 @@ def newest_first(folders: Sequence[Path]) -> list[str]:
 def _serial(checkpoint: Path) -> float:
     try:
         return int(json.loads((checkpoint / MANIFEST).read_text("utf-8"))["serial"])
-    except FileNotFoundError:
-        return 0  # from before there were manifests
+    except FileNotFoundError:  # OpenRLHF's own, or torn
+        return 0 if list(checkpoint.glob("*_model_states.pt")) else float("inf")
     except (OSError, ValueError, KeyError, TypeError):
         return float("inf")
 
@@ -277,7 +277,8 @@ def rotate(
     old = [tag for tag in newest_first(folders) if tag != newest]
 
     def worth(tag: str) -> tuple[bool, bool, float]:
-        value, is_torn = metric(tag), any(not (folder / tag).is_dir() for folder in folders)
+        is_torn = any(not (folder / tag).is_dir() or _serial(folder / tag) == float("inf") for folder in folders)
+        value = metric(tag)
         return not is_torn, value is not None, value or 0.0
 
     # Python's sort is stable, so that the oldest comes first among equals.

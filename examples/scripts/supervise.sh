@@ -9,6 +9,7 @@
 # It starts no run again that
 #   2         was refused: the same flags would be refused again
 #   3         has diverged: it would train on the same prompts from the same checkpoint, so somebody has to look first
+#   5         has checkpoints, and none of them is whole: somebody has to look first
 #   130, 143  was asked to end. SIGTERM and SIGINT are handed on, and the run saves a checkpoint.
 set -uo pipefail
 set -m  # a process group for the command, so that a Ctrl-C reaches it once, from here
@@ -37,7 +38,7 @@ while true; do
   child=
   case $status in
     0) exit 0 ;;
-    2|3|130|143) echo "supervise.sh: status $status: not started again" >&2; exit "$status" ;;
+    2|3|5|130|143) echo "supervise.sh: status $status: not started again" >&2; exit "$status" ;;
   esac
   if [ "$restart" -ge "$RESTARTS" ]; then
     echo "supervise.sh: status $status after $restart restarts (RESTARTS): given up" >&2
