@@ -11,7 +11,7 @@ from collections.abc import Set
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parser, verify
-from sympy import Basic, Eq, Expr, Float, Function, I, NumberSymbol
+from sympy import Basic, Eq, Expr, Float, Function, NumberSymbol
 
 from arlopti_openrlhf.grading.math_units import without_unit, words
 
@@ -97,10 +97,11 @@ def _contradicts_itself(answer: object) -> bool:
 
 def _differ(left: Expr, right: Expr) -> bool:
     sides = (left, right)
-    # A function may take degrees or another base of the logarithm, and decimals of π are always rounded.
-    if not all(x.is_number for x in sides) or any(x.has(Function, NumberSymbol, I) for x in sides):
+    # A function may take degrees, or another base of the logarithm.
+    if not all(x.is_number for x in sides) or any(x.has(Function) for x in sides):
         return False
-    tolerance = 1e-2 if any(x.has(Float) for x in sides) else 1e-12
+    # Decimals are rounded, and π is given as 22/7.
+    tolerance = 1e-2 if any(x.has(Float, NumberSymbol) for x in sides) else 1e-12
     first, second = (x.doit().evalf(20) for x in sides)
     return bool(abs(first - second) > tolerance * abs(second))
 

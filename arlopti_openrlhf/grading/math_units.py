@@ -34,7 +34,7 @@ _POWER = r"\s*(?:\^\s*(?:-?\d|\{\s*-?\d\s*\}))?"
 _SPACE = r"(?:\s|~|\\[ ,;:!]|\\quad(?![a-zA-Z]))*"
 _COMMAND = r"\\(?:text(?:rm|it|bf|normal)?|math(?:rm|it|bf)|mbox)\s*"
 _TEXT_AT_END = re.compile(rf"(?<![\\\s~]){_SPACE}{_COMMAND}\{{([^{{}}]*)\}}{_POWER}{_SPACE}\Z")
-_WORD_AT_END = re.compile(rf"(?<=[\d}}]){_SPACE}(?<!\\)([a-zA-Z]+){_POWER}{_SPACE}\Z")
+_WORD_AT_END = re.compile(rf"(?<=[\d}})\]%\s])(?<!\\)({_SPACE})(?<!\\)([a-zA-Z]+){_POWER}{_SPACE}\Z")
 _NUMBER = re.compile(r"[-+\d.,{}!\\\s]+")
 _PERCENT = re.compile(rf"{_COMMAND}\{{\s*(percent|percentage|pct)\s*\}}")
 
@@ -55,9 +55,8 @@ def without_unit(answer: str, label_words: Set[str]) -> str:
         if found.re is _TEXT_AT_END:
             is_unit = _is_unit(found[1], label_words)
         else:
-            # One letter is a variable, but after a number.
-            is_unit = found[1].lower() in _MEASURES and (len(found[1]) > 1 or bool(_NUMBER.fullmatch(rest)))
-        if not is_unit or not rest.strip():
+            is_unit = _is_plain_unit(found[2].lower(), rest, rest[-1].isspace() or bool(found[1]), label_words)
+        if not is_unit or not rest.replace("\\displaystyle", "").strip():
             break
         answer = rest.rstrip().removesuffix("/")
     return answer
@@ -66,6 +65,13 @@ def without_unit(answer: str, label_words: Set[str]) -> str:
 def words(text: str) -> frozenset[str]:
     """Return the words of a text, in lower case."""
     return frozenset(word.lower() for word in re.findall(r"[a-zA-Z]+", text.replace(".", "")))
+
+
+def _is_plain_unit(word: str, before: str, is_apart: bool, label_words: Set[str]) -> bool:
+    if word not in _MEASURES or len(word) > 1:
+        return word in _MEASURES
+    # One letter is a variable, but after a number; right after it, where the label has it too, as in 10t.
+    return bool(_NUMBER.fullmatch(before.rpartition("=")[2])) and (is_apart or word not in label_words)
 
 
 def _is_unit(text: str, label_words: Set[str]) -> bool:
