@@ -91,7 +91,7 @@ def _patches() -> bool:
 def _run(name: str, check: Check, args: SimpleNamespace) -> list[Finding]:
     try:
         return check(args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"the check of {name} failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         return [Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)]

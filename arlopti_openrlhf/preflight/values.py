@@ -1,5 +1,6 @@
 """Values that no run can use, or that would train something else than its user wants."""
 
+import os
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -67,7 +68,7 @@ def check(args: SimpleNamespace) -> list[Finding]:
     trained = ("actor", "critic") if args.critic.model_name_or_path else ("actor",)
     for name in trained:
         findings += _check_optimizer(args, name)
-    findings += [_check_engines(args), _check_stage(args), _check_reward(args)]
+    findings += [_check_device(), _check_engines(args), _check_stage(args), _check_reward(args)]
     return [finding for finding in findings if finding]
 
 
@@ -104,6 +105,13 @@ def _check_rate(flag: str, rate: float) -> Finding | None:
         problem = "is very high for Adam, and training is likely to diverge"
         return Finding(f"--{flag}", rate, problem, "RL takes 1e-7 to 1e-3", is_fatal=False)
     return None
+
+
+def _check_device() -> Finding | None:
+    device = os.environ.get("ARLOPTI_DEVICE", "")
+    if device in ("", "cpu", "cuda"):
+        return None
+    return Finding("ARLOPTI_DEVICE", device, "is no device", "set it to cpu or cuda, or unset it")
 
 
 def _check_engines(args: SimpleNamespace) -> Finding | None:

@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from preflight_command import FITTING, findings
+from preflight_command import FITTING, arguments, findings
 from test_scripts import SCRIPTS, launch
 
 from arlopti_openrlhf.cli import quickstart
+from arlopti_openrlhf.preflight import values
 from study import runs
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,12 @@ def test_a_mistake_is_one_fatal_finding_that_names_its_flag(flags, flag, said):
     assert flag in [finding.flag for finding in fatal], fatal
     found = next(str(finding) for finding in fatal if finding.flag == flag)
     assert said in found and "\n" not in found, found
+
+
+def test_a_device_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("ARLOPTI_DEVICE", "tpu")
+    (finding,) = values.check(arguments())
+    assert finding.is_fatal and str(finding).startswith("ARLOPTI_DEVICE tpu")
 
 
 def test_nothing_is_wrong_without_a_mistake():
