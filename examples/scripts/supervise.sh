@@ -10,7 +10,8 @@
 #   2         was refused: the same flags would be refused again
 #   3         has diverged: it would train on the same prompts from the same checkpoint, so somebody has to look first
 #   5         has checkpoints, and none of them is whole: somebody has to look first
-#   130, 143  was asked to end. SIGTERM and SIGINT are handed on, and the run saves a checkpoint.
+#   130, 143  was asked to end. SIGTERM and SIGINT are handed on to the command alone, and the run saves a checkpoint. A
+#             script in between has to `exec` the training, as train_kk.sh does.
 set -uo pipefail
 set -m  # a process group for the command, so that a Ctrl-C reaches it once, from here
 
