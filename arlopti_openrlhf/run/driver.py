@@ -39,6 +39,7 @@ class Driver:
         self.folder: Path | None = None
         self._asked: int | None = None  # the first signal
         self._cause: BaseException | None = None
+        self._code: int | None = None  # the exit code, from when it is known
 
     def start(self, stall_minutes: float, secrets: dict[str, str]) -> None:
         """Make ready for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
@@ -64,6 +65,7 @@ class Driver:
         before = {signum: signal.signal(signum, self._on_signal) for signum in handled}
         try:
             yield
+            self._code = 0
             if self.folder:
                 (self.folder / reaper.COMPLETE).touch()
             _shut_down(0)
@@ -76,7 +78,9 @@ class Driver:
                 signal.signal(signum, handler)
 
     def end(self, cause: BaseException) -> None:
-        """End the run with `cause`, from any thread, whatever the main thread waits for."""
+        """End the run with `cause`, from any thread, whatever the main thread waits for. Once it is ending, do nothing."""
+        if self._code is not None:
+            return
         self._cause = self._cause or cause
         _leave_within(2 * _SHUTDOWN, _exit_code(self._cause))
         # Ray lets no other exception than KeyboardInterrupt out of its waits. The handler raises it.
@@ -84,11 +88,12 @@ class Driver:
 
     def _fail(self, error: BaseException) -> NoReturn:
         cause = root(error)
+        self._code = 1
         if self._asked and not isinstance(cause, stopping.RunStopped):
             cause = stopping.Interrupted(self._asked)  # Ray's own processes had got the signal too
         if not isinstance(cause, stopping.RunStopped):
             traceback.print_exception(error)
-        code = _exit_code(cause)
+        self._code = code = _exit_code(cause)
         _shut_down(code)  # before the last lines, because workers print until then
         _say(last_lines(cause))
         if self.folder and (self.folder / cluster.SESSIONS).exists() and code not in (130, 143):
@@ -96,6 +101,8 @@ class Driver:
         sys.exit(code)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._code is not None:
+            return  # it takes _SHUTDOWN at most
         if self._cause:
             raise KeyboardInterrupt
         if self._asked:
@@ -109,6 +116,7 @@ class Driver:
         name = signal.Signals(signum).name
         # Ray may have got the signal too, as it does at a time limit, and then does not answer.
         unanswered = threading.Timer(_ANSWER, self.end, (stopping.Interrupted(signum),))
+        unanswered.daemon = True
         unanswered.start()
         is_training = ray.is_initialized() and stopping.is_training()
         unanswered.cancel()

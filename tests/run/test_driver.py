@@ -58,6 +58,14 @@ def test_a_cause_from_another_thread_ends_a_wait():
     assert ended.value.code == 4
 
 
+def test_a_cause_that_comes_late_changes_nothing():
+    """The watch over the actors sees them end when the run is complete."""
+    run = driver.Driver()
+    with run.ending():
+        pass
+    run.end(stopping.NotResponding("engine 0 has ended"))
+
+
 RUN = """
 import sys, threading
 from arlopti_openrlhf.run import driver, stopping
