@@ -78,7 +78,7 @@ class Driver:
                 signal.signal(signum, handler)
 
     def end(self, cause: BaseException) -> None:
-        """End the run with `cause`, from any thread, whatever the main thread waits for. Once it is ending, do nothing."""
+        """End the run with `cause`, from any thread, whatever the main thread waits for. A second end is none."""
         if self._code is not None:
             return
         self._cause = self._cause or cause
