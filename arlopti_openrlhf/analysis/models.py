@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,6 @@ from transformers import AutoConfig
 
 from arlopti_openrlhf.analysis import figures, rollouts, suggest, updates, words
 from arlopti_openrlhf.analysis.policy import Policy
-from arlopti_openrlhf.scoring.names import model_name, natural_key
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
 LAYER_TOKENS = 300  # of Fig. 2
@@ -30,31 +28,6 @@ class Settings(NamedTuple):
     learning_rate: float | None  # None stands for the one at which GRPO's update changes log π by STEP
     layers: Sequence[int] | None  # of Fig. 2, from 1; None stands for first, middle and last
     micro_batch_tokens: int
-
-
-def expand_models(values: Sequence[str]) -> dict[str, str]:
-    """Return {name: model}. A directory without a model of its own stands for the checkpoints in it.
-
-    Raises:
-        ValueError: a directory holds no model, or two models have one name.
-    """
-    # A name on the hub and a directory with a model stand for themselves.
-    found: list[str] = []
-    for value in values:
-        path = Path(value)
-        if not path.is_dir() or (path / "config.json").exists():
-            found.append(value)
-            continue
-        inside = [folder.parent for folder in path.glob("*/config.json")]
-        if not inside:
-            raise ValueError(f"--model {value}: no config.json in the directory, nor in one below it")
-        found += map(str, sorted(inside, key=lambda folder: natural_key(folder.name)))
-    # Names are those of folders and of rows in tables, so no two may be alike.
-    names = [model_name(model) for model in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"--model: two models have one name: {', '.join(twice)}")
-    return dict(zip(names, found, strict=True))
 
 
 def check_models(models: Iterable[str], layers: Sequence[int] | None) -> None:

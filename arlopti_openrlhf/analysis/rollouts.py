@@ -1,6 +1,5 @@
 """Sample responses with vLLM, grade them, and make one batch of tensors with GRPO's advantages."""
 
-import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from arlopti_openrlhf.grading import kk_reward, sources
 from arlopti_openrlhf.scoring.generation import generate, load_engine
+from arlopti_openrlhf.scoring.rows import check_labels
+from arlopti_openrlhf.scoring.rows import read_rows as read_problems
 
 Row = dict[str, Any]
 
@@ -51,30 +52,14 @@ def read_rows(files: Sequence[str], count: int, seed: int) -> list[Row]:
     """Draw `count` rows of `prepare_data`'s JSONL by `seed`, in the order of the files; all where there are fewer.
 
     Raises:
-        OSError, ValueError: a file cannot be read, a row lacks prompt, label or datasource, or a K&K row that was
-            drawn has a label that is no solution.
+        OSError, ValueError: a file cannot be read, a row lacks prompt, label or datasource, or has a label that its
+            grader cannot read.
     """
-    rows = []
-    for file in files:
-        # Line by line: `splitlines` would also split at a line separator (U+2028) inside a prompt.
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as error:
-                    raise ValueError(f"{file}, line {number}: {error}") from error
+    rows = read_problems(files)
     # All rows are checked, not only those that are drawn, so that another seed brings no surprise.
-    if not rows:
-        raise ValueError(f"{', '.join(files)}: no rows")
-    for row in rows:
-        missing = [name for name in ("prompt", "label", "datasource") if row.get(name) in (None, "", [])]
-        if missing:
-            raise ValueError(f"a row has no {', '.join(missing)}: {json.dumps(row)[:100]}")
-    rows = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))]
-    for row in rows:
-        if row["datasource"].startswith("kk_"):
-            kk_reward.grade("", row["label"])  # raises where the label is no solution
-    return rows
+    check_labels(rows)
+    drawn = sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))
+    return [rows[i][1] for i in drawn]
 
 
 def sample(

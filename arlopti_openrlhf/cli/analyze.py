@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf import cpu
+from arlopti_openrlhf.analysis import scalars
 from arlopti_openrlhf.cli.arguments import integer, number
+from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
+from arlopti_openrlhf.scoring.names import expand_models
+from arlopti_openrlhf.scoring.rows import read_rows as read_problems
 
 
 def main() -> None:
@@ -27,19 +31,24 @@ def main() -> None:
         parser.error("give --model, or --runs, or both")
     if bool(args.model) != bool(args.data):
         parser.error("--model and --data go together")
-    cpu.enable()
-    # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
-    from arlopti_openrlhf.analysis import curves, models, plots, report, rollouts, scalars
-
-    # Everything that can be wrong is looked at before the first model is loaded.
+    # Everything that can be wrong is looked at before the first model is loaded, and most of it in a second.
+    check_out(parser, args.out)
     try:
-        named = models.expand_models(args.model)
-        models.check_models(named.values(), args.layers)
-        rows = rollouts.read_rows(args.data, args.prompts, args.seed) if named else []
+        named = expand_models(args.model)
+        check_models(parser, "--model", list(named.values()))
+        if named:
+            read_problems(args.data)
         labels = [label for label, _ in args.runs]
         if len(set(labels)) < len(labels):
             raise ValueError(f"--runs: a label is given twice; list its seeds as LABEL=DIR,DIR: {', '.join(labels)}")
         logs = {label: [scalars.find_log(folder) for folder in folders] for label, folders in args.runs}
+
+        cpu.enable()
+        # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
+        from arlopti_openrlhf.analysis import curves, models, plots, report, rollouts
+
+        models.check_models(named.values(), args.layers)
+        rows = rollouts.read_rows(args.data, args.prompts, args.seed) if named else []
     except (OSError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
     # Models come one after the other. Each leaves its figures before the next one is loaded.
@@ -77,7 +86,7 @@ def main() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m arlopti_openrlhf.cli.analyze",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
-from arlopti_openrlhf.scoring import offline, tables
+from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
+from arlopti_openrlhf.scoring import tables
 from arlopti_openrlhf.scoring.names import model_name
+from arlopti_openrlhf.scoring.rows import check_labels, read_rows
 from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling
 
 
@@ -27,23 +29,25 @@ def main() -> None:
     names = [model_name(model) for model in args.model]
     if len(set(names)) < len(names):
         parser.error(f"argument --model: two models have one name: {', '.join(names)}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_out(parser, args.out)
+    check_models(parser, "--model", args.model)
     # Read all of the data first. A row that lacks something should not end an evaluation half way.
     try:
-        rows = [json.loads(line) for file in args.data for line in open(file, encoding="utf-8")]
+        rows = read_rows(args.data)
+        check_labels(rows)
     except (OSError, ValueError) as error:
         parser.error(f"argument --data: {error}")
-    missing = {name for row in rows for name in ("prompt", "label", "datasource") if name not in row}
-    if not rows or missing:
-        parser.error(f"argument --data: {'no rows' if not rows else 'rows without ' + ', '.join(sorted(missing))}")
+    args.out.mkdir(parents=True, exist_ok=True)
     if len(args.model) > 1:
         # In a process each, since an engine does not give back all that it holds.
         for model in args.model:
             if subprocess.run(command_for(model, args)).returncode:
                 parser.exit(1, f"evaluate: {model} could not be evaluated\n")
     else:
+        from arlopti_openrlhf.scoring import offline  # takes long
+
         settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed)
-        offline.evaluate(args.model[0], rows, settings, args.out)
+        offline.evaluate(args.model[0], [row for _, row in rows], settings, args.out)
     # The tables come from the files that every evaluation leaves, also those of an earlier run.
     results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     (args.out / "table.md").write_text(tables.markdown(results), encoding="utf-8")
@@ -53,7 +57,7 @@ def main() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m arlopti_openrlhf.cli.evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -17,13 +17,14 @@ from itertools import chain
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
+from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, check_tokenizer
 from arlopti_openrlhf.data import knights_knaves, published
 from arlopti_openrlhf.data.rows import PROMPT_FORMATS, check, describe, generate_rows, token_counter, write_rows
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m arlopti_openrlhf.cli.prepare_data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -101,6 +102,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for flag in ("exclude", "tokenizer", "strict"):
         if args.generate and getattr(args, flag):
             parser.error(f"argument --{flag}: not with --generate, because its puzzles are new, short and all usable")
+    check_out(parser, Path(args.out), is_file=not args.generate)
+    if args.tokenizer:
+        check_tokenizer(parser, args.tokenizer)
+    for flag, files in (("--from", args.files or ()), ("--exclude", args.exclude)):
+        check_files(parser, flag, files)
     try:
         if args.generate:
             for name, count, held_out in (("train", args.train, False), ("test", args.test, True)):
@@ -116,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             _convert(args)
     except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        parser.error(str(error))
 
 
 def _convert(args: argparse.Namespace) -> None:

@@ -1,10 +1,12 @@
 """Run commands with their output in a log, and watch how much memory they take."""
 
+import fcntl
 import os
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -35,6 +37,30 @@ class Log:
         if process.wait() != 0:
             tail = "".join(self.path.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
             raise SystemExit(f"\n{tail}\n{command[2]} failed with status {process.returncode}: {self.path}")
+
+
+class InUse(Exception):
+    """Says that a living process holds the lock. The message is its id."""
+
+
+def lock(path: Path) -> IO[str]:
+    """Lock a file for as long as it stays open in this process, and write the process's id into it.
+
+    The kernel drops the lock when the process ends, however it ends.
+
+    Raises:
+        InUse: another process holds the lock.
+    """
+    file = open(path, "a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise InUse(file.read().strip()) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
 
 
 class PeakMemory:

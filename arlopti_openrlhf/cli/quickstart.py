@@ -17,11 +17,10 @@ from tqdm import tqdm
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.analysis.scalars import read_scalars
-from arlopti_openrlhf.cli.processes import Log, PeakMemory
-from arlopti_openrlhf.cli.quickstart_results import plot, read_accuracies, report
-from arlopti_openrlhf.data import tiny_policy
-from arlopti_openrlhf.data.rows import generate_rows, write_rows
+from arlopti_openrlhf.cli.bad_input import Parser, check_out
+from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
 
+_LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
 PEOPLE = (2, 3)
 PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 32, 8, 112, 8
 
@@ -45,8 +44,18 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     size, out, seed = REDUCED if args.reduced else FULL, args.out, args.seed
-    if out.exists() and any(out.iterdir()) and not (out / "quickstart.log").exists():
+    check_out(parser, out)
+    if out.exists() and not (out / "quickstart.log").exists() and {path.name for path in out.iterdir()} - {_LOCK}:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        held = lock(out / _LOCK)
+    except InUse as process:
+        parser.error(f"argument --out: another quickstart writes to {out}, process {process}: wait, or give another")
+
+    # These import PyTorch and transformers. Whoever has mistyped something need not wait for that.
+    from arlopti_openrlhf.cli.quickstart_results import plot, report
+    from arlopti_openrlhf.data import tiny_policy
 
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the warm start's Trainer imports DeepSpeed, which would warn
@@ -55,7 +64,6 @@ def main() -> None:
     memory = PeakMemory()
     for name in ("data", "model", "checkpoint", "tensorboard", "evaluation"):
         shutil.rmtree(out / name, ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
     log = Log(out / "quickstart.log")
     print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
 
@@ -80,11 +88,12 @@ def main() -> None:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(report(summary, out, f"pass@{EVAL_SAMPLES}"))
+    held.close()
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(prog="quickstart", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="quickstart", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the puzzles, the weights and sampling (default: 0)"
     )
@@ -108,6 +117,9 @@ class Files(NamedTuple):
 
 def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     """Write new training and held-out puzzles."""
+    from arlopti_openrlhf.data import tiny_policy
+    from arlopti_openrlhf.data.rows import generate_rows, write_rows
+
     files = Files(*(folder / f"{name}.jsonl" for name in Files._fields))
     count = size.steps * PROMPTS_PER_STEP // len(PEOPLE)
     train_rows = generate_rows(PEOPLE, count, held_out=False, seed=seed, names=tiny_policy.NAMES)
@@ -120,6 +132,8 @@ def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
 
 def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) -> dict[str, dict[str, float]]:
     """Evaluate a model with `cli.evaluate` and return `read_accuracies` of what it wrote."""
+    from arlopti_openrlhf.cli.quickstart_results import read_accuracies
+
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", f"--model={model}", f"--data={data}"]
     command += [f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1", "--greedy"]
     command += [f"--max-new-tokens={MAX_NEW_TOKENS}"]

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import positive
+from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m arlopti_openrlhf.cli.serve_rewards",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"argument --token-file: {error}")
     if token is not None and (not token or not token.replace("-", "").replace("_", "").isalnum()):
         parser.error("the token must be letters, digits, - and _, because it can be part of a URL")
+    for _, source in args.grader:
+        if source not in REWARD_FILES:
+            check_reward_file(parser, "--grader", source)
+    check_port(parser, args.host, args.port)
     from arlopti_openrlhf.grading.server import Limits, serve
 
     limits = Limits(

@@ -27,18 +27,27 @@ def check(args: SimpleNamespace) -> list[Finding]:
     for flag, model in _models(args).items():
         if args.use_ms and not Path(model).is_dir():
             continue  # ModelScope has a cache of its own
-        folder = local_folder(model)
-        if folder is None:
-            findings.append(_not_here(flag, model))
-            continue
-        if not os.access(folder, os.R_OK | os.X_OK):
-            findings.append(Finding(flag, model, "the folder cannot be read", "mend its permissions"))
-            continue
-        problems = _config_problems(folder) + _weight_problems(folder)
-        findings += [Finding(flag, model, problem, remedy) for problem, remedy in problems]
-        if flag == "--actor.model_name_or_path" and not problems:
-            findings += _check_tokenizer(flag, model, folder, args) + _check_context(folder, args)
+        of_model = check_folder(flag, model)
+        if flag == "--actor.model_name_or_path" and not of_model and (folder := local_folder(model)):
+            of_model = _check_tokenizer(flag, model, folder, args) + _check_context(folder, args)
+        findings += of_model
     return findings
+
+
+def check_folder(flag: str, model: str) -> list[Finding]:
+    """Return what keeps a model from being loaded: no folder, or one without a whole configuration or weights.
+
+    Args:
+        flag: where the model was named.
+        model: a folder, or a name on the hub.
+    """
+    folder = local_folder(model)
+    if folder is None:
+        return [not_here(flag, model)]
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return [Finding(flag, model, "the folder cannot be read", "mend its permissions")]
+    problems = _config_problems(folder) + _weight_problems(folder)
+    return [Finding(flag, model, problem, remedy) for problem, remedy in problems]
 
 
 def _models(args: SimpleNamespace) -> dict[str, str]:
@@ -53,7 +62,8 @@ def _models(args: SimpleNamespace) -> dict[str, str]:
     return {flag: model for model, flag in reversed(flags.items())}
 
 
-def _not_here(flag: str, model: str) -> Finding:
+def not_here(flag: str, model: str) -> Finding:
+    """Return what follows from a model's not being on this machine. It may be on the hub, unless that is shut off."""
     is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/"):
         return Finding(flag, model, "there is no such folder", "correct the path")

@@ -56,20 +56,29 @@ def _check_agent(path: str) -> list[Finding]:
     if not path.endswith(".py") or not Path(path).is_file():
         return [Finding(flag, path, "there is no such Python file", "correct the path")]
     try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (SyntaxError, ValueError) as error:
+        names = defined_names(path)
+    except (OSError, SyntaxError, ValueError) as error:
         return [Finding(flag, path, f"it does not parse: {error}", "mend the file")]
+    if names & {"AgentExecutor", "*"}:
+        return []
+    return [Finding(flag, path, "it has no class `AgentExecutor`", "name the class that OpenRLHF is to call so")]
+
+
+def defined_names(path: str) -> set[str]:
+    """Return the names that a Python file defines or imports, without running it. "*" stands for a star import.
+
+    Raises:
+        OSError, SyntaxError, ValueError: it cannot be read, or does not parse.
+    """
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
+    for node in ast.walk(ast.parse(Path(path).read_bytes())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom | ast.Import):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-    if names & {"AgentExecutor", "*"}:
-        return []
-    return [Finding(flag, path, "it has no class `AgentExecutor`", "name the class that OpenRLHF is to call so")]
+    return names
 
 
 def _check_file(path: str, args: SimpleNamespace) -> list[Finding]:

@@ -1,0 +1,151 @@
+"""A mistake ends each command with one line that names it and exit status 2, and nothing is made or deleted."""
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arlopti_openrlhf.cli.processes import InUse, lock
+
+DATA = [{"prompt": f"puzzle {i}", "label": "(1) Zoey is a knight", "datasource": "kk_1ppl"} for i in range(4)]
+
+
+@pytest.fixture
+def place(tmp_path, tiny_model) -> Path:
+    """Return a working folder with a model, data, a file where a folder should be, and broken input."""
+    (tmp_path / "model").symlink_to(tiny_model)
+    (tmp_path / "cut").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "cut" / name).symlink_to(Path(tiny_model) / name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("of the user")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA))
+    (tmp_path / "torn.jsonl").write_text(json.dumps(DATA[0]) + '\n{"prompt": ')
+    (tmp_path / "unlabelled.jsonl").write_text('{"prompt": "Hi", "datasource": "kk_2ppl"}\n')
+    (tmp_path / "unreadable.jsonl").write_text(json.dumps(DATA[0]) + "\n" + json.dumps(DATA[1] | {"label": "7"}))
+    (tmp_path / "torn.py").write_text("def reward_func(:\n")
+    (tmp_path / "other.py").write_text("def reward(): pass\n")
+    return tmp_path
+
+
+@pytest.fixture
+def refused(place, monkeypatch, capsys):
+    """refused("COMMAND FLAGS") returns the one line that the command says."""
+
+    def run(command: str) -> str:
+        module, *arguments = command.split()
+        before = sorted(map(str, place.rglob("*")))
+        monkeypatch.chdir(place)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module(f"arlopti_openrlhf.cli.{module}").main()
+        out, error = capsys.readouterr()
+        assert stop.value.code == 2 and out == ""
+        assert sorted(map(str, place.rglob("*"))) == before
+        [line] = error.splitlines()
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "analyze --model model --data data.jsonl --out file",
+            "argument --out: file: {}/file is a file, not a folder",
+        ),
+        ("analyze --model model --data data.jsonl --out file/x", "{}/file is a file, not a folder"),
+        ("analyze --model ./nowhere --data data.jsonl --out o", "argument --model ./nowhere: there is no such folder"),
+        ("analyze --model empty --data data.jsonl --out o", "--model empty: no config.json in the directory"),
+        ("analyze --model cut --data data.jsonl --out o", "argument --model cut: it has no weights"),
+        ("analyze --model model --data no.jsonl --out o", "No such file or directory: 'no.jsonl'"),
+        ("analyze --model model --data torn.jsonl --out o", "torn.jsonl, line 2: "),
+        ("analyze --runs A=empty --out o", "empty: no TensorBoard log"),
+        ("evaluate --model model --data data.jsonl --out file", "{}/file is a file, not a folder"),
+        ("evaluate --model org/name --data data.jsonl --out o", "argument --model org/name: neither a folder nor in"),
+        ("evaluate --model cut --data data.jsonl --out o", "argument --model cut: it has no weights"),
+        ("evaluate --model model --data empty --out o", "Is a directory: 'empty'"),
+        ("evaluate --model model --data torn.jsonl --out o", "argument --data: torn.jsonl, line 2: "),
+        ("evaluate --model model --data unlabelled.jsonl --out o", "unlabelled.jsonl, line 1: a row has no label"),
+        ("evaluate --model model --data unreadable.jsonl --out o", "unreadable.jsonl, line 2: a solution is numbered"),
+        ("prepare_data --generate --out file", "{}/file is a file, not a folder"),
+        ("prepare_data --from data.jsonl --out empty", "argument --out: empty is a folder, not a file"),
+        ("prepare_data --from data.jsonl --out file/x.jsonl", "{}/file is a file, not a folder"),
+        ("prepare_data --from no.parquet --out o.jsonl", "argument --from: no.parquet: there is no such file"),
+        ("prepare_data --from data.jsonl --exclude empty --out o.jsonl", "argument --exclude: empty is a folder"),
+        ("prepare_data --from torn.jsonl --out o.jsonl", "torn.jsonl: not a readable parquet file or JSON lines"),
+        ("prepare_data --from data.jsonl --tokenizer ./x --out o.jsonl", "argument --tokenizer ./x: there is no such"),
+        ("serve_rewards --grader no.py", "argument --grader: no.py is not kk, math or a Python file that exists"),
+        ("serve_rewards --grader torn.py", "argument --grader: torn.py does not parse: invalid syntax"),
+        ("serve_rewards --grader other.py", "argument --grader: other.py has no function `reward_func`"),
+        ("serve_rewards --grader kk --port 99999", "argument --port: nobody can listen on 127.0.0.1:99999"),
+        ("serve_rewards --grader kk --host 192.0.2.1", "argument --port: nobody can listen on 192.0.2.1:5000"),
+        ("serve_rewards --grader kk --token-file no", "argument --token-file: "),
+        ("quickstart --out file", "argument --out: file: {}/file is a file, not a folder"),
+        ("quickstart --out .", "argument --out: . holds something other than an earlier quickstart"),
+    ],
+)
+def test_one_line(place, refused, command, message):
+    line = refused(command)
+    assert "error: " in line and message.format(place) in line
+
+
+@pytest.mark.parametrize(
+    "command", ["analyze --model ./no --data no", "evaluate --model ./no --data no", "quickstart"]
+)
+def test_the_commands_refuse_before_they_import_what_takes_long(place, command):
+    """They run as users run them, but without PyTorch."""
+    (place / "torch.py").write_text("raise AssertionError('imported')")
+    module, *arguments = command.split()
+    done = subprocess.run(
+        [sys.executable, "-m", f"arlopti_openrlhf.cli.{module}", *arguments, "--out", "file"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.endswith("file is a file, not a folder\n"), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+def test_a_port_in_use(refused):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = refused(f"serve_rewards --grader kk --port {port}")
+    assert line.endswith(f"argument --port: nobody can listen on 127.0.0.1:{port}: Address already in use")
+
+
+@pytest.mark.parametrize("command", ["evaluate --model model --data data.jsonl", "prepare_data --generate"])
+def test_a_folder_that_cannot_be_written(place, refused, monkeypatch, command):
+    """The tests may run as root, to whom every folder is open. So the permission is what is faked."""
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(place))
+    assert refused(f"{command} --out o").endswith(f"argument --out: o: no permission to write in {place}")
+
+
+def test_a_second_quickstart_in_one_folder(place, refused):
+    """It names the first one's process, and deletes nothing. Once the first is killed, the folder is free."""
+    out = place / "out"
+    (out / "model").mkdir(parents=True)
+    (out / "quickstart.log").write_text("of the first")
+    code = (
+        "import sys; from arlopti_openrlhf.cli.processes import *; f = lock(Path(sys.argv[1])); print(1, flush=True);"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", f"{code} sys.stdin.read()", out / "quickstart.lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    first.stdout.readline()
+    line = refused("quickstart --reduced --out out")
+    assert f"argument --out: another quickstart writes to out, process {first.pid}" in line
+    with pytest.raises(InUse, match=str(first.pid)):
+        lock(out / "quickstart.lock")
+    first.kill()
+    first.communicate()
+    lock(out / "quickstart.lock").close()
