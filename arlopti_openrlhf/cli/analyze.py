@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from arlopti_openrlhf import cpu
 from arlopti_openrlhf.analysis import scalars
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
@@ -42,6 +41,8 @@ def main() -> None:
         if len(set(labels)) < len(labels):
             raise ValueError(f"--runs: a label is given twice; list its seeds as LABEL=DIR,DIR: {', '.join(labels)}")
         logs = {label: [scalars.find_log(folder) for folder in folders] for label, folders in args.runs}
+
+        from arlopti_openrlhf import cpu  # imports PyTorch
 
         cpu.enable()
         # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
@@ -174,6 +175,8 @@ def write_json(data: Any, path: Path) -> None:
 
 def configuration(args: argparse.Namespace, summaries: dict[str, dict], seconds: float) -> dict[str, str]:
     """Return what was run, for the report."""
+    from arlopti_openrlhf import cpu
+
     shown = {}
     for flag, value in vars(args).items():
         if flag == "runs":

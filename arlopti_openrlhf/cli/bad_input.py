@@ -75,13 +75,15 @@ def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> 
 
 def check_port(parser: argparse.ArgumentParser, host: str, port: int) -> None:
     """Refuse an address that nobody could listen on now: a port in use, or another machine's host."""
+    if not 0 <= port < 2**16:  # the resolver would take the rest of a division
+        parser.error(f"argument --port: {port} is not a number from 0 to 65535")
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind, protocol) as listener:
             # As the server does, so that connections of an earlier one that are still closing do no harm.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         parser.error(
             f"argument --port: nobody can listen on {host}:{port}: {getattr(error, 'strerror', None) or error}"
         )

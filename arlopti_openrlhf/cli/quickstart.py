@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from arlopti_openrlhf import cpu
 from arlopti_openrlhf.analysis.scalars import read_scalars
 from arlopti_openrlhf.cli.bad_input import Parser, check_out
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
@@ -54,6 +53,7 @@ def main() -> None:
         parser.error(f"argument --out: another quickstart writes to {out}, process {process}: wait, or give another")
 
     # These import PyTorch and transformers. Whoever has mistyped something need not wait for that.
+    from arlopti_openrlhf import cpu
     from arlopti_openrlhf.cli.quickstart_results import plot, report
     from arlopti_openrlhf.data import tiny_policy
 

@@ -85,7 +85,7 @@ def refused(place, monkeypatch, capsys):
         ("serve_rewards --grader no.py", "argument --grader: no.py is not kk, math or a Python file that exists"),
         ("serve_rewards --grader torn.py", "argument --grader: torn.py does not parse: invalid syntax"),
         ("serve_rewards --grader other.py", "argument --grader: other.py has no function `reward_func`"),
-        ("serve_rewards --grader kk --port 99999", "argument --port: nobody can listen on 127.0.0.1:99999"),
+        ("serve_rewards --grader kk --port 99999", "argument --port: 99999 is not a number from 0 to"),
         ("serve_rewards --grader kk --host 192.0.2.1", "argument --port: nobody can listen on 192.0.2.1:5000"),
         ("serve_rewards --grader kk --token-file no", "argument --token-file: "),
         ("quickstart --out file", "argument --out: file: {}/file is a file, not a folder"),
