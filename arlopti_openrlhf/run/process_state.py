@@ -14,9 +14,8 @@ from arlopti_openrlhf.run.agreement import say
 
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's generators, and of this process's GPU where it has one."""
-    version, internal, gauss = random.getstate()
     return {
-        "python": (version, np.array(internal), gauss),  # NumPy's arrays are printed short
+        "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -25,8 +24,7 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Set what `random_state` returned. Without a GPU, a GPU's state is left out."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
+    random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():

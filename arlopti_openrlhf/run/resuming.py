@@ -1,5 +1,8 @@
 """Saves the controller's state in the checkpoints and takes it up again."""
 
+import pickle
+
+import torch
 from openrlhf.trainer import ppo_trainer
 
 from arlopti_openrlhf.run import process_state, trackers
@@ -23,13 +26,19 @@ class ResumableTrainer(ppo_trainer.BasePPOTrainer):
         super().save_best_checkpoint(eval_metrics, global_step, (client_states or {}) | self._state())
 
     def _state(self) -> dict:
-        return {"kl_coefficient": self.kl_ctl.value, "controller_random": process_state.random_state()}
+        numbers = bytearray(pickle.dumps(process_state.random_state()))
+        # Upstream prints the state, and a long tensor is printed short.
+        return {
+            "kl_coefficient": self.kl_ctl.value,
+            "controller_random": torch.frombuffer(numbers, dtype=torch.uint8),
+        }
 
     def resume(self, checkpoint_states: dict) -> None:
         """Take up the state of a checkpoint, before the first step. That of a run's beginning holds only counters."""
         if "controller_random" in checkpoint_states:
             self.kl_ctl.value = checkpoint_states["kl_coefficient"]
-            process_state.set_random_state(checkpoint_states["controller_random"])
+            numbers = checkpoint_states["controller_random"].numpy().tobytes()
+            process_state.set_random_state(pickle.loads(numbers))
         if self.tensorboard_logger and self.args.ckpt.load_enable:
             step = checkpoint_states["global_step"]
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again

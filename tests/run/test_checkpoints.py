@@ -1,8 +1,10 @@
 """Two real ranks save, resume and go on: bit for bit as if they had never ended, and together where one fails."""
 
+import random
 import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -38,17 +40,23 @@ def everything(group: Group) -> list[torch.Tensor]:
     return [*group.parameters(), *group.parameters(averaged=True)]
 
 
+def random_numbers(group: Group) -> list[tuple]:
+    """Return what each rank's generators give next. (`run` seeds PyTorch's, so that its results do not show it.)"""
+    return actor(group, "call", lambda _: (random.random(), np.random.rand(), torch.rand(()).item()))
+
+
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_resumed_run_is_the_same_run(stage, tiny_model, tmp_path):
     group = start(tiny_model, tmp_path, "--ds.zero_stage", stage)
     group.run(experiences(1), METHODS)
     actor(group, "save_checkpoint", tag="global_step1", client_states={"global_step": 1})
-    at_checkpoint = everything(group)
+    at_checkpoint, numbers = everything(group), random_numbers(group)
     uninterrupted = group.run(experiences(2), METHODS)
     expected = everything(group)
 
     group.start()
     assert all(map(torch.equal, everything(group), at_checkpoint))
+    assert random_numbers(group) == numbers and numbers[0] != numbers[1]
     assert [states["global_step"] for states in actor(group, "get_checkpoint_states")] == [1, 1]
     resumed = group.run(experiences(2), METHODS)
     assert resumed.last_rate == uninterrupted.last_rate > 0
