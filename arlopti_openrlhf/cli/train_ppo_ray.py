@@ -44,7 +44,17 @@ def train(args: SimpleNamespace) -> None:
     cpu.enable(driver=True)
     cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
     # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
-    from arlopti_openrlhf.run import checkpoints, controller, driver, engine, evaluation, prompts, reward_client
+    from arlopti_openrlhf.run import (
+        checkpoints,
+        controller,
+        driver,
+        engine,
+        evaluation,
+        life,
+        prompts,
+        reward_client,
+        watch,
+    )
     from arlopti_openrlhf.update import policy_actor
 
     policy_actor.install()
@@ -56,12 +66,14 @@ def train(args: SimpleNamespace) -> None:
     evaluation.install(args.eval.sampling)
     controller.install()
     checkpoints.install()
+    life.install()  # after all other changes to the actors
     # Last, because it binds the policy's Ray actor when it is imported.
     from openrlhf.cli import train_ppo_ray as upstream
 
     run = driver.Driver()
     with run.ending():
         run.start(args.train.stall_minutes, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
+        watch.start(run.end, 60 * args.train.stall_minutes)
         upstream.train(args)
 
 

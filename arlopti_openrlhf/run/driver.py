@@ -22,12 +22,13 @@ from types import FrameType
 from typing import NoReturn
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from arlopti_openrlhf.run import cluster, reaper, stopping
 
 _ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
 _EXIT = 3.0  # seconds that Python gets to end
+_TELL = 5.0  # seconds that the watch gets to say why an actor has died
 _SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends those that are left
 
 
@@ -40,6 +41,7 @@ class Driver:
         self._asked: int | None = None  # the first signal
         self._cause: BaseException | None = None
         self._code: int | None = None  # the exit code, from when it is known
+        self._told = threading.Event()  # that `end` has been called
 
     def start(self, stall_minutes: float, secrets: dict[str, str]) -> None:
         """Make ready for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
@@ -79,9 +81,11 @@ class Driver:
 
     def end(self, cause: BaseException) -> None:
         """End the run with `cause`, from any thread, whatever the main thread waits for. A second end is none."""
+        # Who signals all processes means the driver, and the others' deaths follow from it.
+        self._cause = self._cause or (stopping.Interrupted(self._asked) if self._asked else cause)
+        self._told.set()
         if self._code is not None:
             return
-        self._cause = self._cause or cause
         _leave_within(2 * _SHUTDOWN, _exit_code(self._cause))
         # Ray lets no other exception than KeyboardInterrupt out of its waits. The handler raises it.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
@@ -89,6 +93,9 @@ class Driver:
     def _fail(self, error: BaseException) -> NoReturn:
         cause = root(error)
         self._code = 1
+        if isinstance(cause, RayActorError):
+            self._told.wait(_TELL)  # by the watch, which knows more of the actor
+            cause = self._cause or cause
         if self._asked and not isinstance(cause, stopping.RunStopped):
             cause = stopping.Interrupted(self._asked)  # Ray's own processes had got the signal too
         if not isinstance(cause, stopping.RunStopped):

@@ -1,0 +1,108 @@
+"""Watches a run's actors from the driver, and ends the run when one has died or gives no sign of life (`run.life`)."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray._private import state, worker
+from ray.experimental import internal_kv
+
+from arlopti_openrlhf.run import life
+from arlopti_openrlhf.run.stopping import NotResponding, RunStopped
+
+_POLL = 1.0  # seconds
+# How an actor ends that nobody needs any more.
+_INTENDED = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED")
+_COLOURS = re.compile(r"\x1b\[\d*m")
+
+
+def start(end: Callable[[BaseException], Any], seconds: float) -> None:
+    """Watch the job that this process starts or has started, in a thread, until this process ends.
+
+    Args:
+        end: ends the run with its cause, from any thread.
+        seconds: how long an actor may give no sign of life.
+    """
+    threading.Thread(target=_watch, args=(end, seconds), daemon=True).start()
+
+
+def _watch(end: Callable[[BaseException], Any], seconds: float) -> None:
+    watch = Watch(seconds)
+    answered = time.monotonic()
+    while True:
+        time.sleep(_POLL)
+        try:
+            cause = watch.look() if ray.is_initialized() else None
+            answered = time.monotonic()
+        except Exception as error:  # Ray starts or ends, or its control store is away
+            is_late = time.monotonic() - answered > seconds
+            cause = NotResponding(f"Ray's control store: {type(error).__name__}: {error}") if is_late else None
+        if cause:
+            end(cause)
+            return
+
+
+class Watch:
+    """Says what is wrong with a job's actors.
+
+    Args:
+        seconds: how long an actor may give no sign of life.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._seen: dict[str, tuple[Any, float]] = {}  # actor -> its last sign, and since when
+
+    def look(self) -> RunStopped | None:
+        """Return why the run cannot go on, or None. Call it every second or so."""
+        now, prefix = time.monotonic(), life.prefix()
+        keys = [key.decode() for key in internal_kv._internal_kv_list(prefix) or []]
+        entries = {key.removeprefix(prefix): json.loads(internal_kv._internal_kv_get(key) or b"{}") for key in keys}
+        dead = state.state.actor_table(None, job_id=worker.global_worker.current_job_id, actor_state_name="DEAD")
+        for actor, found in dead.items():
+            entry = entries.pop(actor, {"name": found["ActorClassName"]})
+            if cause := death(entry["name"], found["DeathCause"]):
+                return cause
+        for actor, entry in entries.items():
+            if entry["failure"]:
+                return NotResponding(f"{entry['name']}: {entry['failure']}")
+            if self._seen.get(actor, (None, 0))[0] != entry["sign"]:
+                self._seen[actor] = (entry["sign"], now)
+        return self._silence(entries, now)
+
+    def _silence(self, entries: dict[str, dict], now: float) -> NotResponding | None:
+        """Name who has given no sign for too long, and who else for half as long: one may wait for the other."""
+        silent = sorted((now - self._seen[actor][1], entry["name"]) for actor, entry in entries.items())[::-1]
+        if not silent or silent[0][0] <= self.seconds:
+            return None
+        names = ", ".join(name for seconds, name in silent if seconds > self.seconds / 2)
+        return NotResponding(f"{names}: no sign of life for {silent[0][0]:.0f} s (--train.stall_minutes)")
+
+
+def death(name: str, cause: Any) -> RunStopped | None:
+    """Return why an actor is dead, or None where nobody needed it any more.
+
+    Args:
+        name: the actor's, for the message.
+        cause: its `ActorDeathCause`, from Ray's table of actors.
+    """
+    kind = cause.WhichOneof("context")
+    if kind == "creation_task_failure_context":
+        return RunStopped(f"{name}: {last_error(cause.creation_task_failure_context.formatted_exception_string)}")
+    died = cause.actor_died_error_context
+    if kind == "actor_died_error_context" and died.Reason.Name(died.reason) in _INTENDED:
+        return None
+    message = " ".join(getattr(cause, kind).error_message.split()) if kind else "Ray does not say why"
+    return NotResponding(f"{name} has died: {message[:300]}")
+
+
+def last_error(text: str) -> str:
+    """Return the error at the end of a traceback, on one line."""
+    lines = _COLOURS.sub("", text).strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    rest = lines[frames[-1] + 1 :] if frames else lines
+    return " ".join(line.strip() for line in rest if not line.startswith("    "))[:1000]
