@@ -26,6 +26,7 @@ def check(args: SimpleNamespace) -> list[Finding]:
         *_check_update(args),
         *_check_evaluation(args),
         *_check_determinism(args),
+        *_check_template(args),
     ]
 
 
@@ -97,6 +98,16 @@ def _check_update(args: SimpleNamespace) -> list[Finding]:
         remedy = f"give a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
         findings.append(Finding("--train.batch_size", batch, problem, remedy))
     return findings
+
+
+def _check_template(args: SimpleNamespace) -> list[Finding]:
+    """Refuse a template that OpenRLHF would leave out. `preflight.data` looks at the others."""
+    template = args.data.input_template
+    if not template or "{}" in template or args.data.apply_chat_template:
+        return []
+    problem = "it has no {}, so OpenRLHF would leave it out"
+    remedy = "put {} where the prompt belongs, or leave the flag out"
+    return [Finding("--data.input_template", repr(template), problem, remedy)]
 
 
 def _check_evaluation(args: SimpleNamespace) -> list[Finding]:

@@ -80,7 +80,8 @@ def first_prompts(args: SimpleNamespace, n: int) -> list[tuple[str, Any]]:
         rows = [row for _, row in islice(read_rows(name, args.data.prompt_split), n) if row]
         tokenizer = _load_tokenizer(args)
         label_key = args.data.label_key
-        return [(_render(row, args, tokenizer), row[label_key] if label_key else "") for row in rows]
+        prompts = [(_render(row, args, tokenizer), row[label_key] if label_key else "") for row in rows]
+        return [(prompt, label) for prompt, label in prompts if isinstance(prompt, str)]
     except Exception:  # whatever it is, `check` has said it
         return []
 
@@ -121,9 +122,6 @@ def _check_template(args: SimpleNamespace) -> list[Finding]:
     if args.data.apply_chat_template:
         remedy = "leave one of the two flags out"
         return [Finding(flag, repr(template), "unused beside --data.apply_chat_template", remedy, is_fatal=False)]
-    if "{}" not in template:
-        problem = "it has no {}, so OpenRLHF would leave it out"
-        return [Finding(flag, repr(template), problem, "put {} where the prompt belongs, or leave the flag out")]
     try:
         template.format("")
     except (IndexError, KeyError, ValueError) as error:
@@ -238,7 +236,7 @@ def _render(row: Row, args: SimpleNamespace, tokenizer: Tokenizer | None) -> str
             return prompt if isinstance(prompt, str) else ""
         return tokenizer.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     template = args.data.input_template
-    return template.format(prompt) if template and "{}" in template else prompt
+    return template.format(prompt) if template else prompt
 
 
 def _draw(rows: Sequence[_Item], n: int) -> Sequence[_Item]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from preflight_arguments import arguments
 
+from arlopti_openrlhf.cli import train_ppo_ray
 from arlopti_openrlhf.preflight import data, rows
 from arlopti_openrlhf.preflight.tokenizer import Tokenizer
 
@@ -206,6 +207,16 @@ def test_input_templates(check, template, fatal, problem):
         [row(i, prompt="words") for i in range(8)], data__apply_chat_template=False, data__input_template=template
     )
     assert found.startswith("!" * fatal + "--data.input_template ") and problem in found
+
+
+def test_a_template_without_a_place_for_the_prompt(tiny_data, capsys):
+    """OpenRLHF drops it with a warning, so it is looked at as the user gave it."""
+    flags = ["--actor.model_name_or_path", "x", "--data.prompt_dataset", tiny_data, "--data.input_template", "Q:"]
+    with pytest.raises(SystemExit):
+        train_ppo_ray.parse([*flags, "--reward.remote_url", "kk"])
+    assert (
+        "argument --data.input_template 'Q:': it has no {}, so OpenRLHF would leave it out" in capsys.readouterr().err
+    )
 
 
 def test_batches_and_the_number_of_prompts(check):

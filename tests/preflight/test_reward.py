@@ -92,6 +92,12 @@ def test_a_function_that_fails_on_the_third_row(check, write):
     assert "ZeroDivisionError" in found and "'solution 2'" in found
 
 
+def test_prompts_that_cannot_be_rendered_are_the_datas_finding(check, write, tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "Hi"}], "label": "x"}\n')
+    flags = {"data__prompt_dataset": str(tmp_path / "chat.jsonl"), "data__apply_chat_template": False}
+    assert check(write(function("return 1")), **flags) == []
+
+
 def test_a_file_that_is_not_there(check):
     assert check("nowhere.py") == ["!--reward.remote_url nowhere.py: there is no such file; correct the path"]
 
