@@ -4,6 +4,7 @@ import pickle
 
 import torch
 from openrlhf.trainer import ppo_trainer
+from transformers import set_seed
 
 from arlopti_openrlhf.run import process_state, trackers
 
@@ -16,6 +17,7 @@ class ResumableTrainer(ppo_trainer.BasePPOTrainer):
     """
 
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
+        set_seed(strategy.args.train.seed)  # upstream seeds the models' processes alone
         with trackers.resumable(strategy.args):
             super().__init__(pretrain, strategy, *args, **kwargs)
 

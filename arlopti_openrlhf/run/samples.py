@@ -118,8 +118,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             Interrupted: a request to stop.
         """
         if self.args.train.deterministic:
-            seconds = 60 * self.args.train.stall_minutes
-            by_engine = stopping.wait(pending, "generation", seconds, interruptible=True)
+            # Without a limit, because the engines give signs of life, and long responses take their time.
+            by_engine = stopping.wait(pending, "generation", float("inf"), interruptible=True)
             # Prompt i is with engine i mod the number of engines.
             engines, count = len(by_engine), sum(map(len, by_engine))
             return [by_engine[i % engines][i // engines] for i in range(count)], []

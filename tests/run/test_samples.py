@@ -78,7 +78,6 @@ def arguments(**changed) -> Any:
         "algo.dynamic_filtering_range": (0.1, 0.9),
         "algo.advantage": {"is_correction_level": "off"},
         "train.deterministic": False,
-        "train.stall_minutes": 1,
         "train.seed": 7,
         "train.num_episodes": 2,
         "vllm.enable_sleep": False,
