@@ -6,6 +6,7 @@ from deepspeed.runtime.utils import has_inf_or_nan
 from openrlhf.utils import deepspeed as upstream
 from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 from torch import Tensor
+from torch import distributed as dist
 
 
 class GuardedStrategy(DeepspeedStrategy):
@@ -19,15 +20,56 @@ class GuardedStrategy(DeepspeedStrategy):
     refused too.
     """
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[Tensor] = []  # of this rank's micro-batches since the last optimizer step
+
     def _ds_init_train_model(self, model, cfg: dict):
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
-        _check_gradients(engine_of(model))
+        self._check_steps(engine_of(model))
         return model, optimizer, scheduler
 
+    def _check_steps(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        """Make DeepSpeed look at the losses and gradients before it steps, whatever the stage and the type."""
+        optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+        if stage == 0:  # asserts by itself that the gradient's norm is a number
+            return
+        is_checked_by_norm = stage == 3 and not engine.fp16_enabled()
+        has_overflow = optimizer.has_overflow
+
+        def is_bad(partition_gradients: bool = True) -> bool:
+            if is_checked_by_norm:
+                # DeepSpeed's norms are those of all ranks, and -1 stands for one that is not finite.
+                is_bad_gradient = any(norm < 0 for norm in optimizer._get_norm_groups())
+            else:
+                is_bad_gradient = has_overflow(partition_gradients)
+            return self._any_bad_loss() or is_bad_gradient
+
+        optimizer.has_overflow = is_bad
+        if stage < 3:
+            optimizer.check_grad_overflow = True
+        elif is_checked_by_norm:
+            go_on = optimizer._overflow_check_and_loss_scale_update
+
+            def check_and_go_on() -> bool:
+                optimizer.check_overflow()
+                return go_on()
+
+            optimizer._overflow_check_and_loss_scale_update = check_and_go_on
+
+    def _any_bad_loss(self) -> bool:
+        """Return whether a loss is not finite on any rank, and forget the losses. A collective call."""
+        bad = torch.zeros(1, device=torch.cuda.current_device())
+        for loss in self.losses:
+            bad += ~loss.isfinite()
+        self.losses.clear()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return bool(bad)
+
     def backward(self, loss: Tensor, model, _optimizer, **kwargs) -> None:
-        # A loss may be NaN through a term that has no gradient here. Then no gradient is to be finite.
-        factor = torch.full_like(loss, torch.nan).masked_fill(loss.isfinite(), 1.0)
-        super().backward(loss * factor, model, _optimizer, **kwargs)
+        # A loss that is NaN may have gradients that are finite: `clamp` in the policy loss turns a NaN into 0.
+        self.losses.append(loss.detach())
+        super().backward(loss, model, _optimizer, **kwargs)
 
     def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
         if is_refused(engine_of(model)):
@@ -54,22 +96,6 @@ def is_refused(engine: deepspeed.DeepSpeedEngine) -> bool:
 def engine_of(model) -> deepspeed.DeepSpeedEngine:
     """Return the engine of an `Actor`, or of a model that is one."""
     return model if isinstance(model, deepspeed.DeepSpeedEngine) else model.model
-
-
-def _check_gradients(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Make DeepSpeed look for gradients that are not finite before it steps, whatever the stage and the type."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage in (1, 2):
-        optimizer.check_grad_overflow = True
-    elif stage == 3 and not engine.fp16_enabled():
-        check = optimizer._overflow_check_and_loss_scale_update
-
-        def checked() -> bool:
-            # DeepSpeed's norms are those of all ranks, and -1 stands for one that is not finite.
-            optimizer.overflow = any(norm < 0 for norm in optimizer._get_norm_groups())
-            return check()
-
-        optimizer._overflow_check_and_loss_scale_update = checked
 
 
 @torch.no_grad()

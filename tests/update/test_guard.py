@@ -27,10 +27,10 @@ def ray_cluster():
 
 
 def with_nan(batch: list, field: str) -> list:
-    """Put a NaN on the first response token of each of rank 0's samples."""
+    """Put NaN on the response tokens of each of rank 0's samples."""
     batch = copy.deepcopy(batch)
     for sample in batch[: SAMPLES // RANKS]:
-        getattr(sample, field)[0, int(sample.action_mask[0].argmax())] = torch.nan
+        getattr(sample, field).masked_fill_(sample.action_mask.bool(), torch.nan)
     return batch
 
 
@@ -61,7 +61,13 @@ def look(group: Group) -> list[SimpleNamespace]:
     return ray.get(group.workers[group.selective].async_run_method("call", everything))
 
 
+# The ratio's `clamp` gives a NaN the gradient 0, so that rank 0's gradient is 0 and the other's is as it was.
+NO_KL = OFF | {"algo.kl.use_loss": False}
+WITH_KL = {"algo.kl.use_loss": True}
+
 CASES = {
+    "zero2, bf16, a loss without a gradient": (["--ds.zero_stage", "2"], False, NO_KL, "action_log_probs"),
+    "zero3, bf16, a loss without a gradient": (["--ds.zero_stage", "3"], False, NO_KL, "action_log_probs"),
     "zero2, bf16, upstream's step": (["--ds.zero_stage", "2"], False, NO_METHOD, "advantages"),
     "zero2, float32": (["--ds.zero_stage", "2"], True, OFF, "action_log_probs"),
     "zero2, offload": (["--ds.zero_stage", "2", "--ds.adam_offload"], False, LOPTI, "base_action_log_probs"),
@@ -77,7 +83,7 @@ CASES = {
 def test_a_refused_step_is_no_step(tiny_model, case):
     more, float32, overrides, field = CASES[case]
     group = Group(flags(tiny_model, *more, *TRAINING), float32=float32)
-    overrides = overrides | {"ds.packing_samples": "--ds.packing_samples" in more}
+    overrides = WITH_KL | overrides | {"ds.packing_samples": "--ds.packing_samples" in more}
     steps = 2 if overrides["algo.lopti.eta"] else 1
     batch = experiences(seed=1)
     start = look(group)
