@@ -169,9 +169,13 @@ class Training:
         return [p for p in psutil.process_iter() if self._is_ours(p)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
+        # psutil's own reading of the environment loses the beginning of it where a process has renamed itself.
+        mark = f"{MARKER}={self.run_id}".encode()
         try:
-            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARKER) == self.run_id
-        except psutil.Error:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return mark in Path(f"/proc/{process.pid}/environ").read_bytes()
+        except (psutil.Error, OSError):
             return False
 
     def find(self, title: str) -> list[int]:
