@@ -21,7 +21,7 @@ def main() -> None:
     from arlopti_openrlhf.update import policy_actor
 
     # Ray pickles the actor's class by value, with the methods that it has on the driver.
-    actor = policy_actor.PolicyActor.__ray_metadata__.modified_class
+    actor = policy_actor.PolicyActor.__ray_metadata__.modified_class.__ray_actor_class__
     fit, (fault, moment) = actor.fit, os.environ["CHAOS_FAULT"].split("@")
 
     def fit_with_fault(self, kl_ctl: float = 0):

@@ -22,7 +22,7 @@ def check(args: SimpleNamespace) -> list[Finding]:
         elif not args.train.dynamic_batch_enable:
             findings += _check_step(args, names, ranks // model_parallel)
             findings += _check_rollout(args, names, ranks // model_parallel)
-    return findings + _check_rest(args)
+    return findings + _check_rest(args) + _check_dynamic(args)
 
 
 def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
@@ -83,3 +83,11 @@ def _check_rest(args: SimpleNamespace) -> list[Finding]:
         return []
     problem = f"does not divide the rollout batch of {samples} samples, so that steps mix two rollout batches"
     return [Finding("--train.batch_size", batch, problem, f"give a divisor of {samples}", is_fatal=False)]
+
+
+def _check_dynamic(args: SimpleNamespace) -> list[Finding]:
+    """Say what ZeRO-2 loses. OpenRLHF tells DeepSpeed that each micro-batch is a step, and its gradients start anew."""
+    if not args.train.dynamic_batch_enable or args.ds.zero_stage != 2:
+        return []
+    problem = "with --train.dynamic_batch_enable keeps the gradient of the last micro-batch of each optimizer step alone"
+    return [Finding("--ds.zero_stage", 2, problem, "give --ds.zero_stage 3", is_fatal=False)]

@@ -85,6 +85,7 @@ def test_every_mistake_is_found_at_once():
         ("--actor.adam.lr 0.05", "--actor.adam.lr"),
         ("--actor.adam.lr 0", "--actor.adam.lr"),
         ("--train.batch_size 24", "--train.batch_size"),  # upstream carries the rest over
+        ("--train.dynamic_batch_enable --ds.zero_stage 2", "--ds.zero_stage"),
     ],
 )
 def test_what_trains_but_seems_wrong_is_a_warning(flags, flag):
