@@ -172,7 +172,7 @@ def test_async_partial_rollouts_dynamic_filtering(train, tiny_data, noisy_reward
 def test_gae_with_critic_dynamic_batches_kl_in_the_reward(train):
     log = train(
         """--algo.advantage.estimator gae --algo.kl.estimator k1 --algo.kl.init_coef 0.01 --algo.ar.alpha 0.1
-        --algo.lopti.eta 0.5 --train.dynamic_batch_enable --train.max_tokens_per_gpu 256 --ds.zero_stage 2
+        --algo.lopti.eta 0.5 --train.dynamic_batch_enable --train.max_tokens_per_gpu 256 --ds.zero_stage 3
         --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 2 --vllm.num_engines 2
         --train.colocate_all"""
     )

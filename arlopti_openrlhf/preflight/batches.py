@@ -86,8 +86,8 @@ def _check_rest(args: SimpleNamespace) -> list[Finding]:
 
 
 def _check_dynamic(args: SimpleNamespace) -> list[Finding]:
-    """Say what ZeRO-2 loses. OpenRLHF tells DeepSpeed that each micro-batch is a step, and its gradients start anew."""
+    """Say what ZeRO-2 loses. OpenRLHF tells DeepSpeed that each micro-batch is a step, so its gradients start anew."""
     if not args.train.dynamic_batch_enable or args.ds.zero_stage != 2:
         return []
-    problem = "with --train.dynamic_batch_enable keeps the gradient of the last micro-batch of each optimizer step alone"
+    problem = "with --train.dynamic_batch_enable, each optimizer step has the gradient of its last micro-batch alone"
     return [Finding("--ds.zero_stage", 2, problem, "give --ds.zero_stage 3", is_fatal=False)]
