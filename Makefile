@@ -26,8 +26,9 @@ help:
 
 setup: $(PROJECT)
 
+# All tests run in two processes: one for those that start the whole stack, one after the other, and one for the rest.
 test: setup
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup --no-loadscope-reorder)
 
 quickstart: setup
 	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --seed $(SEED) $(ARGS)

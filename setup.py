@@ -33,6 +33,7 @@ setup(
             "pre-commit",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "simplemma",
             "websockets",
