@@ -133,4 +133,5 @@ class Prompts:
             sampler=order[drawn:],
             collate_fn=self.loader.collate_fn,
             num_workers=self.loader.num_workers,
+            generator=generator,  # otherwise a resumed run would draw once more than others from the process's own
         )

@@ -17,9 +17,11 @@ def prompts(seed: int = 1, count: int = 40) -> Prompts:
 def test_the_order_follows_from_the_seed_and_the_episode():
     first = [item for batch in prompts().rest for item in batch]
     torch.rand(1)  # what else the process draws does not matter
+    state = torch.get_rng_state()
     assert [item for batch in prompts().rest for item in batch] == first
     assert sorted(first) == list(range(40)) != first
     assert [item for batch in prompts(seed=2).rest for item in batch] != first
+    assert torch.equal(torch.get_rng_state(), state)
     later = prompts()
     later.begin_next_episode()
     assert later.rest.name == ("train", 1) and sorted(second := [i for b in later.rest for i in b]) == sorted(first)
