@@ -26,6 +26,7 @@ CHAT_TEMPLATE = (
 WHOLE_STACK = ("test_full_stack.py", "test_same_run.py", "test_cpu.py", "test_wheel.py", "test_quickstart.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items) -> None:
     """Tell pytest-xdist what stays in one process: the tests of a file, and all that start the whole stack.
 

@@ -147,12 +147,26 @@ def test_a_reward_server_that_restarts_in_mid_run(train, noisy_reward, tmp_path)
     assert max(graded) >= 3 * 32
 
 
+# The pre-flight asks the function four times, in a process that ends with it.
+RAISES = """
+calls = 0
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    global calls
+    calls += 1
+    if calls > 8:
+        raise KeyError("in the function")
+    return [0.0]
+"""
+
+
 def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
     path = tmp_path / "raises.py"
-    path.write_text("def reward_func(queries, prompts, labels, **kwargs):\n    raise KeyError('in the function')\n")
+    path.write_text(RAISES, encoding="utf-8")
     log = train(f"{GRPO} {ONE_RANK}", reward=str(path), fails=True)
     assert "reward_func raised KeyError: 'in the function'" in log
-    assert 'raises.py", line 2, in reward_func' in log and "query: <|im_start|>user" in log
+    assert 'raises.py", line 9, in reward_func' in log and "query: <|im_start|>user" in log
     assert not steps(log)
 
 
