@@ -24,8 +24,15 @@ class SpotChecks:
         self._count = itertools.count()
 
     def ask(self, sampling_params: SamplingParams) -> SamplingParams:
-        """Return a sample's parameters, with the request for log-probs if it is chosen. The tokens stay the same."""
-        if not _is_comparable(sampling_params) or next(self._count) % EVERY:
+        """Return a sample's parameters, with the request for log-probs if it is chosen. The tokens stay the same.
+
+        A sample's seed, where it has one (`--train.deterministic`), says whether it is, so that a resumed run chooses
+        the same.
+        """
+        if not _is_comparable(sampling_params):
+            return sampling_params
+        turn = next(self._count) if sampling_params.seed is None else sampling_params.seed
+        if turn % EVERY:
             return sampling_params
         asked = copy(sampling_params)
         asked.logprobs, asked.flat_logprobs = 0, True  # the sampled tokens' alone

@@ -14,6 +14,16 @@ def test_one_sample_in_so_many_is_asked_for():
     assert params.logprobs is None  # it is shared with the other samples
 
 
+def test_a_seed_says_whether_its_sample_is_asked_for():
+    """Whatever an engine has sampled before."""
+    chosen, other = (
+        SamplingParams(temperature=1.0, seed=3 * EVERY),
+        SamplingParams(temperature=1.0, seed=3 * EVERY + 1),
+    )
+    checks = SpotChecks()
+    assert [checks.ask(params).logprobs for params in (other, chosen, chosen, other)] == [None, 0, 0, None]
+
+
 def test_what_is_not_comparable_is_left_alone():
     checks = SpotChecks()
     for params in (SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, logprobs=1)):
