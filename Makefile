@@ -28,7 +28,16 @@ setup: $(PROJECT)
 
 # All tests run in two processes: one for those that start the whole stack, one after the other, and one for the rest.
 test: setup
-	@.venv/bin/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadgroup --no-loadscope-reorder)
+	@if [ -n "$(strip $(ARGS))" ]; then exec .venv/bin/python -m pytest $(ARGS); fi
+	.venv/bin/python -m pytest -m whole_stack >.venv/whole-stack.log 2>&1 &
+	whole_stack=$$!
+	trap 'kill $$whole_stack 2>/dev/null || true' EXIT
+	rest=0
+	.venv/bin/python -m pytest -m "not whole_stack" || rest=$$?
+	status=0
+	wait $$whole_stack || status=$$?
+	cat .venv/whole-stack.log
+	exit $$((rest ? rest : status))
 
 quickstart: setup
 	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --seed $(SEED) $(ARGS)

@@ -33,7 +33,6 @@ setup(
             "pre-commit",
             "pytest",
             "pytest-timeout",
-            "pytest-xdist",
             "ruff",
             "simplemma",
             "websockets",

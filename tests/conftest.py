@@ -22,22 +22,6 @@ CHAT_TEMPLATE = (
 )
 
 
-# They start Ray, vLLM and DeepSpeed, which take gigabytes and minutes, so never two of them at a time.
-WHOLE_STACK = ("test_full_stack.py", "test_same_run.py", "test_cpu.py", "test_wheel.py", "test_quickstart.py")
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items) -> None:
-    """Tell pytest-xdist what stays in one process: the tests of a file, and all that start the whole stack.
-
-    These come first, because they take about half of the time.
-    """
-    for item in items:
-        name = item.path.name
-        item.add_marker(pytest.mark.xdist_group("whole stack" if name in WHOLE_STACK else str(item.path)))
-    items.sort(key=lambda item: item.path.name not in WHOLE_STACK)
-
-
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
     """Return make_model(tied), which writes a Qwen2 model of 0.1M random parameters with a byte tokenizer."""

@@ -12,6 +12,8 @@ import torch
 
 from arlopti_openrlhf import cpu, cpu_patches
 
+pytestmark = pytest.mark.whole_stack
+
 # A machine with two GPUs as NVML shows it, and a record of everything that would initialise CUDA.
 TWO_GPUS = """
 import torch

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+pytestmark = pytest.mark.whole_stack
+
 REWARD = str(Path(__file__).parents[1] / "rewards" / "kk_reward.py")
 GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001"
 

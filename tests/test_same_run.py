@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+pytestmark = pytest.mark.whole_stack
+
 # Notes each call, and fails from call LIMIT on. Rewards differ between the samples of a prompt.
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):

@@ -9,6 +9,8 @@ import pytest
 from arlopti_openrlhf.cli import quickstart, train_ppo_ray
 from arlopti_openrlhf.cli.quickstart_results import plot, read_accuracies, report
 
+pytestmark = pytest.mark.whole_stack
+
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "data").mkdir()
