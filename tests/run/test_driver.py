@@ -58,12 +58,15 @@ def test_a_cause_from_another_thread_ends_a_wait():
     assert ended.value.code == 4
 
 
-def test_a_cause_that_comes_late_changes_nothing():
+def test_a_cause_that_comes_late_changes_nothing(monkeypatch):
     """The watch over the actors sees them end when the run is complete."""
+    interrupted = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda *sent: interrupted.append(sent))
     run = driver.Driver()
     with run.ending():
         pass
     run.end(stopping.NotResponding("engine 0 has ended"))
+    assert not interrupted
 
 
 RUN = """
