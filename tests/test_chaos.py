@@ -8,6 +8,7 @@ import pytest
 from chaos import run, training
 from chaos.faults import CASES, SHORT, Case, interrupted_after, killed, remove_a_file, truncate_a_file
 from chaos.run import Outcome, run_case, table
+from chaos.training import make_inputs
 
 # Takes a step, grades its prompts and saves every second step, as the training does.
 SCRIPT = """
@@ -103,3 +104,11 @@ def test_there_are_thirty_cases_with_names_of_their_own():
 def test_the_table_says_what_went_wrong():
     lines = table({"a": Outcome(1.25, 2), "b": Outcome(math.nan, 0, ["no final model"])}).splitlines()
     assert lines[2:] == ["| a | 1.2 s | 2 | yes |", "| b | - | 0 | **no**: no final model |"]
+
+
+@pytest.mark.whole_stack
+@pytest.mark.timeout(1800)
+def test_a_run_survives_five_faults(tmp_path):
+    """The short list of `make chaos`, on the real stack."""
+    make_inputs(tmp_path)
+    assert not run_case(SHORT[0], tmp_path, tmp_path / "run", seed=0).wrong

@@ -38,7 +38,7 @@ def train(tiny_model, tiny_data, tmp_path):
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
         environment.pop("ARLOPTI_ANNOUNCED", None)
         result = subprocess.run(
-            command + flags.split(), env=environment, capture_output=True, text=True, timeout=420, errors="replace"
+            command + flags.split(), env=environment, capture_output=True, text=True, timeout=600, errors="replace"
         )
         log = result.stdout + result.stderr
         assert (result.returncode != 0) == fails, log[-6000:]

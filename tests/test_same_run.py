@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = pytest.mark.whole_stack
+pytestmark = pytest.mark.long
 
 # Notes each call, and fails from call LIMIT on. Rewards differ between the samples of a prompt.
 REWARD = """
