@@ -24,7 +24,7 @@ def make_args(estimator: str = "group_norm", **reward) -> SimpleNamespace:
             kl=SimpleNamespace(target=None, init_coef=0.1),
         ),
         rollout=SimpleNamespace(n_samples_per_prompt=GROUP, micro_batch_size=4, max_new_tokens=LENGTH),
-        train=SimpleNamespace(dynamic_batch_enable=False, max_bad_steps=3),
+        train=SimpleNamespace(dynamic_batch_enable=False, max_bad_steps=3, seed=1),
         alarm=SimpleNamespace(flat_reward_steps=20, grad_norm_factor=10, rollout_gap=0.1),
         ds=SimpleNamespace(param_dtype="bf16"),
         reward=SimpleNamespace(**reward),
