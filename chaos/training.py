@@ -17,7 +17,7 @@ import torch
 from arlopti_openrlhf.data import tiny_policy
 from arlopti_openrlhf.data.rows import generate_rows, write_rows
 
-STEPS, SAVE_EVERY, PROMPTS, SAMPLES = 6, 2, 8, 4  # PROMPTS with SAMPLES each are a step
+STEPS, SAVE_EVERY, PROMPTS, SAMPLES = 8, 2, 8, 4  # PROMPTS with SAMPLES each are a step
 STALL_SECONDS = 30
 BAD_STEPS = 3  # in a row end the run: --train.max_bad_steps
 # Nothing is left of a run so many seconds after its driver's end.

@@ -35,7 +35,7 @@ for path in sorted(actor.glob("global_step*"), reverse=True):
     print(path, "passed over", flush=True)
 if variant == "forgets":
     step = 0
-while step < 6:
+while step < 8:
     time.sleep(0.4)
     step += 1
     if not (variant == "skips" and step == 4):
