@@ -82,6 +82,8 @@ class RewardExecutor(SingleTurnAgentExecutor):
         self.retry_seconds = 60 * retry_minutes
         is_file = bool(self.sources) and self.sources[0].endswith(".py")
         self._process = RewardProcess(self.sources[0], timeout_seconds) if is_file else None
+        if is_file:
+            logger.info(f"rewards come from {self.sources[0]}")
         self._spot_checks = SpotChecks()
         self._failure: RewardError | None = None  # of the call that ended the process
         self._waiting = 0  # samples that wait for a server
