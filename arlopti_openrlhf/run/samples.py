@@ -119,7 +119,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         """
         if self.args.train.deterministic:
             # Without a limit, because the engines give signs of life, and long responses take their time.
-            by_engine = stopping.wait(pending, "generation", float("inf"), interruptible=True)
+            by_engine = stopping.wait(pending)
             # Prompt i is with engine i mod the number of engines.
             engines, count = len(by_engine), sum(map(len, by_engine))
             return [by_engine[i % engines][i // engines] for i in range(count)], []

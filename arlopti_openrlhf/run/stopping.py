@@ -1,4 +1,4 @@
-"""Ends a run early with its cause and an exit code of its own, and lets no wait last for ever.
+"""Ends a run early with its cause and an exit code of its own.
 
 A stop travels as an exception: from an actor through `ray.get` to the driver, which prints one line and exits
 (`run.driver`). A signal travels the other way: the driver leaves a request in Ray's key-value store, and the
@@ -6,14 +6,13 @@ controllers look there while they wait and between steps.
 """
 
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.experimental import internal_kv
 
-_POLL = 1.0  # seconds between two looks at what is waited for
+_POLL = 1.0  # seconds between two looks for a request to stop
 
 
 class RunStopped(Exception):
@@ -80,42 +79,17 @@ def _key(name: str) -> str:
     return f"arlopti_openrlhf/{ray.get_runtime_context().get_job_id()}/{name}"
 
 
-def wait(
-    refs: Sequence[ray.ObjectRef],
-    what: str,
-    seconds: float,
-    progress: Callable[[], Any] | None = None,
-    interruptible: bool = False,
-) -> list[Any]:
-    """Return the results of `refs`, in their order, as `ray.get` does, but not after any time.
-
-    The first error is raised at once, while others still wait, so that a rank which waits in a collective call for one
-    that has died holds nobody up.
-
-    Args:
-        refs: what to wait for.
-        what: what that is, for the message, such as "the weight sync".
-        seconds: how long without progress.
-        progress: returns anything; a change is progress. It may raise `NotResponding` itself. None: the end of one of
-            `refs` is the only progress.
-        interruptible: a request to stop ends the wait.
+def wait(refs: Sequence[ray.ObjectRef]) -> list[Any]:
+    """Return the results of `refs`, in their order, as `ray.get` does. A request to stop ends the wait.
 
     Raises:
-        NotResponding: there was no progress for `seconds`.
-        Interrupted: a request to stop, where `interruptible`.
-        Exception: what one of `refs` raised.
+        Interrupted: a request to stop has come.
+        Exception: what one of `refs` raised, at once, while others may still be pending.
     """
     pending, results = list(refs), dict[ray.ObjectRef, Any]()
-    last: Any = None
-    since = time.monotonic()
     while pending:
         ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL)
         results.update(zip(ready, ray.get(ready), strict=True))
-        if interruptible and (signum := stop_requested()):
+        if signum := stop_requested():
             raise Interrupted(signum)
-        sign = (len(pending), progress() if progress else None)
-        if sign != last:
-            last, since = sign, time.monotonic()
-        elif time.monotonic() - since > seconds:
-            raise NotResponding(f"{what}: no sign of life for {seconds:.0f} s (--train.stall_minutes)")
     return [results[ref] for ref in refs]

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import importlib.util
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,7 +98,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Seam:
+class Seam(ABC):
     """A name of upstream's that we lean on.
 
     Attributes:
@@ -112,13 +113,13 @@ class Seam:
     expected: str
     leans: str
 
+    @abstractmethod
     def check(self, source: Source) -> None:
         """Compare what is installed with what is expected.
 
         Raises:
             Moved: it differs. The message says in what.
         """
-        raise NotImplementedError
 
     def __str__(self) -> str:
         return ".".join(filter(None, (self.module, self.name)))
