@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--model", nargs="+", default=[], help="Hugging Face directories or names, or a directory of checkpoints"
     )
-    model.add_argument("--data", nargs="+", default=[], help="JSONL files that prepare_data wrote")
+    model.add_argument("--data", nargs="+", default=[], help="files that prepare_data wrote")
     model.add_argument("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
     model.add_argument("--samples", type=integer(2), default=8, help="responses per prompt (default: 8)")
     model.add_argument(

@@ -19,7 +19,7 @@ from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
 from arlopti_openrlhf.scoring import tables
 from arlopti_openrlhf.scoring.names import model_name
 from arlopti_openrlhf.scoring.rows import check_labels, read_rows
-from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling
+from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling, unmatched
 
 
 def main() -> None:
@@ -37,6 +37,9 @@ def main() -> None:
         check_labels(rows)
     except (OSError, ValueError) as error:
         parser.error(f"argument --data: {error}")
+    sources = sorted({row["datasource"] for _, row in rows})
+    for pattern in unmatched(args.sampling, sources):
+        parser.error(f"argument --sampling: {pattern} matches no source of the data, which are {', '.join(sources)}")
     args.out.mkdir(parents=True, exist_ok=True)
     if len(args.model) > 1:
         # In a process each, since an engine does not give back all that it holds.
@@ -63,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", nargs="+", required=True, help="Hugging Face directories or names")
-    parser.add_argument("--data", nargs="+", required=True, help="JSONL files that prepare_data wrote")
+    parser.add_argument("--data", nargs="+", required=True, help="files that prepare_data wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--sampling",

@@ -81,26 +81,28 @@ def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
     Raises:
         ValueError: the file cannot be read, or lacks a column. The message names the file.
     """
-    import pandas as pd
+    import pyarrow
+    from pyarrow import parquet
 
     path = Path(path)
     try:
         if path.suffix == ".parquet":
-            table = pd.read_parquet(path)
+            records = parquet.read_table(path).to_pylist()
         else:
             # Line by line: `splitlines` would also split at a line separator (U+2028) inside a prompt.
             with open(path, encoding="utf-8") as lines:
-                table = pd.DataFrame([json.loads(line) for line in lines])
-    except (OSError, ValueError) as error:
+                records = [json.loads(line) for line in lines]
+    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
         raise ValueError(
             f"{path}: not a readable parquet file or JSON lines ({' '.join(str(error).split())})"
         ) from None
     # A column `label` tells a file of ours from one of verl's.
-    prepared = "label" in table.columns
-    missing = [name for name in ("prompt", "label" if prepared else "reward_model") if name not in table.columns]
-    if missing and len(table):
-        raise ValueError(f"{path}: no column {', '.join(missing)}; it has {', '.join(map(str, table.columns))}")
-    for number, record in enumerate(table.to_dict("records")):
+    columns = dict.fromkeys(name for record in records if isinstance(record, dict) for name in record)
+    prepared = "label" in columns
+    missing = [name for name in ("prompt", "label" if prepared else "reward_model") if name not in columns]
+    if missing and records:
+        raise ValueError(f"{path}: no column {', '.join(missing)}; it has {', '.join(columns)}")
+    for number, record in enumerate(records):
         yield _read(f"{path}: row {number}", _from_prepared if prepared else _from_verl, record, prompt_format)
 
 
@@ -154,8 +156,8 @@ def _column(record: dict, path: str) -> Any:
 def _from_prepared(record: dict, prompt_format: str) -> Row:
     prompt = record["prompt"]
     prompt = prompt if isinstance(prompt, str) else [_message(message) for message in prompt]
-    datasource = str(record.get("datasource", "default"))
-    label = _kk_label(record["label"]) if datasource.startswith("kk_") else math_reward.label_text(record["label"])
+    datasource, label = str(record.get("datasource") or "default"), record.get("label")
+    label = _kk_label(label) if datasource.startswith("kk_") else math_reward.label_text(label)
     return {"prompt": prompt, "label": label, "datasource": datasource}
 
 
@@ -174,8 +176,7 @@ def _from_verl(record: dict, prompt_format: str) -> Row:
             "label": _kk_label(truth["solution_text_format"]),
             "datasource": knights_knaves.datasource(len(record["names"])),
         }
-    source = str(record.get("data_source", "math"))
-    truth = truth.tolist() if hasattr(truth, "tolist") else truth
+    source = str(record.get("data_source") or "math")
     return {
         "prompt": _text(text) if prompt_format == "text" else [{"role": "user", "content": _text(text)}],
         "label": math_reward.label_text(truth),

@@ -9,6 +9,7 @@ processes with a limit of time and one of memory (`grading.worker_pool`), and an
 
 import functools
 import json
+import math
 import os
 import re
 import threading
@@ -146,6 +147,8 @@ def _alternatives(answer: object) -> tuple[str, ...]:
 def _label(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"a label is a number, text or a list of these; got {str(value)[:200]!r}")
+    if isinstance(value, float) and not math.isfinite(value):  # pandas writes a missing label so
+        raise ValueError(f"a label is no finite number: {value}")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = _without_dollars(str(value))

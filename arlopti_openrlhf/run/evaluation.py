@@ -4,7 +4,6 @@ The measures come from the samples' `scores`, while upstream averages rewards. E
 of samples and temperature.
 """
 
-import fnmatch
 import functools
 import itertools
 from collections import defaultdict
@@ -19,7 +18,7 @@ from arlopti_openrlhf.run.prompts import Numbered
 from arlopti_openrlhf.run.reward_client import SCORES_ARE_REWARDS
 from arlopti_openrlhf.run.samples import SamplesGenerator
 from arlopti_openrlhf.scoring.measures import Response, estimate_source
-from arlopti_openrlhf.scoring.sampling import Sampling, sampling_of
+from arlopti_openrlhf.scoring.sampling import Sampling, sampling_of, unmatched
 
 logger = init_logger(__name__)
 
@@ -51,11 +50,8 @@ class SourceSamplesGenerator(SamplesGenerator):
         self.specs = specs
         self._with_and_without_scores: set[bool] = set()  # the kinds of samples so far
         sources = {str(source) for sources, *_ in self.eval_dataloader or () for source in sources}
-        for spec in specs[1:] if sources else ():
-            if not fnmatch.filter(sources, spec.pattern):
-                logger.warning(
-                    f"--eval.sampling {spec.pattern}: matches none of the sources {', '.join(sorted(sources))}"
-                )
+        for pattern in unmatched(specs[1:], sources) if sources else ():
+            logger.warning(f"--eval.sampling {pattern}: matches none of the sources {', '.join(sorted(sources))}")
 
     def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
         """Return upstream's samples with their `datasource`, ordered by source and then by problem.

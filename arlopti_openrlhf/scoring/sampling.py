@@ -3,7 +3,7 @@
 import argparse
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 
@@ -33,3 +33,8 @@ def parse_sampling(text: str) -> Sampling:
 def sampling_of(source: str, specs: Sequence[Sampling]) -> Sampling:
     """Return the last specification that matches the source. The first must match every source."""
     return [s for s in specs if fnmatch.fnmatchcase(source, s.pattern)][-1]
+
+
+def unmatched(specs: Sequence[Sampling], sources: Collection[str]) -> list[str]:
+    """Return the patterns that match none of the sources."""
+    return [s.pattern for s in specs if not any(fnmatch.fnmatchcase(source, s.pattern) for source in sources)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from arlopti_openrlhf.cli.processes import InUse, lock
@@ -28,6 +29,8 @@ def place(tmp_path, tiny_model) -> Path:
     (tmp_path / "torn.jsonl").write_text(json.dumps(DATA[0]) + '\n{"prompt": ')
     (tmp_path / "unlabelled.jsonl").write_text('{"prompt": "Hi", "datasource": "kk_2ppl"}\n')
     (tmp_path / "unreadable.jsonl").write_text(json.dumps(DATA[0]) + "\n" + json.dumps(DATA[1] | {"label": "7"}))
+    (tmp_path / "text.parquet").write_text("hello")
+    pd.DataFrame([DATA[0], DATA[1] | {"label": None}]).to_parquet(tmp_path / "half.parquet")
     (tmp_path / "torn.py").write_text("def reward_func(:\n")
     (tmp_path / "other.py").write_text("def reward(): pass\n")
     return tmp_path
@@ -75,12 +78,23 @@ def refused(place, monkeypatch, capsys):
         ("evaluate --model model --data torn.jsonl --out o", "argument --data: torn.jsonl, line 2: "),
         ("evaluate --model model --data unlabelled.jsonl --out o", "unlabelled.jsonl, line 1: a row has no label"),
         ("evaluate --model model --data unreadable.jsonl --out o", "unreadable.jsonl, line 2: a solution is numbered"),
+        (
+            "evaluate --model model --data half.parquet --out o",
+            "argument --data: half.parquet, row 2: a row has no label",
+        ),
+        ("evaluate --model model --data text.parquet --out o", "text.parquet: not a readable parquet file"),
+        (
+            "evaluate --model model --data data.jsonl --sampling kk_*:n=2,t=1 --sampling aime:n=4,t=1 --out o",
+            "argument --sampling: aime matches no source of the data, which are kk_1ppl",
+        ),
+        ("analyze --model model --data half.parquet --out o", "half.parquet, row 2: a row has no label"),
         ("prepare_data --generate --out file", "{}/file is a file, not a folder"),
         ("prepare_data --from data.jsonl --out empty", "argument --out: empty is a folder, not a file"),
         ("prepare_data --from data.jsonl --out file/x.jsonl", "{}/file is a file, not a folder"),
         ("prepare_data --from no.parquet --out o.jsonl", "argument --from: no.parquet: there is no such file"),
         ("prepare_data --from data.jsonl --exclude empty --out o.jsonl", "argument --exclude: empty is a folder"),
         ("prepare_data --from torn.jsonl --out o.jsonl", "torn.jsonl: not a readable parquet file or JSON lines"),
+        ("prepare_data --from half.parquet --strict --out o.jsonl", "half.parquet: row 1: unreadable: a solution is"),
         ("prepare_data --from data.jsonl --tokenizer ./x --out o.jsonl", "argument --tokenizer ./x: there is no such"),
         ("serve_rewards --grader no.py", "argument --grader: no.py is not kk, math or a Python file that exists"),
         ("serve_rewards --grader torn.py", "argument --grader: torn.py does not parse: invalid syntax"),

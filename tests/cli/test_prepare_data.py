@@ -14,6 +14,7 @@ from arlopti_openrlhf.data import published as published_sets
 from arlopti_openrlhf.data.published import MATH_INSTRUCTION
 from arlopti_openrlhf.data.rows import convert_rows
 from arlopti_openrlhf.grading.kk_reward import grade
+from arlopti_openrlhf.scoring.rows import read_rows
 
 QUIZ = (
     "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always "
@@ -199,6 +200,40 @@ def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
     with pytest.raises(SystemExit):
         main([*flags, "--strict"])
     assert "(and 4 more)" in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_without_a_label(tmp_path, suffix):
+    """A null, a missing key and the NaN in which pandas writes both are no labels. A row without a source has one."""
+    rows = [
+        {"prompt": "One?", "label": "1", "datasource": "math500"},
+        {"prompt": "Two?", "label": None, "datasource": "math500"},
+        {"prompt": "Three?", "datasource": "math500"},
+        {"prompt": "Four?", "label": float("nan"), "datasource": "math500"},
+        {"prompt": "Five?", "label": ["5", float("nan")], "datasource": "math500"},
+        {"prompt": "Six?", "label": "6"},
+    ]
+    file, out = tmp_path / f"rows.{suffix}", tmp_path / "out.jsonl"
+    if suffix == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        rows[4]["label"] = None  # a column of parquet has one type
+        pd.DataFrame(rows).to_parquet(file)
+    main(["--from", str(file), "--out", str(out)])
+    assert [(row["label"], row["datasource"]) for row in read(out)] == [("1", "math500"), ("6", "default")]
+    dropped = (tmp_path / "out.jsonl.dropped").read_text().splitlines()
+    assert [line.split(": ")[1] for line in dropped] == ["row 1", "row 2", "row 3", "row 4"]
+
+
+def test_what_it_writes_as_parquet_is_read_by_the_other_commands(tmp_path):
+    file = published(tmp_path / "2ppl.parquet")
+    rows = []
+    for suffix in ("jsonl", "parquet"):
+        out = tmp_path / f"out.{suffix}"
+        main(["--from", str(file), "--out", str(out)])
+        rows.append([row for _, row in read_rows([str(out)])])
+        assert convert_rows(out) == rows[0]
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize(
