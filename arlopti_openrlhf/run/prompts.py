@@ -29,9 +29,20 @@ def install() -> None:
 
 
 def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
-    """Return upstream's loaders and number of steps, with `Prompts` in place of the loader to train on."""
+    """Return upstream's loaders and number of steps, with `Prompts` in place of the loader to train on.
+
+    Raises:
+        ValueError: there would be no optimizer step. The pre-flight says so of data that is on this machine. Upstream
+            would save the model as it came.
+    """
     loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
-    return Prompts(loader, strategy.args.train.seed), eval_loader, max_steps
+    args = strategy.args
+    if not max_steps:
+        raise ValueError(
+            f"argument --data.prompt_dataset: {len(loader)} prompts with {args.rollout.n_samples_per_prompt} samples "
+            f"each are fewer than one batch of --train.batch_size {args.train.batch_size}, so nothing would be trained"
+        )
+    return Prompts(loader, args.train.seed), eval_loader, max_steps
 
 
 def seed_of(*key: Any) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.trainer import ppo_trainer
@@ -72,9 +73,24 @@ class ResumableTensorboard(TensorboardLogger):
 
 
 class ResumableWandb(WandbLogger):
-    """`WandbLogger` that goes on in the run `run_id` where there is one. The user's WANDB_RUN_ID comes first."""
+    """`WandbLogger` with two changes.
+
+    1. It goes on in the run `run_id` where there is one. The user's WANDB_RUN_ID comes first.
+    2. The run's config is nested, so that runs can be filtered by `algo.ar.alpha`. Of upstream's namespaces wandb
+       keeps the text.
+    """
+
+    handle: Any  # upstream's: the module wandb
 
     def __init__(self, args: argparse.Namespace, run_id: str) -> None:
         os.environ.setdefault("WANDB_RUN_ID", run_id)
         os.environ.setdefault("WANDB_RESUME", "allow")
         super().__init__(args)
+        self.handle.run.config.update(_nested(args), allow_val_change=True)
+
+
+def _nested(arguments: SimpleNamespace | argparse.Namespace) -> dict[str, Any]:
+    return {
+        name: _nested(value) if isinstance(value, SimpleNamespace | argparse.Namespace) else value
+        for name, value in vars(arguments).items()
+    }

@@ -2,12 +2,13 @@
 
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from arlopti_openrlhf.run.prompts import Prompts, seed_of
+from arlopti_openrlhf.run.prompts import Prompts, prepare_datasets, seed_of
 
 
 def prompts(seed: int = 1, count: int = 40) -> Prompts:
@@ -49,6 +50,24 @@ def test_a_place_among_other_prompts_is_not_gone_to_in_silence(caplog):
     assert "run on 40 prompts, and now there are 48" in caplog.text
     with pytest.raises(ValueError, match="earlier version"):
         prompts().load_state_dict({"_sampler_iter_yielded": 3})
+
+
+@pytest.mark.parametrize("samples", [63, 64])
+def test_data_for_less_than_one_step(samples, tiny_data):
+    """Upstream takes no optimizer step then, and saves the model as it came."""
+    names = {"prompt_dataset": tiny_data, "prompt_probs": None, "prompt_split": "train", "max_samples": samples}
+    keys = {"input_key": "prompt", "label_key": "label", "image_key": None, "apply_chat_template": False}
+    data = SimpleNamespace(**names, **keys, input_template=None, dataloader_num_workers=0)
+    train = SimpleNamespace(seed=1, batch_size=128, num_episodes=1, max_epochs=1)
+    args = SimpleNamespace(data=data, train=train, rollout=SimpleNamespace(n_samples_per_prompt=2))
+    args.eval = SimpleNamespace(dataset=None)
+    strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
+    strategy.setup_dataloader = lambda data, *_, **__: DataLoader(data, batch_size=1)
+    if samples == 64:
+        assert prepare_datasets(strategy, None)[2] == 1
+    else:
+        with pytest.raises(ValueError, match="63 prompts with 2 samples each are fewer than one batch of .* 128"):
+            prepare_datasets(strategy, None)
 
 
 def test_seeds_differ_and_stay():

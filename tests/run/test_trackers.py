@@ -1,12 +1,13 @@
 """A resumed run goes on under its name, in one curve of TensorBoard and in one run of wandb."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from arlopti_openrlhf.run import trackers
+from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.run import credentials, trackers
 
 
 def arguments(folder, run_name: str, resumes: bool, **wandb) -> SimpleNamespace:
@@ -57,13 +58,21 @@ def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
     assert [event.step for event in events.Scalars("eval/accuracy")] == [*kept, 5]
 
 
-def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    """Offline, wandb says which run it would go on in."""
-    for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Let wandb write to tmp_path alone."""
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "ARLOPTI_REWARD_SECRET_0_USER"):
+        monkeypatch.setenv(name, "")  # so that what the test leaves there is undone
+        monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    yield
+    wandb.teardown()  # it would keep the folder for the next test
+
+
+def test_wandb_goes_on_in_the_same_run(offline, tmp_path):
+    """Offline, wandb says which run it would go on in."""
     args = arguments(tmp_path, "mine", True, key="0" * 40)
     run_id = trackers.identify(args)
     tracker = trackers.ResumableWandb(args, run_id)
@@ -72,5 +81,25 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
         assert (run.id, run.name, run.settings.resume) == (run_id, "mine", "allow")
     finally:
         tracker.close()
-        for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
-            os.environ.pop(name)
+
+
+def test_wandbs_config_is_nested_and_holds_no_secret(offline, tmp_path):
+    """Runs can be filtered by α, because it is a number, and not a part of a namespace's text."""
+    key, password = "0123456789abcdef" * 2, "pass-w0rd"
+    flags = (
+        f"--logger.wandb.key {key} --reward.remote_url http://user:{password}@host/get --actor.model_name_or_path m"
+    )
+    flags += " --algo.ar.alpha 0.3 --algo.lopti.eta 0.5 --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1"
+    flat = train_ppo_ray.parse(flags.split())
+    credentials.hide(flat)
+    args, _ = command_line.check(flat)
+    tracker = trackers.ResumableWandb(args, "an-id")
+    config = dict(tracker.handle.run.config)
+    tracker.close()
+    assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5
+    assert config["eval"]["sampling"] == [["*", 4, 0.6], ["a", 2, 1.0]] and "namespace(" not in str(config)
+    assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY" and config["reward"]["remote_url"][0].endswith(
+        "@host/get"
+    )
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"alpha" in written and key.encode() not in written and password.encode() not in written

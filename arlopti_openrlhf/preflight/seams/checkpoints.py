@@ -100,6 +100,7 @@ SEAMS: list[Seam] = [
         "self.writer = SummaryWriter(log_dir=log_dir)",
         "run.trackers.ResumableTensorboard.drop_from",
     ),
+    Text(LOGGERS, "WandbLogger.__init__", "self.handle = wandb", "run.trackers.ResumableWandb"),
     Text(LOGGERS, "WandbLogger.__init__", "name=args.logger.wandb.run_name,", "run.trackers.identify"),
     Text(
         "openrlhf.cli.train_ppo_ray",
