@@ -38,6 +38,5 @@ setup(
             "websockets",
         ],
     },
-    # vLLM loads its plugins in every process that it starts. There is no other way into its engine process.
-    entry_points={"vllm.general_plugins": ["arlopti_cpu = arlopti_openrlhf.cpu:enable"]},
+    entry_points={"vllm.general_plugins": ["arlopti_cpu = arlopti_openrlhf.cpu:enable_in_vllm"]},
 )

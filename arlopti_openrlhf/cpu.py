@@ -2,7 +2,7 @@
 
 OpenRLHF names CUDA in a handful of places. `enable()` redirects those (`arlopti_openrlhf.cpu_patches`) and leaves its
 files untouched. It has to run in every process before OpenRLHF is used there. The command line calls it in the
-driver, Ray in each worker (`worker_process_setup_hook`), and vLLM in its engine process, as a plugin (`setup.py`).
+driver, Ray in each worker (`worker_process_setup_hook`), and vLLM in its engine process, by `enable_in_vllm`.
 The precedent is Ascend's `torch_npu.contrib.transfer_to_npu`.
 
 Each process decides for itself, by the hardware of its own machine. A decision of the driver would not do, because
@@ -21,6 +21,7 @@ import torch
 from arlopti_openrlhf import cpu_patches
 
 _HOOK = "arlopti_openrlhf.cpu.enable"
+_ENABLED = "ARLOPTI_ENABLED"  # this process, or one that has started it, has called `enable`
 # vLLM's CPU engine otherwise takes most of the memory for its KV cache; in GiB.
 _KV_CACHE_GIB = "1"
 
@@ -69,6 +70,7 @@ def enable(driver: bool = False) -> None:
     on_cpu, without_flash_attn = uses_cpu(), importlib.util.find_spec("flash_attn") is None
     if not (on_cpu or without_flash_attn) or cpu_patches.are_made():
         return
+    os.environ[_ENABLED] = "1"
     # Before the defaults below: the workers may run on other machines, and get only what the user has set.
     settings = {name: os.environ[name] for name in ("ARLOPTI_DEVICE", "VLLM_CPU_KVCACHE_SPACE") if name in os.environ}
     if on_cpu:
@@ -85,6 +87,15 @@ def enable(driver: bool = False) -> None:
         _announce(message)
     cpu_patches.make(without_cuda=on_cpu, without_flash_attn=without_flash_attn, without_bf16=not multiplies_bf16())
     _hook_ray_workers(on_cpu, message, settings)
+
+
+def enable_in_vllm() -> None:
+    """Call `enable` if a process that has called it started this one. vLLM loads this as a plugin (`setup.py`).
+
+    It does so in every process of every project in the environment. There is no other way into its engine process.
+    """
+    if _ENABLED in os.environ:
+        enable()
 
 
 def multiplies_bf16() -> bool:

@@ -100,6 +100,19 @@ def test_another_value_of_the_variable_is_refused_in_one_line():
     assert result.stderr == "arlopti_openrlhf: ARLOPTI_DEVICE=gpu: must be cpu or cuda, or unset\n"
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_vllm_is_patched_only_where_a_run_of_ours_has_started_it(is_ours):
+    """vLLM calls the plugin in every process of every project. Its engine process inherits the environment."""
+    child = "from arlopti_openrlhf import cpu, cpu_patches; cpu.enable_in_vllm(); print(cpu_patches.are_made())"
+    result = python(f"""
+import subprocess, sys
+from arlopti_openrlhf import cpu
+{is_ours} and cpu.enable()
+print(subprocess.run([sys.executable, "-c", {child!r}], capture_output=True, text=True, check=True).stdout)
+""")
+    assert result.stdout.split()[-1] == str(is_ours), result.stderr
+
+
 @pytest.mark.parametrize("activated", [True, False])
 def test_ninja_is_this_environments_own(tmp_path, activated):
     """Two ninjas that alternate in one build folder compile everything anew each time."""
@@ -163,7 +176,7 @@ from arlopti_openrlhf import cpu
 cpu.enable(driver=True)
 assert cpu.uses_cpu()
 import ray
-ray.init("{address}", runtime_env={{"env_vars": {{"PYTHONPATH": "{folder}"}}}}, log_to_driver=False)
+ray.init("{address}", runtime_env={{"env_vars": {{"PYTHONPATH": "{path}"}}}}, log_to_driver=False)
 
 @ray.remote
 class Worker:
@@ -197,15 +210,17 @@ def test_each_worker_decides_for_itself(tmp_path):
         for machine, code in (("with GPUs", TWO_GPUS), ("without", "")):
             (tmp_path / machine).mkdir()
             (tmp_path / machine / "sitecustomize.py").write_text(code)  # what the workers' Python starts with
-            result = python(DRIVER.format(address=address, folder=tmp_path / machine))
+            path = os.pathsep.join([str(tmp_path / machine), os.environ.get("PYTHONPATH", "")])
+            result = python(DRIVER.format(address=address, path=path))
             assert result.returncode == 0, result.stderr[-3000:]
             reports[machine] = json.loads(result.stdout.splitlines()[-1])
     finally:
         cluster.communicate(timeout=60)  # closes its input; a job that a shell put in the background ignores SIGINT
+    variables = ["ARLOPTI_ANNOUNCED", "ARLOPTI_ENABLED"]
     # ARLOPTI_ANNOUNCED: each worker says itself what it found, here that flash-attn is missing.
-    common = dict(on_cpu=False, redirected=False, hooked=True, initialised=[], variables=["ARLOPTI_ANNOUNCED"])
+    common = dict(on_cpu=False, redirected=False, hooked=True, initialised=[], variables=variables)
     assert reports["with GPUs"] == [common | dict(visible=0), common | dict(visible=1)]
-    variables = ["ARLOPTI_ANNOUNCED", "DS_ACCELERATOR"]
+    variables = [*variables, "DS_ACCELERATOR"]
     common = dict(on_cpu=True, redirected=True, hooked=True, initialised=None, variables=variables)
     assert reports["without"] == [common | dict(visible=0)] * 2
 
@@ -217,7 +232,14 @@ def test_each_worker_decides_for_itself(tmp_path):
 def told(monkeypatch, capsys):
     """told(arguments, variables) → lines that a driver without a GPU prints, and what reaches `ray.init`."""
     # Set first, so that what `enable` writes is undone.
-    for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_LOGICAL_GPUS", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "PATH"):
+    for name in (
+        "ARLOPTI_ANNOUNCED",
+        "ARLOPTI_ENABLED",
+        "ARLOPTI_LOGICAL_GPUS",
+        "OMP_NUM_THREADS",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "PATH",
+    ):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_DEVICE", "RAY_ADDRESS", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.delenv(name, raising=False)

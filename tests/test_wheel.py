@@ -73,7 +73,7 @@ import arlopti_openrlhf, rewards.kk_reward
 print(arlopti_openrlhf.__file__)
 [plugin] = [p for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "arlopti_cpu"]
 print(plugin.dist.locate_file("arlopti_openrlhf/__init__.py"))
-print(plugin.load().__module__)
+print(plugin.load().__qualname__)
 print(sorted({name.parts[0] for name in plugin.dist.files if not name.parts[0].endswith(".dist-info")}))
 print(hasattr(rewards.kk_reward, "USEFUL"))
 """
@@ -84,7 +84,7 @@ def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, folder):
     site = Path(python).parents[1] / "lib"
     imported, described, plugin, packages, has_own_rewards = done.stdout.splitlines()[-5:]
     assert imported == described and Path(imported).is_relative_to(site), done.stderr
-    assert (plugin, packages, has_own_rewards) == ("arlopti_openrlhf.cpu", "['arlopti_openrlhf']", "True")
+    assert (plugin, packages, has_own_rewards) == ("enable_in_vllm", "['arlopti_openrlhf']", "True")
 
 
 def test_two_steps_with_the_packages_reward_beside_a_rewards_folder(python, folder, tiny_model, tiny_data):

@@ -195,5 +195,5 @@ SEAMS: list[Seam] = [
         "torch.utils.cpp_extension", "_jit_compile", "finally: baton.release()", "cpu_patches._outlive_killed_builds"
     ),
     Text("torch.utils.cpp_extension", "_run_ninja_build", "cwd=build_directory", "cpu_patches._find_builder"),
-    Text("vllm.plugins", "", 'DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"', "cpu.enable"),
+    Text("vllm.plugins", "", 'DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"', "cpu.enable_in_vllm"),
 ]
