@@ -15,8 +15,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*"]),
+    # Beside OpenRLHF, which is no requirement: it asks for flash-attn, whose build needs PyTorch and CUDA to be there
+    # first, so no pip could install anything of ours where flash-attn is missing. The commands check what is there.
     install_requires=[
-        "openrlhf>=0.11.2,<0.12",  # the training command checks what it leans on in it
         "math-verify[antlr4_13_2]>=0.9",
         "fastapi",
         "uvicorn",
@@ -24,7 +25,7 @@ setup(
         "prometheus-client",
     ],
     extras_require={
-        "gpu": ["openrlhf[vllm]>=0.11.2,<0.12", "flash-attn==2.8.3"],
+        "gpu": ["openrlhf[vllm]>=0.11.2,<0.12"],
         "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
         "dev": [
             "hypothesis",

@@ -1,14 +1,19 @@
 """A wheel beside the stack trains away from the repository, in a folder that has our names."""
 
+import email
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.whole_stack
 
@@ -85,6 +90,33 @@ def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, folder):
     imported, described, plugin, packages, has_own_rewards = done.stdout.splitlines()[-5:]
     assert imported == described and Path(imported).is_relative_to(site), done.stderr
     assert (plugin, packages, has_own_rewards) == ("enable_in_vllm", "['arlopti_openrlhf']", "True")
+
+
+def needs(requirements: list[str], extra: str) -> set[str]:
+    """Return the names of all distributions that pip would want, as far as they are installed here."""
+    names: set[str] = set()
+    open_requirements = [(Requirement(text), extra) for text in requirements]
+    while open_requirements:
+        requirement, of_extra = open_requirements.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": of_extra}):
+            continue
+        if requirement.name not in names:
+            names.add(requirement.name)
+            with suppress(importlib.metadata.PackageNotFoundError):
+                inner = [Requirement(text) for text in importlib.metadata.requires(requirement.name) or ()]
+                open_requirements += [(r, e) for r in inner for e in (requirement.extras or {""})]
+    return names
+
+
+def test_only_the_gpu_extra_asks_for_flash_attn(wheel):
+    """pip cannot build flash-attn in a fresh environment, nor in the CPU stack's."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        requirements = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")
+    assert {"math-verify", "fastapi"} <= needs(requirements, "")
+    assert "openrlhf" not in needs(requirements, "") and "flash-attn" not in needs(requirements, "analyze")
+    assert "matplotlib" in needs(requirements, "analyze")
+    assert {"openrlhf", "flash-attn", "vllm"} <= needs(requirements, "gpu")
 
 
 def test_two_steps_with_the_packages_reward_beside_a_rewards_folder(python, folder, tiny_model, tiny_data):
