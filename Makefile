@@ -16,7 +16,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
 help:
-	@echo "make setup       .venv with the whole CPU stack (Python 3.11, a C++ compiler)"
+	@echo "make setup       .venv with the whole CPU stack (Python 3.11 and its headers, a C++ compiler)"
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
 	@echo "make long        set up, then the tests that make test leaves out: stopped and resumed runs are equal bit for bit"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
@@ -66,7 +66,11 @@ clean:
 
 $(STACK): export VIRTUAL_ENV := $(CURDIR)/.venv
 $(STACK):
-	@rm -rf .venv
+	@# All that is missing is said before the old .venv goes.
+	if [ "$$(uname -sm)" != "Linux x86_64" ]; then
+		echo "make setup: needs Linux on x86-64, for which $(LOCK) has wheels, and this is $$(uname -sm)" >&2
+		exit 1
+	fi
 	python=
 	for candidate in python3.11 python3 python; do
 		if $$candidate -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
@@ -78,10 +82,16 @@ $(STACK):
 		echo "make setup: needs Python 3.11 with its venv module, as python3.11 or python3 on the PATH" >&2
 		exit 1
 	fi
+	include=$$($$python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+	if [ ! -e "$$include/Python.h" ]; then
+		echo "make setup: needs Python's headers, as in the package python3.11-dev: no $$include/Python.h" >&2
+		exit 1
+	fi
 	if ! command -v "$${CXX:-c++}" >/dev/null; then
 		echo "make setup: needs a C++ compiler (g++): DeepSpeed compiles its CPU optimizer" >&2
 		exit 1
 	fi
+	rm -rf .venv
 	log=.venv/setup.log
 	install=".venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile --no-deps"
 	echo "set-up 1/6: .venv with Python 3.11; details in $$log"

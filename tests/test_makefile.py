@@ -1,0 +1,70 @@
+"""`make setup` says in one line what the machine lacks, and until it can build a new .venv keeps the old one."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ("bash", "make", "cat", "cut", "sha256sum", "uname", "rm", "touch", "tail", "grep")
+
+
+@pytest.fixture
+def machine(tmp_path) -> Path:
+    """Make a clone whose .venv is of another lock, and `bin`, which has all that the machine has."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "lock.txt").write_text("torch==0\n")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / "bin").mkdir()
+    for tool in TOOLS:
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    script(tmp_path, "python3.11", f'exec {sys.executable} "$@"')
+    script(tmp_path, "c++", "exit 0")
+    return tmp_path
+
+
+def script(machine: Path, name: str, body: str) -> None:
+    path = machine / "bin" / name
+    path.unlink(missing_ok=True)
+    path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
+    path.chmod(0o755)
+
+
+def setup(machine: Path) -> str:
+    """Return what `make setup` says on standard error, without make's own last line."""
+    command = [str(machine / "bin" / "make"), "-C", str(machine), "setup"]
+    done = subprocess.run(command, env={"PATH": str(machine / "bin")}, capture_output=True, text=True)
+    assert done.returncode == 2
+    return "\n".join(line for line in done.stderr.splitlines() if not line.startswith("make: ***"))
+
+
+@pytest.mark.parametrize(
+    ("tool", "body", "message"),
+    [
+        (
+            "uname",
+            "echo Linux aarch64",
+            "needs Linux on x86-64, for which requirements/lock.txt has wheels, and this is ",
+        ),
+        ("python3.11", "exit 1", "needs Python 3.11 with its venv module"),
+        ("python3.11", '[[ "$2" == *include* ]] && echo /nowhere || exit 0', "needs Python's headers, as in the pack"),
+        ("c++", None, "needs a C++ compiler (g++)"),
+    ],
+)
+def test_what_is_missing_is_said_before_the_old_environment_goes(machine, tool, body, message):
+    if body is None:
+        (machine / "bin" / tool).unlink()
+    else:
+        script(machine, tool, body)
+    line = setup(machine)
+    assert line.startswith(f"make setup: {message}") and "\n" not in line
+    assert (machine / ".venv").exists()
+
+
+def test_nothing_is_missing(machine):
+    """It then goes on, and here fails when it makes the new environment."""
+    script(machine, "python3.11", f'[[ "$1" == -m ]] && exit 7; exec {sys.executable} "$@"')
+    assert "needs" not in setup(machine) and not (machine / ".venv").exists()
