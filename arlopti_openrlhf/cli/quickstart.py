@@ -1,6 +1,6 @@
 """Run the whole stack on one machine, with or without a GPU: puzzles, a small policy, GRPO + AR + Lopti, curves.
 
-python -m arlopti_openrlhf.cli.quickstart --seed 0 --out outputs/quickstart
+python -m arlopti_openrlhf.cli.quickstart --seed 0
 """
 
 import argparse
@@ -42,7 +42,8 @@ def main() -> None:
     """Run the command. A folder of something else ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args()
-    size, out, seed = REDUCED if args.reduced else FULL, args.out, args.seed
+    size, seed = REDUCED if args.reduced else FULL, args.seed
+    out = args.out or Path(f"outputs/quickstart-{seed}")  # so that another seed leaves this one's run alone
     check_out(parser, out)
     if out.exists() and not (out / "quickstart.log").exists() and {path.name for path in out.iterdir()} - {_LOCK}:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
@@ -54,7 +55,7 @@ def main() -> None:
 
     # These import PyTorch and transformers. Whoever has mistyped something need not wait for that.
     from arlopti_openrlhf import cpu
-    from arlopti_openrlhf.cli.quickstart_results import plot, report
+    from arlopti_openrlhf.cli.quickstart_results import plot, read_accuracies, report, sample_answers
     from arlopti_openrlhf.data import tiny_policy
 
     if cpu.uses_cpu():
@@ -72,11 +73,12 @@ def main() -> None:
     print(f"1/5 puzzles of {' and '.join(map(str, PEOPLE))} people: {files.train}, held out: {files.test}")
     print("2/5 a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions")
     tiny_policy.make_policy(out / "model", people=PEOPLE, seed=seed, steps=size.warm_start_steps)
-    before = evaluate_model(out / "model", files.test, out / "evaluation" / "before", log, "3/5 accuracy before")
+    first = evaluate_model(out / "model", files.test, out / "evaluation" / "before", log, "3/5 accuracy before")
     train(out, files, size, seed, log)
-    after = evaluate_model(out / "checkpoint", files.test, out / "evaluation" / "after", log, "5/5 accuracy after")
+    last = evaluate_model(out / "checkpoint", files.test, out / "evaluation" / "after", log, "5/5 accuracy after")
 
     # What came out, as a picture, as JSON and as text.
+    before, after = read_accuracies(first), read_accuracies(last)
     plot(read_scalars(out / "tensorboard"), before, after, out / "curves.png")
     summary = {
         "seed": seed,
@@ -87,6 +89,7 @@ def main() -> None:
         "overall": {"before": before["all"], "after": after["all"]},
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print(sample_answers(first, last))
     print(report(summary, out, f"pass@{EVAL_SAMPLES}"))
     held.close()
 
@@ -100,8 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("outputs/quickstart"),
-        help="folder for everything; replaces an earlier quickstart there (default: outputs/quickstart)",
+        help="folder for everything; replaces an earlier quickstart there (default: outputs/quickstart-SEED)",
     )
     parser.add_argument("--reduced", action="store_true", help="a few steps of everything, to test the set-up")
     return parser
@@ -130,17 +132,15 @@ def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     return files
 
 
-def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) -> dict[str, dict[str, float]]:
-    """Evaluate a model with `cli.evaluate` and return `read_accuracies` of what it wrote."""
-    from arlopti_openrlhf.cli.quickstart_results import read_accuracies
-
+def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) -> Path:
+    """Evaluate a model with `cli.evaluate`, and return the file with its responses."""
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", f"--model={model}", f"--data={data}"]
     command += [f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1", "--greedy"]
     command += [f"--max-new-tokens={MAX_NEW_TOKENS}"]
     with tqdm(total=100, desc=f"{title} (vLLM)", unit="%") as bar:
         log.run(command, lambda line: _advance(bar, re.search(r"Processed prompts: +(\d+)%()", line)))
         bar.update(bar.total - bar.n)
-    return read_accuracies(folder / f"{model.name}.responses.jsonl")
+    return folder / f"{model.name}.responses.jsonl"
 
 
 def train(out: Path, files: Files, size: Size, seed: int, log: Log) -> None:

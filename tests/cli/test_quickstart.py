@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 
 from arlopti_openrlhf.cli import quickstart, train_ppo_ray
-from arlopti_openrlhf.cli.quickstart_results import plot, read_accuracies, report
+from arlopti_openrlhf.cli.quickstart_results import plot, read_accuracies, report, sample_answers
 
 pytestmark = pytest.mark.whole_stack
 
@@ -47,9 +48,65 @@ def test_results_as_numbers_text_and_picture(tmp_path):
     assert {source: found["n"] for source, found in before.items()} == {"all": 3, "kk_2ppl": 2, "kk_3ppl": 1}
     assert before["all"]["accuracy"] == 0.25 and after["all"]["accuracy"] == 0.5 and after["all"]["greedy"] == 0
     assert before["all"]["ci95"] == 0  # every puzzle has the same share of right answers
-    summary = {"minutes": 1.0, "peak_rss_gib": 2.0, "before": before, "after": after}
+    summary = {"seed": 4, "minutes": 1.0, "peak_rss_gib": 2.0, "before": before, "after": after}
     text = report(summary | {"overall": {"before": before["all"], "after": after["all"]}}, tmp_path, "pass@8")
     assert "Sampled accuracy changed by +0.250" in text and "kk_3ppl         1" in text
+    assert "SEED=5 make quickstart" in text
     curves = {"train/rollout/reward_mean": {1: -1.0, 2: 1.0}, "train/lopti/low_share": {1: 0.1, 2: 0.1}}
     plot(curves, before, after, tmp_path / "curves.png")  # a short run may have no other curve
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_one_accuracy_per_step_and_no_legend_on_the_curves(tmp_path, monkeypatch):
+    drawn = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure) or savefig(figure, *args, **kw)
+    )
+    curves = {"train/rollout/reward_mean": {step: 0.0 for step in range(1, 21)}, "train/lopti/low_share": {1: 0.1}}
+    curves |= {f"train/lopti/{group}/actor_grad_norm": {1: 0.1, 20: 0.2} for group in ("low", "high")}
+    for name, value in (("", 0.4), ("/low", 0.3), ("/high", 0.5)):
+        curves[f"eval/kk_2ppl/accuracy{name}"] = {0: value, 10: value, 20: value}  # of fewer puzzles
+    before, after = ({"all": {}, "kk_2ppl": {"accuracy": accuracy, "ci95": 0.1}} for accuracy in (0.2, 0.6))
+    plot(curves, before, after, tmp_path / "curves.png")
+    [figure] = drawn
+    line = next(line for line in figure.axes[1].lines if line.get_label() == "kk_2ppl")
+    assert list(zip(*line.get_data(), strict=True)) == [(0, 0.2), (10, 0.4), (20, 0.6)]
+    for axis in (figure.axes[1], figure.axes[3]):
+        assert axis.get_legend().get_window_extent().y0 >= axis.get_window_extent().y1
+
+
+def test_answers_are_shown_of_a_puzzle_solved_since_and_of_one_that_is_not(tmp_path):
+    files = []
+    for name, solved in (("before", {0}), ("after", {0, 2})):
+        records = [
+            {
+                "prompt": f"<|im_start|>user\nPuzzle {i}?<|im_end|>\n<|im_start|>assistant\n<think>",
+                "temperature": temperature,
+                "responses": [{"text": f"{name} {i}</think>", "score": float(i in solved and not temperature)}],
+            }
+            for i in range(4)
+            for temperature in (1.0, 0.0)
+        ]
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text("".join(json.dumps(record) + "\n" for record in records))
+    shown = ["A puzzle that it has learned to solve:", "Puzzle 2?", "before: <think>before 2</think>"]
+    shown += ["after: <think>after 2</think>", "One that it does not solve:", "Puzzle 1?"]
+    shown += ["before: <think>before 1</think>", "after: <think>after 1</think>"]
+    assert [line.strip() for line in sample_answers(*files).splitlines() if line] == shown
+
+
+def test_each_seed_has_a_folder(tmp_path, monkeypatch):
+    made = []
+
+    def stop(path):
+        made.append(path)
+        raise SystemExit
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, "lock", stop)
+    for seed in ("0", "1"):
+        monkeypatch.setattr(sys, "argv", ["quickstart", "--seed", seed])
+        with pytest.raises(SystemExit):
+            quickstart.main()
+    assert made[0].parent != made[1].parent
