@@ -76,12 +76,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if source not in REWARD_FILES:
             check_reward_file(parser, "--grader", source)
     check_port(parser, args.host, args.port)
-    from arlopti_openrlhf.grading.server import Limits, serve
+    from arlopti_openrlhf.grading.server import Limits, RewardServer, serve
 
     limits = Limits(
         int(args.max_body_mib * 2**20), args.max_batch, args.max_queue, args.max_seconds, args.grading_seconds
     )
-    serve(args.grader, args.host, args.port, args.workers, limits, token)
+    server = RewardServer(dict(args.grader), args.workers, limits, token)
+    try:
+        server.start()
+    except RuntimeError as error:
+        parser.error(f"argument --grader: {error}")
+    serve(server, args.host, args.port)
 
 
 def _grader(text: str) -> tuple[str, str]:

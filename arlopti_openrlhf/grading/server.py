@@ -15,7 +15,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -108,17 +109,28 @@ class RewardServer:
     def __init__(
         self, sources: dict[str, str], workers: int, limits: Limits = _DEFAULTS, token: str | None = None
     ) -> None:
-        self.sources, self.workers, self.limits, self.token = sources, workers, limits, token
-        self.graders: dict[str, Grader] = {}
+        self.workers, self.limits, self.token = workers, limits, token
+        self.graders = {name: Grader(name, source, workers, limits) for name, source in sources.items()}
         self.metrics = _Metrics()
+        for grader in self.graders.values():
+            self.metrics.watch(grader)
+
+    def start(self) -> None:
+        """Start the graders' processes, which import their reward functions.
+
+        Raises:
+            RuntimeError: one could not be loaded. Its traceback is on standard error.
+        """
+        with ThreadPoolExecutor(len(self.graders)) as threads:
+            list(threads.map(lambda grader: grader.pool.start(), self.graders.values()))
 
     def app(self) -> FastAPI:
         """Return the application, with its routes."""
         app = FastAPI(lifespan=self.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
         # Plain routes take the request itself. FastAPI's own take as long as the grading, to work out arguments.
         for prefix in [""] if self.token is None else ["", "/{token}"]:
-            app.add_route(f"{prefix}/get_reward", partial(self.get_reward, next(iter(self.sources))), methods=["POST"])
-            for name in self.sources:
+            app.add_route(f"{prefix}/get_reward", partial(self.get_reward, next(iter(self.graders))), methods=["POST"])
+            for name in self.graders:
                 app.add_route(f"{prefix}/{name}/get_reward", partial(self.get_reward, name), methods=["POST"])
         app.add_route("/health", self.get_health)
         app.add_route("/ready", self.get_ready)
@@ -127,20 +139,15 @@ class RewardServer:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Start the graders, which import their reward functions. A server that cannot grade does not start."""
-        graders = {name: Grader(name, source, self.workers, self.limits) for name, source in self.sources.items()}
+        """Let the graders, which have been started, work on what comes."""
         loop = asyncio.get_running_loop()
-        await asyncio.gather(*(loop.run_in_executor(None, grader.pool.start) for grader in graders.values()))
-        tasks = [loop.create_task(grader.work()) for grader in graders.values() for _ in range(grader.workers)]
+        tasks = [loop.create_task(grader.work()) for grader in self.graders.values() for _ in range(grader.workers)]
         tasks.append(loop.create_task(_watch_descriptors()))
-        for grader in graders.values():
-            self.metrics.watch(grader)
-        self.graders = graders
-        log.info("ready", extra={"fields": {"graders": list(graders), "workers": self.workers}})
+        log.info("ready", extra={"fields": {"graders": list(self.graders), "workers": self.workers}})
         yield
         for task in tasks:
             task.cancel()
-        for grader in graders.values():
+        for grader in self.graders.values():
             grader.pool.close()
         log.info("stopped")
 
@@ -205,8 +212,8 @@ class RewardServer:
         gone = [grader.pool for grader in self.graders.values() if not grader.pool.is_alive()]
         for pool in gone:
             asyncio.get_running_loop().run_in_executor(None, pool.start)
-        ready = bool(self.graders) and not gone
-        return JSONResponse({"ready": ready, "graders": list(self.sources)}, 200 if ready else 503)
+        ready = not gone
+        return JSONResponse({"ready": ready, "graders": list(self.graders)}, 200 if ready else 503)
 
     async def get_metrics(self, request: Request) -> Response:
         """Answer a GET with Prometheus' text."""
@@ -256,10 +263,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry | getattr(record, "fields", {}))
 
 
-def serve(
-    sources: Sequence[tuple[str, str]], host: str, port: int, workers: int, limits: Limits, token: str | None
-) -> None:
-    """Run the server until SIGTERM or SIGINT, and then answer what it has accepted.
+def serve(server: RewardServer, host: str, port: int) -> None:
+    """Run a server that has been started until SIGTERM or SIGINT, and then answer what it has accepted.
 
     A request whose body is not whole 5 s after the signal is dropped.
     """
@@ -270,7 +275,6 @@ def serve(
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    server = RewardServer(dict(sources), workers, limits, token)
     uvicorn.run(
         server.app(),
         http=partial(LimitedProtocol, on_left=server.metrics.left.inc),
@@ -278,7 +282,7 @@ def serve(
         port=port,
         access_log=False,  # it would log paths, which may hold the token
         log_config=None,
-        timeout_graceful_shutdown=math.ceil(limits.seconds) + 5,
+        timeout_graceful_shutdown=math.ceil(server.limits.seconds) + 5,
         backlog=4096,
         # With less, uvicorn drops an idle connection while OpenRLHF generates, and the next request on it fails.
         timeout_keep_alive=600,

@@ -20,6 +20,8 @@ def read_rows(files: Sequence[str]) -> list[tuple[str, Row]]:
             missing = [n for n in names if not isinstance(row, dict) or row.get(n) in (None, "", [])]
             if missing:
                 raise ValueError(f"{where}: a row has no {', '.join(missing)}: {json.dumps(row, default=str)[:100]}")
+            if not isinstance(row["datasource"], str):
+                raise ValueError(f"{where}: its datasource is not text: {row['datasource']!r}")
             rows.append((where, row))
     if not rows:
         raise ValueError(f"{', '.join(files)}: no rows")

@@ -29,6 +29,7 @@ def place(tmp_path, tiny_model) -> Path:
     (tmp_path / "torn.jsonl").write_text(json.dumps(DATA[0]) + '\n{"prompt": ')
     (tmp_path / "unlabelled.jsonl").write_text('{"prompt": "Hi", "datasource": "kk_2ppl"}\n')
     (tmp_path / "unreadable.jsonl").write_text(json.dumps(DATA[0]) + "\n" + json.dumps(DATA[1] | {"label": "7"}))
+    (tmp_path / "numbered.jsonl").write_text(json.dumps(DATA[0] | {"datasource": 5}) + "\n")
     (tmp_path / "text.parquet").write_text("hello")
     pd.DataFrame([DATA[0], DATA[1] | {"label": None}]).to_parquet(tmp_path / "half.parquet")
     (tmp_path / "torn.py").write_text("def reward_func(:\n")
@@ -81,6 +82,10 @@ def refused(place, monkeypatch, capsys):
         (
             "evaluate --model model --data half.parquet --out o",
             "argument --data: half.parquet, row 2: a row has no label",
+        ),
+        (
+            "evaluate --model model --data numbered.jsonl --out o",
+            "numbered.jsonl, line 1: its datasource is not text: 5",
         ),
         ("evaluate --model model --data text.parquet --out o", "text.parquet: not a readable parquet file"),
         (

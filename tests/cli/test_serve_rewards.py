@@ -309,6 +309,18 @@ def test_bad_flags(flags, said):
     assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr
 
 
+def test_a_reward_file_that_cannot_be_imported(tmp_path):
+    """Its own traceback, and then one line. Nothing has listened."""
+    path = tmp_path / "reward.py"
+    path.write_text("import nowhere\n\ndef reward_func(queries, prompts, labels):\n    return 1\n")
+    command = [sys.executable, "-m", "arlopti_openrlhf.cli.serve_rewards", "--grader", str(path), "--port", "0"]
+    result = subprocess.run([*command, "--grader", "kk"], capture_output=True, text=True)
+    *traceback, line = result.stderr.splitlines()
+    assert result.returncode == 2 and "No module named 'nowhere'" in traceback[-1]
+    assert result.stderr.count("Traceback") == 1 and not [entry for entry in traceback if entry.startswith("{")]
+    assert f"error: argument --grader: {path}:reward_func could not be loaded" in line
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--workers", "two"), ("--workers", "0"), ("--max-seconds", "-1")])
 def test_a_wrong_number_is_refused_by_its_flag(capsys, flag, value):
     from arlopti_openrlhf.cli import serve_rewards
