@@ -3,40 +3,79 @@
 import argparse
 import math
 import statistics
+from dataclasses import dataclass, field
 
 import torch
 
-SHAPES = {  # published configurations of Qwen2.5, with tied embeddings; and one to try the benchmark itself
-    "tiny": dict(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    ),
-    "0.5b": dict(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
-    ),
-    "3b": dict(
-        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2
-    ),
+
+@dataclass(frozen=True)
+class Shape:
+    """A published model's configuration, as transformers names its parts. Embeddings are tied in all of them."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    model_type: str = "qwen2"
+    vocab_size: int = 151_936
+    more: dict = field(default_factory=dict)  # what else this type of model needs to know
+
+
+_LLAMA_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500_000.0,
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+_LLAMA = dict(model_type="llama", vocab_size=128_256, more=dict(rope_parameters=_LLAMA_ROPE, head_dim=64))
+SHAPES = {
+    # The first three try the benchmarks themselves.
+    "tiny": Shape("tiny Qwen2.5", 64, 128, 2, 4, 2),
+    "toy": Shape("toy Qwen2.5", 64, 128, 2, 4, 2, vocab_size=512),
+    "toy-llama": Shape("toy Llama-3.2", 128, 128, 2, 2, 1, **_LLAMA | {"vocab_size": 512}),
+    "0.5b": Shape("Qwen2.5-0.5B", 896, 4864, 24, 14, 2),
+    "1.5b": Shape("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2),
+    "3b": Shape("Qwen2.5-3B", 2048, 11008, 36, 16, 2),
+    "llama-1b": Shape("Llama-3.2-1B", 2048, 8192, 16, 32, 8, **_LLAMA),
 }
-VOCABULARY, SAMPLES_PER_PROMPT = 151_936, 8
+SAMPLES_PER_PROMPT = 8
 
 
-def make_model(shape: str, folder: str) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def make_model(shape: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """Return a model of this shape on the device, with random weights that bf16 can hold, the same in each type.
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embeddings=8192, **SHAPES[shape]
+    Args:
+        attention: transformers' name of the implementation.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    known = vars(SHAPES[shape])
+    sizes = {name: value for name, value in known.items() if name not in ("name", "model_type", "more")}
+    config = AutoConfig.for_model(
+        known["model_type"],
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        use_cache=False,
+        **sizes,
+        **known["more"],
     )
-    torch.set_default_dtype(torch.bfloat16)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    with torch.device(torch.cuda.current_device()):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    # DeepSpeed rounds the frequencies of RoPE to bf16 as well, so those of a float32 model are rounded here.
+    return model.bfloat16().to(dtype)
 
 
 def operations(shape: str, lengths: list[int], passes: int) -> float:
     """FLOPs of the published method on real tokens: forward 2, forward and backward 6 per weight, token and pass."""
-    width, layers = SHAPES[shape]["hidden_size"], SHAPES[shape]["num_hidden_layers"]
-    kv = width * SHAPES[shape]["num_key_value_heads"] // SHAPES[shape]["num_attention_heads"]
-    weights = layers * (2 * width * (width + kv) + 3 * width * SHAPES[shape]["intermediate_size"]) + width * VOCABULARY
+    s = SHAPES[shape]
+    width, layers = s.hidden_size, s.num_hidden_layers
+    kv = width * s.num_key_value_heads // s.num_attention_heads
+    weights = layers * (2 * width * (width + kv) + 3 * width * s.intermediate_size) + width * s.vocab_size
     # Attention: two products of width x (half the length, on average) per token and layer.
     attention = sum(layers * 2 * width * length**2 / 2 for length in lengths)
     return (2 + 6 * passes) * (weights * sum(lengths) + attention)
@@ -50,15 +89,16 @@ def rollout(args: argparse.Namespace, scale: float) -> list:
     """
     from openrlhf.trainer.ppo_utils.experience import Experience
 
+    vocabulary = SHAPES[args.shape].vocab_size
     lengths, generator = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
     samples = []
     for _ in range(args.prompts * args.mini_batches):
         length = max(1, int(scale * torch.randint(250, 401, (1,), generator=lengths)))
-        prompt = torch.randint(0, VOCABULARY, (1, length), generator=generator)
+        prompt = torch.randint(0, vocabulary, (1, length), generator=generator)
         for i in range(SAMPLES_PER_PROMPT):
             tokens = 600 * math.exp(0.5 * statistics.NormalDist().inv_cdf((i + 0.5) / SAMPLES_PER_PROMPT))
             tokens = max(2, int(scale * min(1500, max(100, tokens))))
-            sequence = torch.cat([prompt, torch.randint(0, VOCABULARY, (1, tokens), generator=generator)], dim=1)
+            sequence = torch.cat([prompt, torch.randint(0, vocabulary, (1, tokens), generator=generator)], dim=1)
             mask = torch.zeros(1, sequence.shape[1] - 1, dtype=torch.long)
             mask[:, length - 1 :] = 1
             samples.append(

@@ -2,16 +2,18 @@
 
 import argparse
 import copy
+import importlib.util
 import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from hardware import free_port, synchronize
-from rollouts import SAMPLES_PER_PROMPT, VOCABULARY, rollout
+from rollouts import SAMPLES_PER_PROMPT, SHAPES, operations, rollout
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
@@ -31,7 +33,7 @@ def training_flags(args: argparse.Namespace) -> SimpleNamespace:
     size = args.prompts * SAMPLES_PER_PROMPT
     flags = hierarchize(
         parse(
-            f"--actor.model_name_or_path {args.model} --actor.num_gpus_per_node 1 --actor.adam.lr 0 "
+            f"--actor.model_name_or_path {args.shape} --actor.num_gpus_per_node 1 --actor.adam.lr 0 "
             f"--rollout.batch_size {args.prompts * args.mini_batches} "
             f"--rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT} --train.batch_size {size} --ds.zero_stage 2 "
             f"--rollout.micro_batch_size {args.micro_batch_size} --train.micro_batch_size {args.micro_batch_size} "
@@ -46,10 +48,24 @@ def training_flags(args: argparse.Namespace) -> SimpleNamespace:
     return flags
 
 
-class Bench:
-    """One DeepSpeed engine, and per variant OpenRLHF's trainer on it."""
+def default_attention() -> str:
+    return "sdpa" if cpu.uses_cpu() or importlib.util.find_spec("flash_attn") is None else "flash_attention_2"
 
-    def __init__(self, args: argparse.Namespace) -> None:
+
+class Bench:
+    """One DeepSpeed engine, and per variant OpenRLHF's trainer on it.
+
+    A variant with "stock" in its name computes with OpenRLHF's actor. "stock GRPO" has OpenRLHF's trainer too.
+
+    Args:
+        args: the command's.
+        model: the policy, in bf16 or float32, on the device. The engine takes it over.
+        also: variants beside VARIANTS that get a trainer.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, model: torch.nn.Module, also: Sequence[str] = ("observed stock GRPO",)
+    ) -> None:
         from openrlhf.models import Actor
         from openrlhf.trainer.ray import ppo_actor
         from openrlhf.utils import get_strategy
@@ -64,14 +80,12 @@ class Bench:
         os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         os.environ["MASTER_PORT"] = str(free_port())
         self.flags = training_flags(args)
+        if model.dtype == torch.float32:
+            self.flags.ds.param_dtype = "fp32"  # DeepSpeed then rounds nothing
         strategy = get_strategy(self.flags)
         strategy.setup_distributed()
-        selective = SelectiveActor(
-            args.model,
-            attn_implementation=self.flags.ds.attn_implementation,
-            ds_config=strategy.get_ds_train_config(),
-            packing_samples=args.packing,
-        )
+        selective = SelectiveActor(model)
+        selective.packing_samples, selective.is_vlm = args.packing, False
         configuration = dict(
             optim="adam",
             muon=vars(self.flags.actor.muon),
@@ -83,22 +97,19 @@ class Bench:
             scheduler_steps=10_000,
         )
         selective, optimizer, scheduler = strategy.prepare((selective, configuration))
-        stock = Actor(selective.model)
-        stock.packing_samples, stock.is_vlm = args.packing, False
-        self.actors = {"stock GRPO": stock}
+        self.stock = Actor(selective.model)
+        self.stock.packing_samples, self.stock.is_vlm = args.packing, False
         self.rollout = rollout(args, args.scale)
         self.lengths = [len(s.sequences[0]) for s in self.rollout]
         self.tokens = sum(self.lengths)
         eta = self.prepare_log_probs(selective)
-        self.trainers = {}
-        # The last is only looked at for what its statistics cost.
-        self.actors["observed stock GRPO"] = stock
-        for variant in (*VARIANTS, "observed stock GRPO"):
+        self.actors, self.trainers = {}, {}
+        for variant in (*VARIANTS, *also):
             own = copy.copy(strategy)
             own.args = copy.deepcopy(self.flags)
             own.args.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
             own.args.algo.lopti.eta = eta if "Lopti" in variant else None
-            actor = self.actors.setdefault(variant, selective)
+            actor = self.actors[variant] = self.stock if "stock" in variant else selective
             trainer_class = ppo_actor.ActorPPOTrainer if variant == "stock GRPO" else trainer.TokenUpdateTrainer
             self.trainers[variant] = trainer_class(
                 own,
@@ -157,7 +168,9 @@ class Bench:
         """A rollout batch whose lengths are those of the timed one, times `size`."""
         samples = rollout(self.args, self.args.scale * size)
         for sample in samples:
-            sample.base_action_log_probs = torch.full(sample.action_mask.shape, -math.log(VOCABULARY))
+            sample.base_action_log_probs = torch.full(
+                sample.action_mask.shape, -math.log(SHAPES[self.args.shape].vocab_size)
+            )
         return samples
 
     def peak_memory(self) -> dict[str, float]:
@@ -166,21 +179,21 @@ class Bench:
         The `floor` is a step on next to no tokens: weights, gradients, AdamW's state, and what DeepSpeed's own step
         takes. As all share the engine, it is the same for all.
         """
-        peaks = {}
         self.step("GRPO", self.fraction(0.01))  # the first step allocates
-        for name in ("floor", *VARIANTS):
-            if cpu.uses_cpu():
-                Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            else:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            self.step("GRPO", self.fraction(0.01)) if name == "floor" else self.step(name)
-            if cpu.uses_cpu():
-                status = Path("/proc/self/status").read_text().splitlines()
-                peaks[name] = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
-            else:
-                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-        return peaks
+        return {"floor": self.peak("GRPO", self.fraction(0.01))} | {name: self.peak(name) for name in VARIANTS}
+
+    def peak(self, variant: str, samples=None) -> float:
+        """GiB that a step of this variant reaches."""
+        if cpu.uses_cpu():
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        else:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        self.step(variant, samples)
+        if not cpu.uses_cpu():
+            return torch.cuda.max_memory_allocated() / 2**30
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
 
     def time_in_turn(self, repeats: int) -> dict[str, list[float]]:
         seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
@@ -210,11 +223,38 @@ class Bench:
 
     def describe(self) -> str:
         prompt = sum(s.sequences.shape[1] - s.action_mask.sum().item() for s in self.rollout)
+        samples, prompts = len(self.rollout), len(self.rollout) // SAMPLES_PER_PROMPT
         return (
-            f"Qwen2.5-{self.args.shape.upper()} shape, {len(self.rollout)} responses to {len(self.rollout) // 8} "
-            f"prompts, {self.tokens} tokens ({prompt} of prompts), {self.args.mini_batches} optimizer steps, "
+            f"{SHAPES[self.args.shape].name} shape, {samples} responses to {prompts} prompts, "
+            f"{self.tokens} tokens ({prompt} of prompts), {self.args.mini_batches} optimizer steps, "
             f"lengths of K&K x {self.args.scale:.4g}{', packed' if self.args.packing else ''}"
         )
+
+
+def summary(
+    bench: Bench, seconds: dict[str, list[float]], memory: dict[str, float], rate: float
+) -> dict[str, dict[str, float | list[float] | None]]:
+    """The figures of each variant in `seconds`. Ratios are None where stock was not measured.
+
+    Args:
+        seconds: by variant, one for each round.
+        memory: GiB by variant.
+        rate: FLOP/s of the machine's matrix products.
+    """
+    stock, results = seconds.get("stock GRPO"), {}
+    for variant, times in seconds.items():
+        middle = statistics.median(times)
+        passes = 2 if "Lopti" in variant else 1
+        results[variant] = dict(
+            seconds=middle,
+            spread=[min(times), max(times)],
+            time_ratio=stock and statistics.median(ours / theirs for ours, theirs in zip(times, stock, strict=True)),
+            tokens_per_s=bench.tokens / middle,
+            mfu=operations(bench.args.shape, bench.lengths, passes) / middle / rate,
+            memory_gib=memory[variant],
+            memory_ratio=stock and memory[variant] / memory["stock GRPO"],
+        )
+    return results
 
 
 def seconds_of_statistics(bench: Bench) -> dict[str, float]:
@@ -225,9 +265,10 @@ def seconds_of_statistics(bench: Bench) -> dict[str, float]:
     """
     # The first pass of Lopti is on-policy, and computes the high group too.
     rows = int(sum(s.action_mask.sum().item() for s in bench.rollout) * (2 - LOW_SHARE))
+    per_row = seconds_of_statistics_per_row(SHAPES[bench.args.shape].vocab_size)
     return {
         "stock GRPO": seconds_of_observing(bench, "observed stock GRPO"),
-        "AR + Lopti": seconds_of_observing(bench, "AR + Lopti") + rows * seconds_of_statistics_per_row(),
+        "AR + Lopti": seconds_of_observing(bench, "AR + Lopti") + rows * per_row,
     }
 
 
@@ -254,7 +295,7 @@ def seconds_of_observing(bench: Bench, variant: str) -> float:
     return seconds[0]
 
 
-def seconds_of_statistics_per_row() -> float:
+def seconds_of_statistics_per_row(vocabulary: int) -> float:
     """What entropies and squares add to the sums over one row of the vocabulary's logits."""
     from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS, _BlockSums
 
@@ -273,4 +314,4 @@ def seconds_of_statistics_per_row() -> float:
             synchronize()
             durations.append(time.perf_counter() - start)
         differences.append(durations[1] - durations[0])
-    return statistics.median(differences) * VOCABULARY / logits.numel()
+    return statistics.median(differences) * vocabulary / logits.numel()

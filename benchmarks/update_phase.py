@@ -12,7 +12,6 @@ import argparse
 import json
 import logging
 import statistics
-import tempfile
 from pathlib import Path
 
 from arlopti_openrlhf import cpu
@@ -21,8 +20,8 @@ logging.disable(logging.WARNING)
 cpu.enable()
 
 from hardware import keep_freed_memory, machine, matrix_product_rate  # noqa: E402
-from rollouts import SHAPES, make_model, operations  # noqa: E402
-from update_bench import VARIANTS, Bench, seconds_of_statistics  # noqa: E402
+from rollouts import SHAPES, make_model  # noqa: E402
+from update_bench import Bench, default_attention, seconds_of_statistics, summary  # noqa: E402
 from update_tables import draw, table  # noqa: E402
 
 
@@ -41,9 +40,7 @@ def main() -> None:
     parser.add_argument("--chart", metavar="PATH")
     args = parser.parse_args()
     keep_freed_memory(False)
-    with tempfile.TemporaryDirectory() as args.model:
-        make_model(args.shape, args.model)
-        bench = Bench(args)
+    bench = Bench(args, make_model(args.shape, default_attention()))
     print(bench.describe(), flush=True)
     memory = bench.peak_memory()
     keep_freed_memory(True)
@@ -51,22 +48,7 @@ def main() -> None:
     seconds = bench.time_in_turn(args.repeats)
     growth.append(dict(tokens=bench.tokens, seconds=statistics.median(seconds["AR + Lopti"])))
     rate = matrix_product_rate()
-    results = {
-        variant: dict(
-            seconds=statistics.median(seconds[variant]),
-            spread=[min(seconds[variant]), max(seconds[variant])],
-            time_ratio=statistics.median(
-                ours / stock for ours, stock in zip(seconds[variant], seconds["stock GRPO"], strict=True)
-            ),
-            tokens_per_s=bench.tokens / statistics.median(seconds[variant]),
-            mfu=operations(args.shape, bench.lengths, passes=2 if "Lopti" in variant else 1)
-            / statistics.median(seconds[variant])
-            / rate,
-            memory_gib=memory[variant],
-            memory_ratio=memory[variant] / memory["stock GRPO"],
-        )
-        for variant in VARIANTS
-    }
+    results = summary(bench, seconds, memory, rate)
     print(table(results))
     print(f"matrix products: {rate / 1e9:,.0f} GFLOP/s")
     print(f"AR itself takes {bench.seconds_of_reweighting() * 1e3:.2f} ms of its update")
@@ -77,10 +59,9 @@ def main() -> None:
     print(f"an update of next to no tokens takes {memory['floor']:.1f} GiB")
     print("AR + Lopti by tokens: " + ", ".join(f"{p['tokens']} in {p['seconds']:.2f} s" for p in growth))
     if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "model"}
         record = dict(
             machine=machine(),
-            settings=settings,
+            settings=vars(args),
             tokens=bench.tokens,
             matrix_flops_per_s=rate,
             growth=growth,

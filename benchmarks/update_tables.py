@@ -1,14 +1,23 @@
 """The benchmark's results as a table and as a chart."""
 
 
-def table(results: dict[str, dict]) -> str:
+def table(results: dict[str, dict | None]) -> str:
+    """Return Markdown, a row for each variant. None stands for a variant that ran out of memory."""
     lines = ["| | time | seconds (min - max) | tokens/s | MFU | peak memory | GiB |", "|---|---|---|---|---|---|---|"]
     for variant, r in results.items():
+        if r is None:
+            lines.append(f"| {variant} | out of memory | | | | | |")
+            continue
         lines.append(
-            f"| {variant} | {r['time_ratio']:.2f} | {r['seconds']:.2f} ({r['spread'][0]:.2f} - {r['spread'][1]:.2f}) "
-            f"| {r['tokens_per_s']:,.0f} | {r['mfu']:.2f} " + f"| {r['memory_ratio']:.2f} | {r['memory_gib']:.1f} |"
+            f"| {variant} | {_ratio(r['time_ratio'])} "
+            f"| {r['seconds']:.2f} ({r['spread'][0]:.2f} - {r['spread'][1]:.2f}) | {r['tokens_per_s']:,.0f} "
+            f"| {r['mfu']:.2f} | {_ratio(r['memory_ratio'])} | {r['memory_gib']:.1f} |"
         )
     return "\n".join(lines)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def draw(results: dict[str, dict], path: str, title: str) -> None:
