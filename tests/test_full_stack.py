@@ -36,7 +36,8 @@ def train(tiny_model, tiny_data, tmp_path):
             --logger.tensorboard_dir {tmp_path}/tensorboard --logger.wandb.run_name run
         """.split()
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-        environment.pop("ARLOPTI_ANNOUNCED", None)
+        for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_ENABLED"):
+            environment.pop(name, None)
         result = subprocess.run(
             command + flags.split(), env=environment, capture_output=True, text=True, timeout=600, errors="replace"
         )

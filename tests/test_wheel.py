@@ -65,7 +65,7 @@ def folder(tmp_path) -> Path:
 
 def run(command: list[str], folder: Path, timeout: float) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    for name in ("ARLOPTI_ANNOUNCED", "PYTHONPATH", "VIRTUAL_ENV"):
+    for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_ENABLED", "PYTHONPATH", "VIRTUAL_ENV"):
         environment.pop(name, None)
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, errors="replace"
