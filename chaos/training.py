@@ -174,7 +174,9 @@ class Training:
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return False
-            return mark in Path(f"/proc/{process.pid}/environ").read_bytes()
+            # Ray's agents overwrite all of it. Most processes stay in the driver's session.
+            is_in_session = os.getsid(process.pid) == self.process.pid
+            return is_in_session or mark in Path(f"/proc/{process.pid}/environ").read_bytes()
         except (psutil.Error, OSError):
             return False
 

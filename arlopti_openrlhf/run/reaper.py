@@ -1,7 +1,8 @@
 """Leaves no process of a run behind. A watcher waits for the driver's end, however it comes, and ends what is left.
 
 Ray's raylet and GCS die with the driver. Its agents and vLLM's engines may not, and nobody else looks for them. All of
-them inherit a variable from the driver that names the run, and by it the watcher knows them.
+them inherit a variable from the driver that names the run, and by it the watcher knows them. Some of Ray's and vLLM's
+processes overwrite their environment with a title. The watcher knows those by their logs in the run's folder.
 
 The watcher is this file, run as a script. It needs nothing but Python's own library, and starts within 0.1 s.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 
 # Names the run in the environment of each of its processes.
 MARKER = "ARLOPTI_RUN"
+_TITLES = (b"ray::", b"VLLM::")  # of the processes that rename themselves
 # The driver leaves this file in the run's folder when the run is complete. The folder of any other run is kept.
 COMPLETE = "complete"
 _WATCHED = "watched"  # locked as long as a watcher lives
@@ -71,17 +73,17 @@ def watch(driver: int, run: str, folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         while os.getppid() == driver:
             time.sleep(_POLL)
-        end_processes(run)
+        end_processes(run, folder)
         if (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
     _remove_oldest(folder.parent)
 
 
-def end_processes(run: str) -> None:
-    """End all processes of `run`, those that begin meanwhile too."""
+def end_processes(run: str, folder: Path) -> None:
+    """End all processes of `run`, whose folder this is, those that begin meanwhile too."""
     start_time = time.monotonic()
     while time.monotonic() - start_time < _GIVE_UP:
-        found = list(processes(run))
+        found = list(processes(run, folder))
         if not found:
             return
         for pid in found:
@@ -93,19 +95,39 @@ def end_processes(run: str) -> None:
         time.sleep(_POLL)
 
 
-def processes(run: str) -> Iterator[int]:
-    """Yield this user's processes that carry the run's name. Each is looked at just before it is yielded."""
-    # A process that renames itself overwrites the beginning of its environment, which so no longer is a list of
-    # variables. The name of a run is found there all the same.
-    mark = f"\0{MARKER}={run}\0".encode()
+def processes(run: str, folder: Path) -> Iterator[int]:
+    """Yield this user's processes that belong to a run. Each is looked at just before it is yielded.
+
+    Args:
+        run: the run's name.
+        folder: the run's folder, with Ray's session in it.
+    """
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            if entry.stat().st_uid == os.getuid() and mark in b"\0" + Path(entry.path, "environ").read_bytes() + b"\0":
+            process = Path(entry.path)
+            if entry.stat().st_uid == os.getuid() and (_is_marked(process, run) or _logs_to(process, folder)):
                 yield int(entry.name)
         except OSError:  # it has ended, or belongs to another user
             continue
+
+
+def _is_marked(process: Path, run: str) -> bool:
+    """Return whether a process, a folder of /proc, has the run's name in its environment."""
+    # What is left of an overwritten environment need not begin with a variable.
+    return f"\0{MARKER}={run}\0".encode() in b"\0" + (process / "environ").read_bytes() + b"\0"
+
+
+def _logs_to(process: Path, folder: Path) -> bool:
+    """Return whether a process, a folder of /proc, has such a title and an open file in the run's folder.
+
+    Without the title it may be the user, who reads a log.
+    """
+    if not (process / "cmdline").read_bytes().startswith(_TITLES):
+        return False
+    prefix = f"{folder.resolve()}/"
+    return any(os.readlink(file).startswith(prefix) for file in (process / "fd").iterdir())
 
 
 def _remove_oldest(base: Path) -> None:

@@ -56,17 +56,17 @@ def wait_until(condition, seconds: float = 15) -> bool:
     return is_met
 
 
-def running() -> list[int]:
-    return list(reaper.processes("run-of-this-test"))
+def running(folder: Path) -> list[int]:
+    return list(reaper.processes("run-of-this-test", folder))
 
 
 def test_a_killed_driver_takes_its_processes_along(driver):
     process, folder = driver
-    assert len(running()) == 2 and folder.stat().st_mode & 0o777 == 0o700
+    assert len(running(folder)) == 2 and folder.stat().st_mode & 0o777 == 0o700
     with subprocess.Popen(["sleep", "60"], env=os.environ | {reaper.MARKER: "run-of-this-test-2"}) as bystander:
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert wait_until(lambda: not running())
+        assert wait_until(lambda: not running(folder))
         assert bystander.poll() is None
         bystander.kill()
     assert wait_until(lambda: not watchers(folder))
@@ -77,8 +77,25 @@ def test_a_complete_run_leaves_nothing(driver):
     process, folder = driver
     process.stdin.close()
     assert process.wait(10) == 0
-    assert wait_until(lambda: not running() and not folder.exists())
+    assert wait_until(lambda: not running(folder) and not folder.exists())
     assert wait_until(lambda: not watchers(folder))
+
+
+def test_a_process_that_overwrites_its_environment_is_known_by_its_log(tmp_path):
+    """Ray's agents do. A user who reads a log of the run stays, and so does another run's agent."""
+    run, another = tmp_path / "run", tmp_path / "run2"
+    children = []
+    for title, folder in (("ray::DashboardAgent", run), ("ray::DashboardAgent", another), ("tail", run)):
+        folder.mkdir(exist_ok=True)
+        with open(folder / "agent.out", "a") as log:
+            code = [title, "-c", "import time; time.sleep(600)"]
+            children.append(subprocess.Popen(code, executable=sys.executable, env={}, stdout=log))
+    try:
+        assert list(reaper.processes("run-of-this-test", run)) == [children[0].pid]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def watchers(folder: Path) -> list[str]:
