@@ -59,7 +59,7 @@ def train(args: SimpleNamespace) -> None:
 
     policy_actor.install()
     if combinations.is_selective(args):
-        policy_actor.install_selective_actor()
+        policy_actor.install_selective_actor(args.actor.update != combinations.UNCHECKED)
     reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
     engine.install()
     prompts.install()

@@ -3,7 +3,7 @@
 import argparse
 
 from arlopti_openrlhf.cli.arguments import number
-from arlopti_openrlhf.preflight.combinations import LOPTI_DEFAULTS
+from arlopti_openrlhf.preflight.combinations import LOPTI_DEFAULTS, SELECTIVE, STOCK, UNCHECKED
 
 
 def add_update_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +51,10 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--actor.update",
-        choices=["stock", "selective"],
+        choices=[STOCK, SELECTIVE, UNCHECKED],
         help="stock computes the update as OpenRLHF does, with logits of every position, each prompt once per "
         "response, and old log-probs in a pass of their own. selective computes only what the update needs, with "
-        "equal gradients. Default: selective with AR or Lopti, else stock, to the last bit.",
+        "equal gradients. Before its first pass each model computes some log-probs both ways. Where they differ by "
+        "more than rounding, it says so and keeps stock's layout. selective_unchecked leaves that out. Default: "
+        "selective with AR or Lopti, else stock, to the last bit.",
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from arlopti_openrlhf.forward import self_check
 from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs, statistics_of_logits
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch, flash_segment_attention, pack, segment_attention
 
@@ -36,13 +37,18 @@ class SelectiveActor(Actor):
        and the beginnings that they share, their prompts, are computed once (`shared_prompt`). Models for which that
        is not exact (sliding windows, RoPE that depends on the length, a balancing loss over all tokens) keep
        upstream's layout. A model that turns out at its first forward pass to be one of them computes that pass again.
+    Before its first pass a model computes some log-probs both ways (`self_check`). Where they differ by more than
+    rounding, it gives up both shortcuts, and says so: then it is slow, and not wrong.
     Vision models are upstream's as they are. Ring attention and tensor parallelism are not supported.
     """
+
+    checks_itself = True
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         # DeepSpeed's engine, which takes the model's place, has a `config` of its own.
         self.hf_config = self.model.config
+        self.is_checked = not self.checks_itself
         # The first forward pass may correct both. What it looks at is the model, not the data, so all ranks agree.
         self.reason_not_to_share = _reason_not_to_share(self.model)
         self.head_is_last = True  # whether the head's logits are the model's: Granite scales them, Gemma 2 caps them
@@ -95,6 +101,8 @@ class SelectiveActor(Actor):
                     output["logits"], sequences, action_mask, attention_mask, packed=self.packing_samples
                 )
             return result
+        if not self.is_checked:
+            self._check_shortcuts(sequences, attention_mask)
         log_probs, entropy, squares, output = self._forward_selected(
             sequences, action_mask, attention_mask, return_entropy, return_statistics
         )
@@ -104,13 +112,41 @@ class SelectiveActor(Actor):
             output.statistics = (entropy.detach(), squares.detach())
         return (log_probs, output) if return_output else log_probs
 
-    def _forward_selected(self, sequences, action_mask, attention_mask, with_entropy, with_statistics):
-        """Return (B, A) log-probs, entropies and Σ_{j≠o} P_j², the last two if asked for, and the model's output."""
+    @torch.no_grad()
+    def _check_shortcuts(self, sequences: Tensor, attention_mask: Tensor) -> None:
+        """Compute a probe's log-probs both ways, and give up the shortcuts where they differ.
+
+        Every rank does so at its first pass, as ZeRO-3 needs. Each decides for itself, since the layout of one rank is
+        no other's business.
+        """
+        self.is_checked, was_training = True, self.model.training
+        self.model.eval()  # dropout would differ from pass to pass, and move the state of the random numbers
+        sequences, action_mask, attention_mask = self_check.probe(sequences, attention_mask)
+        selective, plain = (
+            self._forward_selected(sequences, action_mask, attention_mask, False, False, is_plain)[0]
+            for is_plain in (False, True)
+        )
+        self.model.train(was_training)
+        selected, dtype = action_mask.bool(), next(self.model.parameters()).dtype
+        if difference := self_check.disagreement(selective[selected], plain[selected], dtype):
+            logger.warning(
+                f"{self.hf_config.model_type}: prompts are not shared and logits are computed all at once, because "
+                f"the selective update's log-probs differ from the model's by {difference}. The update stays exact, "
+                "and takes longer."
+            )
+            self.reason_not_to_share, self.head_is_last = "log-probs would differ", False
+
+    def _forward_selected(self, sequences, action_mask, attention_mask, with_entropy, with_statistics, is_plain=False):
+        """Return (B, A) log-probs, entropies and Σ_{j≠o} P_j², the last two if asked for, and the model's output.
+
+        With `is_plain` the model gets its inputs in upstream's layout, and its own head computes the logits.
+        """
         arguments = (sequences, action_mask, attention_mask, with_entropy, with_statistics)
-        packed, rows, inputs = self._model_inputs(sequences, action_mask, attention_mask)
+        share = self.reason_not_to_share is None and not is_plain
+        packed, rows, inputs = self._model_inputs(sequences, action_mask, attention_mask, share)
         causal_lm: nn.Module = getattr(self.model, "module", self.model)
         head = causal_lm.get_output_embeddings()
-        fused = self.head_is_last and type(head) is nn.Linear
+        fused = self.head_is_last and type(head) is nn.Linear and not is_plain
 
         def forward_head(hidden: Tensor) -> Tensor:
             hidden = hidden.flatten(0, 1).index_select(0, rows)
@@ -128,7 +164,7 @@ class SelectiveActor(Actor):
         result = output["logits"]
 
         # If a shortcut proves wrong for this model, compute again without it; the first attempt's graph goes first.
-        if self._drops_a_shortcut(causal_lm, packed, result, fused):
+        if self._drops_a_shortcut(causal_lm, packed, result, share, fused):
             del output, result
             return self._forward_selected(*arguments)
 
@@ -140,10 +176,9 @@ class SelectiveActor(Actor):
         return log_probs, entropy, squares, output
 
     def _model_inputs(
-        self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor
+        self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, share: bool
     ) -> tuple[PackedBatch, Tensor, dict]:
         """Return the packed batch, the (N,) flat positions that predict a selected token, and the model's inputs."""
-        share = self.reason_not_to_share is None
         packed = pack(sequences, attention_mask, action_mask, share=share)
         if share or self.packing_samples:
             inputs = {"input_ids": packed.tokens, "attention_mask": None, "position_ids": packed.positions}
@@ -158,9 +193,11 @@ class SelectiveActor(Actor):
         length = sequences.shape[1]
         return packed, row * length + length - action_mask.shape[1] + column - 1, inputs
 
-    def _drops_a_shortcut(self, causal_lm: nn.Module, packed: PackedBatch, result: Tensor, fused: bool) -> bool:
+    def _drops_a_shortcut(
+        self, causal_lm: nn.Module, packed: PackedBatch, result: Tensor, share: bool, fused: bool
+    ) -> bool:
         """Check a forward pass, and give up prompt sharing or the fused head where the pass shows that it must be."""
-        if self.reason_not_to_share is None and (reason := _obstacle_met(causal_lm, packed)):
+        if share and (reason := _obstacle_met(causal_lm, packed)):
             logger.info(f"prompts are not shared: {reason}")
             self.reason_not_to_share = reason
             return True
@@ -179,6 +216,12 @@ class SelectiveActor(Actor):
         if with_entropy:  # in place of the statistics' entropy, which has no gradient
             columns[1:2] = [compute_entropy(logits)[0]]
         return torch.stack(columns, dim=-1)[None]
+
+
+class UncheckedSelectiveActor(SelectiveActor):
+    """`SelectiveActor` that skips the check before its first pass."""
+
+    checks_itself = False
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.preflight.finding import Finding
 
+# How the update is computed, as --actor.update says it.
+STOCK, SELECTIVE, UNCHECKED = "stock", "selective", "selective_unchecked"
 LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
 # Schedules that look at the loss.
 _NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
@@ -43,7 +45,7 @@ def needs_stock_update(args: SimpleNamespace) -> str | None:
 def is_selective(args: SimpleNamespace) -> bool:
     """Return whether the update computes only what it needs: where the user says so, and else with AR or Lopti."""
     if args.actor.update is not None:
-        return args.actor.update == "selective"
+        return args.actor.update in (SELECTIVE, UNCHECKED)
     return bool(args.algo.ar.alpha or uses_lopti(args)) and needs_stock_update(args) is None
 
 
@@ -88,10 +90,10 @@ def _check_lopti(args: SimpleNamespace) -> list[Finding]:
 def _check_update(args: SimpleNamespace) -> list[Finding]:
     findings = []
     stock_only = needs_stock_update(args)
-    if args.actor.update == "selective" and stock_only:
+    if args.actor.update in (SELECTIVE, UNCHECKED) and stock_only:
         problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
         remedy = f"set that to {_NEEDS_STOCK_UPDATE[stock_only]}, or --actor.update to stock"
-        findings.append(Finding("--actor.update", "selective", problem, remedy))
+        findings.append(Finding("--actor.update", args.actor.update, problem, remedy))
     batch, rollout = args.train.batch_size, rollout_samples(args)
     if (uses_lopti(args) or is_selective(args)) and (batch < 1 or rollout < batch or rollout % batch):
         problem = "does not divide the rollout batch, of which AR, Lopti and the selective update take whole steps"

@@ -79,9 +79,11 @@ def compute(actor: Actor, items: list[Experience], args: SimpleNamespace, ranks:
 
 
 def _stand_in() -> Experience:
-    """Return a sample of two tokens, of which none is asked for."""
-    ones = torch.ones(2, dtype=torch.long)
-    return Experience(sequences=ones, attention_mask=ones, action_mask=torch.zeros(1, dtype=torch.long))
+    """Return a short sample, of whose tokens none is asked for. It is long enough for `self_check`."""
+    tokens = torch.arange(64)
+    return Experience(
+        sequences=tokens, attention_mask=torch.ones_like(tokens), action_mask=torch.zeros(63, dtype=torch.long)
+    )
 
 
 def _batches(items: list[Experience], args: SimpleNamespace) -> list[list[Experience]]:

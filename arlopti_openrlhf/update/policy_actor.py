@@ -4,7 +4,7 @@ import ray
 import torch
 from openrlhf.trainer.ray import launcher, ppo_actor
 
-from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor, UncheckedSelectiveActor
 from arlopti_openrlhf.update import guard, old_log_probs
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
@@ -34,6 +34,6 @@ def install() -> None:
     guard.install()
 
 
-def install_selective_actor() -> None:
+def install_selective_actor(is_checked: bool = True) -> None:
     """Make policy and reference `SelectiveActor`s. Called on the driver, before Ray starts."""
-    ppo_actor.Actor = launcher.Actor = SelectiveActor
+    ppo_actor.Actor = launcher.Actor = SelectiveActor if is_checked else UncheckedSelectiveActor

@@ -69,3 +69,21 @@ def flash_attention(monkeypatch) -> list:
     # Without a GPU `cpu.enable` turns flash attention into SDPA.
     monkeypatch.setattr(Actor, "__init__", Actor.__init__.__wrapped__)
     return calls
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Six sequences: two prompts with three responses each, shuffled, one of them without tokens, right-padded."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 200, (n,), generator=generator) for n in (9, 5)]
+    rows, lengths = [], []
+    for prompt, tokens in [(0, 6), (1, 11), (0, 0), (1, 3), (0, 14), (1, 1)]:
+        rows.append(torch.cat([prompts[prompt], torch.randint(1, 200, (max(tokens, 1),), generator=generator)]))
+        lengths.append((len(prompts[prompt]), tokens))
+    length = max(map(len, rows))
+    sequences, attention_mask = torch.zeros(2, 6, length, dtype=torch.long).unbind()
+    action_mask = torch.zeros(6, length - 1, dtype=torch.long)
+    for i, (row, (prompt, tokens)) in enumerate(zip(rows, lengths, strict=True)):
+        sequences[i, : len(row)], attention_mask[i, : len(row)] = row, 1
+        action_mask[i, prompt - 1 : prompt - 1 + tokens] = 1
+    return sequences, attention_mask, action_mask

@@ -1,134 +1,23 @@
 """The selective actor beside upstream's: log-probs, entropies, gradients, for every layout and kind of model."""
 
-import copy
-
 import pytest
 import torch
+from forward_models import MODELS, SHAPE, actors, assert_same, run, save
 from transformers import (
-    AutoModelForCausalLM,
     BertConfig,
     Gemma2Config,
-    GraniteConfig,
     GraniteSWAConfig,
     GraniteSWAPreTrainedModel,
     LlamaConfig,
-    MistralConfig,
     NemotronConfig,
-    Phi3Config,
-    Qwen2Config,
 )
 
-
-@pytest.fixture(scope="module")
-def batch():
-    """Six sequences: two prompts with three responses each, shuffled, one of them without tokens, right-padded."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, 200, (n,), generator=generator) for n in (9, 5)]
-    rows, lengths = [], []
-    for prompt, tokens in [(0, 6), (1, 11), (0, 0), (1, 3), (0, 14), (1, 1)]:
-        rows.append(torch.cat([prompts[prompt], torch.randint(1, 200, (max(tokens, 1),), generator=generator)]))
-        lengths.append((len(prompts[prompt]), tokens))
-    length = max(map(len, rows))
-    sequences, attention_mask = torch.zeros(2, 6, length, dtype=torch.long).unbind()
-    action_mask = torch.zeros(6, length - 1, dtype=torch.long)
-    for i, (row, (prompt, tokens)) in enumerate(zip(rows, lengths, strict=True)):
-        sequences[i, : len(row)], attention_mask[i, : len(row)] = row, 1
-        action_mask[i, prompt - 1 : prompt - 1 + tokens] = 1
-    return sequences, attention_mask, action_mask
-
-
-SHAPE = dict(
-    vocab_size=211,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    initializer_range=0.2,
-    attention_dropout=0.0,
-)
-MODELS = {
-    "qwen2, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "llama, untied": LlamaConfig(**SHAPE, tie_word_embeddings=False),
-    "mistral, sliding window": MistralConfig(**SHAPE, sliding_window=4),
-    "gemma 2, capped logits": Gemma2Config(**SHAPE, sliding_window=4, final_logit_softcapping=2.0),
-    "granite, scaled logits": GraniteConfig(**SHAPE, logits_scaling=3.0),
-    "nemotron, layers swallow keyword arguments": NemotronConfig(**SHAPE),
-    # The batch's longest sequence has 23 tokens. Without its last one it would have other frequencies.
-    "llama, dynamic RoPE": LlamaConfig(
-        **SHAPE | dict(max_position_embeddings=8),
-        rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0),
-    ),
-    "phi 3, longrope": Phi3Config(
-        **SHAPE,
-        original_max_position_embeddings=22,
-        rope_parameters=dict(
-            rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.0, 4.0]
-        ),
-    ),
-}
 SHARING = ["qwen2, tied", "llama, untied", "granite, scaled logits"]
-
-
-def save(config, folder) -> str:
-    """Save a model of that shape whose parameters are random, those that start at 0 or 1 included."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    for name, parameter in model.named_parameters():
-        if "sinks" in name:
-            torch.nn.init.normal_(parameter, std=2.0)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
     return save(MODELS[request.param], tmp_path_factory.mktemp("model"))
-
-
-def actors(folder, attn_implementation="sdpa", **kwargs):
-    """(upstream's actor, ours) with the same float32 weights."""
-    from openrlhf.models import Actor
-
-    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-
-    pair = []
-    for kind in (Actor, SelectiveActor):
-        torch.manual_seed(1)  # LoRA's
-        actor = kind(folder, attn_implementation=attn_implementation, param_dtype="bf16", temperature=0.7, **kwargs)
-        for name, parameter in actor.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        pair.append(actor.float())
-    return pair
-
-
-def run(actor, batch, mask=None, entropy=True):
-    """Log-probs, entropies, and the gradients of a random mix of both."""
-    sequences, attention_mask, action_mask = batch
-    mask = action_mask if mask is None else mask
-    actor.zero_grad()
-    log_probs, output = actor(
-        sequences, mask, attention_mask=attention_mask, return_output=True, return_entropy=entropy
-    )
-    results = [log_probs]
-    generator = torch.Generator().manual_seed(3)
-    loss = (log_probs * torch.randn(log_probs.shape, generator=generator)).sum()
-    if entropy:
-        results.append(output.entropy[:, -mask.shape[1] :] * mask)
-        loss = loss + (results[-1] * torch.randn(log_probs.shape, generator=generator)).sum()
-    loss.backward()
-    return results, torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
-
-
-def assert_same(stock, ours, batch, **kwargs):
-    (a, gradient_a), (b, gradient_b) = run(stock, batch, **kwargs), run(ours, batch, **kwargs)
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
-    assert (gradient_a - gradient_b).norm() <= 1e-5 * gradient_a.norm() and gradient_a.norm() > 0.1
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -204,9 +93,10 @@ def test_a_batch_lost_on_the_way_to_attention_is_computed_again(tmp_path, batch)
     assert ours.reason_not_to_share is None
     assert_same(stock, ours, batch)
     assert "swallow keyword arguments" in ours.reason_not_to_share
-    assert len(passes) == 2 and passes[1] == batch[0].shape
+    # The check's pass is computed again, and then it asks for the model's own.
+    assert len(passes) == 4 and passes[3] == batch[0].shape
     assert_same(stock, ours, batch)
-    assert len(passes) == 3
+    assert len(passes) == 5
 
 
 def test_a_model_that_is_not_causal_does_not_share(tmp_path, batch):
@@ -239,7 +129,8 @@ def test_flash_attention_gets_all_that_a_layer_gives(name, packing, batch, tmp_p
     stock, ours = actors(save(config, tmp_path), attn_implementation="flash_attention_2", packing_samples=packing)
     assert_same(stock, ours, batch)
     assert ours.reason_not_to_share is None
-    of_stock, of_ours = flash_attention[:2], flash_attention[2:]  # one call per layer
+    # One call per layer: stock's, those of the check, in both layouts, and ours.
+    of_stock, of_ours = flash_attention[:2], flash_attention[6:]
     assert len(of_ours) == 2 and all(call["max_seqlen_k"] > call["max_seqlen_q"] for call in of_ours)
     for call in of_stock + of_ours:
         assert call.keys() & {"softcap", "s_aux"} == {argument} - {None}
