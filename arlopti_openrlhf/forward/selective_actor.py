@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arlopti_openrlhf.forward import self_check
 from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs, statistics_of_logits
-from arlopti_openrlhf.forward.shared_prompt import PackedBatch, flash_segment_attention, pack, segment_attention
+from arlopti_openrlhf.forward.segment_attention import flash_segment_attention, segment_attention
+from arlopti_openrlhf.forward.shared_prompt import PackedBatch, pack
 
 logger = init_logger(__name__)
 

@@ -1,18 +1,17 @@
 """A batch as one row of tokens: a prompt that responses share is computed once, and padding is not computed.
 
-`pack` lays the row out as segments. Each attends to itself, causally, and to the whole of its prefix segment. So
-n responses to one prompt become [prompt, r1, ..., rn], where the prompt is the prefix of each r and the positions of
-each r go on from the prompt's end. Everything but attention works token by token and needs no change.
+`pack` lays the row out as segments. Each attends to itself, causally, and to the whole of its prefix segment
+(`segment_attention`). So n responses to one prompt become [prompt, r1, ..., rn], where the prompt is the prefix of
+each r, and the positions of each r go on from the prompt's end. Everything but attention works token by token and
+needs no change.
 """
 
-from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 
 class Segment(NamedTuple):
@@ -39,14 +38,11 @@ class PackedBatch:
         self.tokens, self.positions, self.segments = tokens, positions, segments
         self.rows, self.targets, self.places = rows, targets, places
         self.was_attended = False
-        self._masks: dict[tuple[int, int], Tensor] = {}
 
-    def mask(self, length: int, prefix: int) -> Tensor:
-        """Return (length, prefix + length), true where a segment's token sees one of the prefix or the segment."""
-        if (length, prefix) not in self._masks:
-            mask = torch.ones(length, prefix + length, dtype=torch.bool, device=self.tokens.device)
-            self._masks[length, prefix] = mask.tril_(diagonal=prefix)
-        return self._masks[length, prefix]
+    @cached_property
+    def stops(self) -> list[int]:
+        """The index in the row behind the last token of each segment."""
+        return list(accumulate(segment.length for segment in self.segments))
 
     @cached_property
     def varlen(self) -> dict:
@@ -55,15 +51,14 @@ class PackedBatch:
         `keys`, (K,), is the index in the row of each key: a segment's keys are its prefix's and its own. The rest are
         keyword arguments of transformers' `flash_attention_forward`.
         """
-        stops = list(accumulate(s.length for s in self.segments))
-        spans = [range(stop - s.length, stop) for s, stop in zip(self.segments, stops, strict=True)]
+        spans = [range(stop - s.length, stop) for s, stop in zip(self.segments, self.stops, strict=True)]
         prefixes = [range(0) if s.prefix is None else spans[s.prefix] for s in self.segments]
         keys = [[*prefix, *own] for prefix, own in zip(prefixes, spans, strict=True)]
         key_lengths = [len(k) for k in keys]
         device = self.tokens.device
         return dict(
             keys=torch.tensor([i for k in keys for i in k], device=device),
-            cu_seq_lens_q=torch.tensor([0, *stops], device=device, dtype=torch.int32),
+            cu_seq_lens_q=torch.tensor([0, *self.stops], device=device, dtype=torch.int32),
             cu_seq_lens_k=torch.tensor([0, *accumulate(key_lengths)], device=device, dtype=torch.int32),
             max_length_q=max(s.length for s in self.segments),
             max_length_k=max(key_lengths),
@@ -211,67 +206,3 @@ def _best_groups(common: list[int]) -> list[tuple[range, int]]:
         groups.append((range(start, stop), min(common[start : stop - 1], default=0)))
         stop = start
     return groups[::-1]
-
-
-def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, dropout: float = 0.0
-) -> Tensor:
-    """Attend within the segments of a packed row, and to their prefixes, with PyTorch's SDPA.
-
-    Args:
-        query: (1, heads, L, D).
-        key, value: (1, heads or a divisor of them, L, D).
-        packed: The layout of the row.
-        scale: What products are multiplied by before the softmax.
-        dropout: Probability that an attention weight is dropped.
-
-    Returns:
-        (1, L, heads, D).
-    """
-    packed.was_attended = True
-    heads = query.shape[1]
-    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    queries, keys, values = (x.split([s.length for s in packed.segments], dim=2) for x in (query, key, value))
-    outputs = []
-    for segment, q, k, v in zip(packed.segments, queries, keys, values, strict=True):
-        mask = None
-        if segment.prefix is not None:
-            mask = packed.mask(segment.length, packed.segments[segment.prefix].length)
-            k, v = torch.cat((keys[segment.prefix], k), dim=2), torch.cat((values[segment.prefix], v), dim=2)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale
-            )
-        )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def flash_segment_attention(
-    flash_attention: Callable,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedBatch,
-    **kwargs,
-) -> tuple[Tensor, None]:
-    """Attend as `segment_attention` does, with flash-attn: one kernel for all segments.
-
-    The kernel aligns its causal mask to the last key, so that each segment sees the whole of its prefix.
-
-    Args:
-        flash_attention: transformers' `flash_attention_forward`, which also decides what the kernel can take of
-            `softcap`, `s_aux` (attention sinks) and the like. They are handed on in `kwargs` as the layer gave them.
-        module: The attention layer.
-        query: (1, heads, L, D).
-        key, value: (1, heads or a divisor of them, L, D).
-        packed: The layout of the row.
-
-    Returns:
-        (1, L, heads, D), and None in place of the attention weights.
-    """
-    packed.was_attended = True
-    layout = dict(packed.varlen)
-    keys = layout.pop("keys")
-    key, value = (x[0].transpose(0, 1)[keys].transpose(0, 1)[None] for x in (key, value))
-    return flash_attention(module, query, key, value, None, **layout, **kwargs)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from arlopti_openrlhf.forward.shared_prompt import Segment, pack, segment_attention
+from arlopti_openrlhf.forward.shared_prompt import Segment, pack
 
 
 def padded(rows: list[list[int]], left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,21 +55,3 @@ def test_the_groups_are_those_that_save_most():
     packed = pack(sequences, attention_mask, attention_mask[:, 1:])
     # 3 prompts of 7 tokens; the last tokens predict nothing, and of [1, 2] only the 1 is needed.
     assert packed.tokens.shape[1] == 3 * 7 + 1
-
-
-def test_attention_is_that_of_separate_sequences():
-    generator = torch.Generator().manual_seed(0)
-    rows = [[7, 8, 9, *range(20, 20 + n)] for n in (4, 1, 6)] + [[1, 2, 3, 4]]
-    sequences, attention_mask = padded(rows)
-    packed = pack(sequences, attention_mask, attention_mask[:, 1:])
-    total = packed.tokens.shape[1]
-    query, key, value = (torch.randn(1, h, total, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
-    output = segment_attention(query, key, value, packed, scale=0.3)
-    assert output.shape == (1, total, 4, 8)
-    for row, tokens in enumerate(rows):
-        # The places of this sequence's tokens, all but the last, in the packed row.
-        own = packed.rows[packed.places // (sequences.shape[1] - 1) == row]
-        assert packed.tokens[0, own].tolist() == tokens[:-1]
-        q, k, v = query[:, :, own], *(x[:, :, own].repeat_interleave(2, dim=1) for x in (key, value))
-        alone = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
-        torch.testing.assert_close(output[:, own], alone.transpose(1, 2))

@@ -36,11 +36,11 @@ OF_THE_SHUFFLE = {"policy_loss", "kl", "entropy_loss"}
 OURS_ALONE = {"skipped_optimizer_steps", "rollout/gap"}
 
 
-def assert_same_status(ours: dict, plain: dict, but: set[str] = frozenset()) -> None:
+def assert_same_status(ours: dict, plain: dict, but: set[str] = frozenset(), rel: float = 1e-4) -> None:
     assert {name for name in ours if not name.startswith("tokens/")} <= plain.keys() | OURS_ALONE
     assert plain.keys() <= ours.keys()
     for name in plain.keys() - but:
-        assert ours[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
+        assert ours[name] == pytest.approx(plain[name], rel=rel, abs=1e-6), name
 
 
 # Responses without advantage are not computed, where nothing else has a gradient there.
@@ -198,6 +198,9 @@ def test_nothing_is_computed_that_is_known(tiny_model):
         return PROMPT + sum(sample.action_mask.sum().item() - 1 for sample in samples)
 
     tokens = [packed(batch[:4]), packed(batch[4:own])]
+    checked = group.run(batch, PLAIN_GRPO, on_policy=True)  # each rank's actor first checks itself, once
+    assert sorted(checked.forwards, reverse=True)[:2] == sorted(((True, n) for n in tokens), reverse=True)
+    assert [with_gradient for with_gradient, _ in checked.forwards].count(False) >= 2
     grpo = group.run(batch, PLAIN_GRPO, on_policy=True)
     assert sorted(grpo.forwards) == sorted((True, n) for n in tokens)
     # The low stage's forward gives all old log-probs; the high stage computes as far as its last token.
@@ -226,7 +229,8 @@ def test_two_mini_batches_and_two_epochs(tiny_model, scope, more):
     assert relative_distance(*parameters) < 1e-5 < 1e-3 < relative_distance(start, parameters[0])
     # A response that is not computed counts as unmoved.
     unlike = {"lopti/low/ppo_kl", "lopti/high/ppo_kl"} | by_bin(statuses[0], *OF_COMPUTED_TOKENS)
-    assert_same_status(statuses[1], statuses[0], unlike if more else set())
+    # Adam's first steps go by the gradient's sign, which rounding turns where it is next to nothing.
+    assert_same_status(statuses[1], statuses[0], unlike if more else set(), rel=3e-4)
 
 
 def test_samples_left_out_of_one_epoch_are_trained_in_another(tiny_model):
