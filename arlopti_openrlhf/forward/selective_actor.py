@@ -1,7 +1,7 @@
 """The actor that computes what its action mask asks for: log-probs of the selected tokens, each prompt once."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,6 +10,8 @@ from openrlhf.models.utils import compute_entropy, log_probs_from_logits
 from openrlhf.utils.logging_utils import init_logger
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arlopti_openrlhf.forward import self_check
@@ -36,7 +38,7 @@ class SelectiveActor(Actor):
     1. The LM head and all that follows it run on the positions that predict a selected token.
     2. The sequences of a batch become one row of tokens without padding. Each is cut after its last selected token,
        and the beginnings that they share, their prompts, are computed once (`shared_prompt`). Models for which that
-       is not exact (sliding windows, RoPE that depends on the length, a balancing loss over all tokens) keep
+       is not exact (sliding windows, RoPE that depends on the length) keep
        upstream's layout. A model that turns out at its first forward pass to be one of them computes that pass again.
     Before its first pass a model computes some log-probs both ways (`self_check`). Where they differ by more than
     rounding, it gives up both shortcuts, and says so: then it is slow, and not wrong.
@@ -70,13 +72,16 @@ class SelectiveActor(Actor):
         packed_seq_lens: list[int] | None = None,
         return_entropy: bool = False,
         return_statistics: bool = False,
+        return_aux_loss: bool = False,
         **mm_inputs,
     ):
         """Take upstream's arguments and return upstream's results, for the selected tokens.
 
         Args:
             return_statistics: Whether to describe the distributions that predict the selected tokens. Log-probs and
-                gradients stay the same to the last bit. The other arguments are upstream's.
+                gradients stay the same to the last bit.
+            return_aux_loss: Whether the output must carry the experts' balancing loss. It counts every token, so that
+                prompts are not shared then. The other arguments are upstream's.
 
         Returns:
             (B, A) log-probs of the selected tokens, 0 elsewhere. With `return_output` also the model's output, whose
@@ -105,7 +110,7 @@ class SelectiveActor(Actor):
         if not self.is_checked:
             self._check_shortcuts(sequences, attention_mask)
         log_probs, entropy, squares, output = self._forward_selected(
-            sequences, action_mask, attention_mask, return_entropy, return_statistics
+            sequences, action_mask, attention_mask, return_entropy, return_statistics, return_aux_loss
         )
         if return_entropy:
             output.entropy = entropy
@@ -124,7 +129,7 @@ class SelectiveActor(Actor):
         self.model.eval()  # dropout would differ from pass to pass, and move the state of the random numbers
         sequences, action_mask, attention_mask = self_check.probe(sequences, attention_mask)
         selective, plain = (
-            self._forward_selected(sequences, action_mask, attention_mask, False, False, is_plain)[0]
+            self._forward_selected(sequences, action_mask, attention_mask, False, False, False, is_plain)[0]
             for is_plain in (False, True)
         )
         self.model.train(was_training)
@@ -137,13 +142,15 @@ class SelectiveActor(Actor):
             )
             self.reason_not_to_share, self.head_is_last = "log-probs would differ", False
 
-    def _forward_selected(self, sequences, action_mask, attention_mask, with_entropy, with_statistics, is_plain=False):
+    def _forward_selected(
+        self, sequences, action_mask, attention_mask, with_entropy, with_statistics, with_aux_loss, is_plain=False
+    ):
         """Return (B, A) log-probs, entropies and Σ_{j≠o} P_j², the last two if asked for, and the model's output.
 
         With `is_plain` the model gets its inputs in upstream's layout, and its own head computes the logits.
         """
-        arguments = (sequences, action_mask, attention_mask, with_entropy, with_statistics)
-        share = self.reason_not_to_share is None and not is_plain
+        arguments = (sequences, action_mask, attention_mask, with_entropy, with_statistics, with_aux_loss, is_plain)
+        share = self.reason_not_to_share is None and not (is_plain or with_aux_loss)
         packed, rows, inputs = self._model_inputs(sequences, action_mask, attention_mask, share)
         causal_lm: nn.Module = getattr(self.model, "module", self.model)
         head = causal_lm.get_output_embeddings()
@@ -160,7 +167,7 @@ class SelectiveActor(Actor):
             return torch.cat([columns, columns.new_full((1, columns.shape[1]), _WITNESS)])[None]
 
         # The head's own hooks still run: ZeRO-3 gathers its weight by them.
-        with replaced_attribute(head, "forward", forward_head):
+        with replaced_attribute(head, "forward", forward_head), self._router_logits(with_aux_loss):
             output = self.model(**inputs)
         result = output["logits"]
 
@@ -175,6 +182,15 @@ class SelectiveActor(Actor):
         padded = padded.index_copy(0, packed.places, result[0, : len(packed.places)]).view(*action_mask.shape, -1)
         log_probs, entropy, squares = (*padded.unbind(dim=-1), None, None)[:3]
         return log_probs, entropy, squares, output
+
+    def _router_logits(self, wanted: bool) -> AbstractContextManager:
+        """Let a model of experts return the logits of its routers, and so its balancing loss, only where it is wanted.
+
+        Upstream's actor always asks for them.
+        """
+        if wanted or not hasattr(self.hf_config, "output_router_logits"):
+            return nullcontext()
+        return replaced_attribute(self.hf_config, "output_router_logits", False)
 
     def _model_inputs(
         self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, share: bool
@@ -243,7 +259,7 @@ def _reason_not_to_share(model: nn.Module) -> str | None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(base, "_supports_attention_backend", False):
         return "the model has an attention of its own"
-    if config._attn_implementation not in ("sdpa", "flash_attention_2"):
+    if not _serves(config._attn_implementation):
         return f"attention is {config._attn_implementation}"
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layers != {"full_attention"} or (
@@ -253,8 +269,6 @@ def _reason_not_to_share(model: nn.Module) -> str | None:
     # Their frequencies follow the greatest position, which the cut after the last selected token lowers.
     if by_length := _rope_types(config) & {"dynamic", "longrope"}:
         return f"{min(by_length)} RoPE depends on the length of the sequences"
-    if getattr(config, "output_router_logits", False):
-        return "the experts' balancing loss counts every token"
     if hasattr(config, "kv_lora_rank") or hasattr(config, "quantization_config"):
         return "multi-head latent attention, or quantized weights"
     return None
@@ -275,8 +289,20 @@ def _obstacle_met(model: nn.Module, packed: PackedBatch) -> str | None:
     return None if packed.was_attended else f"{type(model).__name__} does not call transformers' attention functions"
 
 
+def _serves(implementation: str) -> bool:
+    """Return whether attention of that name is SDPA or a kernel of flash-attn's kind.
+
+    transformers has one function for flash_attention_2 and _3 and for each kernel of a hub with variable lengths.
+    """
+    return ALL_ATTENTION_FUNCTIONS.get(implementation) in (
+        sdpa_attention_forward,
+        flash_attention_forward,
+        *_attention_functions.values(),
+    )
+
+
 def _wrap_attention(implementation: str) -> None:
-    """Make transformers' attention function of that name leave packed rows to `shared_prompt`."""
+    """Make transformers' attention function of that name leave packed rows to `segment_attention`."""
     upstream = ALL_ATTENTION_FUNCTIONS[implementation]
     if upstream is _attention_functions.get(implementation):
         return
@@ -294,7 +320,7 @@ def _wrap_attention(implementation: str) -> None:
         reason: str | None
         if packed_batch is not None:
             reason = _obstacle(module, kwargs)
-            if reason is None and implementation == "flash_attention_2":
+            if reason is None and upstream is flash_attention_forward:
                 return flash_segment_attention(upstream, module, query, key, value, packed_batch, **kwargs)
             if reason is None:
                 scale = kwargs.get("scaling")

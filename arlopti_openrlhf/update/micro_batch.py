@@ -140,9 +140,9 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
 
         Where statistics are taken, `output.statistics` holds the entropies and Σ_{j≠o} P_j² of the distributions.
         """
-        options = {"return_entropy": self.args.actor.entropy_coef is not None}
+        options: dict = {"return_entropy": self.args.actor.entropy_coef is not None}
         if self.is_selective:
-            options["return_statistics"] = self.statistics is not None
+            options |= {"return_statistics": self.statistics is not None, "return_aux_loss": self.aux_loss}
         if experience.mm_train_inputs and self.actor.is_vlm:
             options |= merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
         log_probs, output = self.actor(

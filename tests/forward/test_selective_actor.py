@@ -9,6 +9,7 @@ from transformers import (
     GraniteSWAConfig,
     GraniteSWAPreTrainedModel,
     LlamaConfig,
+    MixtralConfig,
     NemotronConfig,
 )
 
@@ -108,6 +109,24 @@ def test_a_model_that_is_not_causal_does_not_share(tmp_path, batch):
     assert "is not causal" in ours.reason_not_to_share
 
 
+def test_experts_share_unless_their_balance_counts(tmp_path, batch):
+    """OpenRLHF asks each model of experts for its balancing loss, which is a loss over all tokens."""
+    config = MixtralConfig(**SHAPE, num_local_experts=4, sliding_window=None)
+    stock, ours = actors(save(config, tmp_path))
+    assert stock.model.config.output_router_logits
+    passes = []
+    ours.model.get_input_embeddings().register_forward_hook(lambda m, args, out: passes.append(out.shape[:2]))
+    assert_same(stock, ours, batch)
+    assert ours.reason_not_to_share is None and passes[-1][0] == 1
+    sequences, attention_mask, action_mask = batch
+    _, output = stock(sequences, action_mask, attention_mask=attention_mask, return_output=True)
+    log_probs, ours_output = ours(
+        sequences, action_mask, attention_mask=attention_mask, return_output=True, return_aux_loss=True
+    )
+    torch.testing.assert_close(ours_output.aux_loss, output.aux_loss)
+    assert passes[-1] == sequences.shape and ours.hf_config.output_router_logits
+
+
 FULL = dict(layer_types=["full_attention"] * 2)
 FLASH_MODELS = {  # and what the kernel must get beside the layout
     "llama": (LlamaConfig(**SHAPE), None),
@@ -119,14 +138,20 @@ FLASH_MODELS = {  # and what the kernel must get beside the layout
 }
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("packing", "version"), [(False, 2), (True, 2), (True, 3)], ids=["padded", "packed", "packed, version 3"]
+)
 @pytest.mark.parametrize("name", FLASH_MODELS)
-def test_flash_attention_gets_all_that_a_layer_gives(name, packing, batch, tmp_path, flash_attention, monkeypatch):
+def test_flash_attention_gets_all_that_a_layer_gives(
+    name, packing, version, batch, tmp_path, flash_attention, monkeypatch
+):
     """Upstream's own flash attention caps scores and adds sinks; so does that of a packed row."""
     config, argument = FLASH_MODELS[name]
     # Else transformers fetches a kernel with sinks from its hub.
     monkeypatch.setattr(GraniteSWAPreTrainedModel, "_compatible_flash_implementations", None)
-    stock, ours = actors(save(config, tmp_path), attn_implementation="flash_attention_2", packing_samples=packing)
+    stock, ours = actors(
+        save(config, tmp_path), attn_implementation=f"flash_attention_{version}", packing_samples=packing
+    )
     assert_same(stock, ours, batch)
     assert ours.reason_not_to_share is None
     # One call per layer: stock's, those of the check, in both layouts, and ours.
