@@ -45,13 +45,13 @@ class SelectiveActor(Actor):
     Vision models are upstream's as they are. Ring attention and tensor parallelism are not supported.
     """
 
-    checks_itself = True
+    compares = True  # its log-probs with the model's, before the first pass
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         # DeepSpeed's engine, which takes the model's place, has a `config` of its own.
         self.hf_config = self.model.config
-        self.is_checked = not self.checks_itself
+        self.is_checked = False
         # The first forward pass may correct both. What it looks at is the model, not the data, so all ranks agree.
         self.reason_not_to_share = _reason_not_to_share(self.model)
         self.head_is_last = True  # whether the head's logits are the model's: Granite scales them, Gemma 2 caps them
@@ -107,8 +107,7 @@ class SelectiveActor(Actor):
                     output["logits"], sequences, action_mask, attention_mask, packed=self.packing_samples
                 )
             return result
-        if not self.is_checked:
-            self._check_shortcuts(sequences, attention_mask)
+        self.check(sequences, attention_mask)
         log_probs, entropy, squares, output = self._forward_selected(
             sequences, action_mask, attention_mask, return_entropy, return_statistics, return_aux_loss
         )
@@ -119,28 +118,34 @@ class SelectiveActor(Actor):
         return (log_probs, output) if return_output else log_probs
 
     @torch.no_grad()
-    def _check_shortcuts(self, sequences: Tensor, attention_mask: Tensor) -> None:
-        """Compute a probe's log-probs both ways, and give up the shortcuts where they differ.
+    def check(self, sequences: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Compute a probe's log-probs both ways, once, and give up the shortcuts where they differ.
 
         Every rank does so at its first pass, as ZeRO-3 needs. Each decides for itself, since the layout of one rank is
         no other's business.
+
+        Args:
+            sequences: (B, T) token ids to make the probe of.
+            attention_mask: (B, T), 1 on tokens; all of them if not given.
         """
+        if self.is_checked:
+            return
         self.is_checked, was_training = True, self.model.training
         self.model.eval()  # dropout would differ from pass to pass, and move the state of the random numbers
-        sequences, action_mask, attention_mask = self_check.probe(sequences, attention_mask)
-        selective, plain = (
-            self._forward_selected(sequences, action_mask, attention_mask, False, False, False, is_plain)[0]
-            for is_plain in (False, True)
-        )
+        attention_mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
+        probe = self_check.probe(sequences, attention_mask)
+        selected = probe[1].bool()
+        selective = plain = self._forward_selected(*probe, False, False, False)[0][selected]
+        if self.compares:
+            plain = self._forward_selected(*probe, False, False, False, is_plain=True)[0][selected]
         self.model.train(was_training)
-        selected, dtype = action_mask.bool(), next(self.model.parameters()).dtype
-        if difference := self_check.disagreement(selective[selected], plain[selected], dtype):
+        if difference := self_check.disagreement(selective, plain, next(self.model.parameters()).dtype):
             logger.warning(
                 f"{self.hf_config.model_type}: prompts are not shared and logits are computed all at once, because "
                 f"the selective update's log-probs differ from the model's by {difference}. The update stays exact, "
                 "and takes longer."
             )
-            self.reason_not_to_share, self.head_is_last = "log-probs would differ", False
+            self.reason_not_to_share, self.head_is_last = "its log-probs would differ", False
 
     def _forward_selected(
         self, sequences, action_mask, attention_mask, with_entropy, with_statistics, with_aux_loss, is_plain=False
@@ -236,9 +241,9 @@ class SelectiveActor(Actor):
 
 
 class UncheckedSelectiveActor(SelectiveActor):
-    """`SelectiveActor` that skips the check before its first pass."""
+    """`SelectiveActor` that does not compare its log-probs with the model's before its first pass."""
 
-    checks_itself = False
+    compares = False
 
 
 @contextmanager

@@ -86,8 +86,13 @@ def _check_rest(args: SimpleNamespace) -> list[Finding]:
 
 
 def _check_dynamic(args: SimpleNamespace) -> list[Finding]:
-    """Say what ZeRO-2 loses. OpenRLHF tells DeepSpeed that each micro-batch is a step, so its gradients start anew."""
-    if not args.train.dynamic_batch_enable or args.ds.zero_stage != 2:
+    """Say what ZeRO-2 loses. OpenRLHF tells DeepSpeed that each micro-batch is a step, so its gradients start anew.
+
+    Our passes tell it where a mini-batch ends.
+    """
+    if not args.train.dynamic_batch_enable or args.ds.zero_stage != 2 or uses_lopti(args) or is_selective(args):
         return []
     problem = "with --train.dynamic_batch_enable, each optimizer step has the gradient of its last micro-batch alone"
-    return [Finding("--ds.zero_stage", 2, problem, "give --ds.zero_stage 3", is_fatal=False)]
+    return [
+        Finding("--ds.zero_stage", 2, problem, "give --ds.zero_stage 3, or --actor.update selective", is_fatal=False)
+    ]

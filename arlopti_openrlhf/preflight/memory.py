@@ -13,11 +13,6 @@ from arlopti_openrlhf.preflight.placement import starts_cluster
 from arlopti_openrlhf.preflight.tokenizer import local_folder
 
 _GIB = 1 << 30
-# Bytes of activations per token and hidden unit of one layer in 16 bits with flash attention (Korthikanti et al. 2022,
-# arXiv 2205.05198, Eq. 2 without its quadratic term).
-_LAYER = 34
-# Bytes of a token's logits: bf16 from the head, fp32 for log-probs, and their gradient.
-_LOGIT = 10
 
 
 class Estimate(NamedTuple):
@@ -133,15 +128,16 @@ def _beside(args: SimpleNamespace, size: ModelSize) -> float:
 
 def _activations(args: SimpleNamespace, size: ModelSize) -> float:
     """Return the bytes of one micro-batch's activations and logits."""
-    tokens = (
-        args.train.max_tokens_per_gpu
-        if args.train.dynamic_batch_enable
-        else args.train.micro_batch_size * args.data.max_len
+    layers, logits = model_size.bytes_per_token(
+        size.hidden, size.layers, size.vocabulary, args.actor.gradient_checkpointing_enable
     )
-    tokens /= args.ds.ring_attn_size
-    # With checkpointing, the inputs of all layers and the inside of one.
-    checkpointed = 2 * size.layers + _LAYER
-    layers = checkpointed if args.actor.gradient_checkpointing_enable else _LAYER * size.layers
-    # The selective update computes logits a block of the vocabulary at a time.
-    logits = 0 if is_selective(args) else _LOGIT * size.vocabulary
-    return tokens * (size.hidden * layers + logits)
+    is_dynamic = args.train.dynamic_batch_enable
+    samples = args.train.micro_batch_size
+    tokens = (args.train.max_tokens_per_gpu if is_dynamic else samples * args.data.max_len) / args.ds.ring_attn_size
+    if not is_selective(args):
+        return tokens * (layers + logits)
+    # The selective update keeps no logits. In their place it takes more samples, as far as a prompt has them.
+    per_prompt = args.rollout.n_samples_per_prompt * args.data.max_len
+    return (
+        tokens * layers if is_dynamic else max(tokens * layers, min(per_prompt * layers, tokens * (layers + logits)))
+    )

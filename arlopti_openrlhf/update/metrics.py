@@ -57,17 +57,14 @@ class PassMetrics:
     """Sums the statuses of a pass's micro-batches, to be reduced over the ranks in one call.
 
     Args:
-        in_stage: whether the pass updates one group only. What is divided by the whole mini-batch's tokens already
-            (`ADDITIVE`) is added up then, not weighted by tokens.
-        is_dynamic: whether these are dynamic batches. Their losses are shares of the mini-batch's. Else each loss is
-            multiplied by the number of micro-batches, by which DeepSpeed divides.
+        divisor: by what DeepSpeed divides each loss, which upstream's denominators make up for. What is divided by the
+            whole mini-batch's tokens already (`ADDITIVE`) is added up, not weighted by tokens.
     """
 
-    def __init__(self, in_stage: bool, is_dynamic: bool) -> None:
-        self.in_stage, self.is_dynamic = in_stage, is_dynamic
+    def __init__(self, divisor: int) -> None:
         self.weights: dict[str, str] = {}
         self.sums: dict[str, Tensor] = {}
-        self.totals = {"token": 0.0, "sample": 0.0, "step": 0.0}
+        self.totals = {"token": 0.0, "sample": 0.0, "step": float(divisor)}
         self.last: dict[str, float] = {}
 
     def add(self, status: dict) -> None:
@@ -78,13 +75,11 @@ class PassMetrics:
             if weight is None:
                 self.last[name] = value
                 continue
-            self.weights[name] = "step" if self.in_stage and name in ADDITIVE else weight
+            self.weights[name] = "step" if weight == "token" and name in ADDITIVE else weight
             value = torch.as_tensor(value).double().mean() * counts[self.weights[name]]
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        for weight, count in counts.items():
-            self.totals[weight] += count
-        if self.is_dynamic:
-            self.totals["step"] = 1.0
+        for weight in ("token", "sample"):
+            self.totals[weight] += counts[weight]
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the micro-batches of all ranks, and the last values."""

@@ -14,7 +14,7 @@ from arlopti_openrlhf.token_update import advantage_weights, reweight_advantages
 from arlopti_openrlhf.update import old_log_probs, optimizer_steps
 from arlopti_openrlhf.update.group_loss import group_policy_loss
 from arlopti_openrlhf.update.metrics import micro_batch_status
-from arlopti_openrlhf.update.passes import Pass, stages
+from arlopti_openrlhf.update.passes import Pass, Place, stages
 from arlopti_openrlhf.update.penalties import add_penalties
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics, token_updates
@@ -51,6 +51,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         step: int,
         loss_batch_info: dict | None = None,
         this_pass: Pass | None = None,
+        place: Place | None = None,
     ) -> dict:
         """Take one micro-batch through the update (Algorithm 1, lines 11-19).
 
@@ -62,6 +63,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             step: index of the micro-batch in its epoch.
             loss_batch_info: the denominators of the optimizer step; None takes them from the replay buffer.
             this_pass: the pass; None, from upstream's loop, is a pass over the whole response.
+            place: where the micro-batch stands in its mini-batch; None, from upstream's loop, lets DeepSpeed count.
 
         Returns:
             The micro-batch's metrics, in upstream's form (`micro_batch_status`).
@@ -70,6 +72,10 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             return super().training_step(experience, kl_ctl, step, loss_batch_info)
         self.actor.train()
         this_pass = this_pass or Pass()
+        if place is None:
+            place = self._place(step)
+        else:
+            optimizer_steps.announce(self.actor.model, place)
         stage, response, old = this_pass.stage, experience.action_mask, experience.action_log_probs  # (B, A)
 
         # The denominators are those of the whole response, whichever tokens the pass updates.
@@ -119,7 +125,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             output=output,
             args=self.args,
             kl_ctl=kl_ctl,
-            balancing=self._balancing(step),
+            balancing=(self.aux_loss_coef, place.share) if self.aux_loss else None,
             loss_batch_info=loss_batch_info,
         )
 
@@ -128,7 +134,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
 
         # Backward. The optimizer steps after the last micro-batch of the mini-batch.
         self.strategy.backward(loss, self.actor, self.actor_optim)
-        figures = self._step_at_the_end(this_pass, step)
+        figures = self._step_at_the_end(this_pass, place)
         return micro_batch_status(experience, policy.logged() | penalties, figures, num_tokens)
 
     def is_idle(self, advantages: Tensor) -> Tensor:
@@ -164,12 +170,12 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             )
         return log_probs, output
 
-    def _balancing(self, step: int) -> tuple[float, float] | None:
-        """Return the balancing loss's coefficient and the micro-batch's share of it; None without such a loss."""
-        if not self.aux_loss:
-            return None
-        is_dynamic = self.args.train.dynamic_batch_enable
-        return self.aux_loss_coef, self.replay_buffer.dynamic_sample_loss_scale[step] if is_dynamic else 1.0
+    def _place(self, step: int) -> Place:
+        """Return where micro-batch `step` of upstream's loop stands in its mini-batch."""
+        ends_mini_batch = optimizer_steps.ends_mini_batch(self.actor.model, self.replay_buffer, step)
+        if not self.args.train.dynamic_batch_enable:
+            return Place(ends_mini_batch, share=1.0, counts=1)  # DeepSpeed and EMA count the micro-batches themselves
+        return Place(ends_mini_batch, self.replay_buffer.dynamic_sample_loss_scale[step], counts=int(ends_mini_batch))
 
     def _observe(
         self, loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info
@@ -193,24 +199,28 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             )
         )
 
-    def _step_at_the_end(self, this_pass: Pass, step: int) -> dict[str, float]:
+    def _step_at_the_end(self, this_pass: Pass, place: Place) -> dict[str, float]:
         """Step the optimizer and average the weights where the mini-batch ends. Return the figures of the step.
 
         A pass that gives π_old learns only here that its group is empty on every rank, and takes no step then.
         """
         engine, strategy = self.actor.model, self.strategy
-        ends_mini_batch = optimizer_steps.ends_mini_batch(engine, self.replay_buffer, step)
-        # Without dynamic batches DeepSpeed and EMA count the micro-batches themselves, so each is reported to them.
-        is_reported = ends_mini_batch or not self.args.train.dynamic_batch_enable
-        if ends_mini_batch and this_pass.gives_old_log_probs and not self.ranks.sum(this_pass.num_tokens)[0]:
+        if not place.counts:
+            return {"actor_lr": self.actor_scheduler.get_last_lr()[0]}
+        if place.ends_mini_batch and this_pass.gives_old_log_probs and not self.ranks.sum(this_pass.num_tokens)[0]:
             optimizer_steps.skip(engine, self.actor_scheduler)
-        elif is_reported:
+        else:
             strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
-            if ends_mini_batch and self.statistics is not None:
+            if place.ends_mini_batch and self.statistics is not None:
                 self.statistics.is_moved = True
-        if self.ema_model and is_reported:
-            strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
-        figures = {"actor_lr": self.actor_scheduler.get_last_lr()[0]}
-        if is_reported:
-            figures["actor_grad_norm"] = strategy.get_grad_norm(self.actor)
-        return figures
+        self.average_weights(place.counts)
+        return {
+            "actor_lr": self.actor_scheduler.get_last_lr()[0],
+            "actor_grad_norm": strategy.get_grad_norm(self.actor),
+        }
+
+    def average_weights(self, counts: int) -> None:
+        """Let EMA count so many micro-batches. It averages once for each `gradient_accumulation_steps` of them."""
+        if self.ema_model:
+            for _ in range(counts):
+                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")

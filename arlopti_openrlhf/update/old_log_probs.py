@@ -11,7 +11,7 @@ from openrlhf.models import Actor
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
 from torch import Tensor, nn
 
-from arlopti_openrlhf.update.passes import by_prompt
+from arlopti_openrlhf.update.partition import by_prompt
 from arlopti_openrlhf.update.ranks import Ranks
 
 
@@ -72,13 +72,13 @@ def compute(actor: Actor, items: list[Experience], args: SimpleNamespace, ranks:
     batches = _batches([item for prompt in by_prompt(items) for item in prompt], args)
     actor.eval()
     for i in range(ranks.max(len(batches))):
-        samples = batches[i] if i < len(batches) else [_stand_in()]
+        samples = batches[i] if i < len(batches) else [stand_in()]
         batch = make_experience_batch(samples).to_device(torch.cuda.current_device())
         store(samples, actor(batch.sequences, batch.action_mask, batch.attention_mask))
     actor.train()
 
 
-def _stand_in() -> Experience:
+def stand_in() -> Experience:
     """Return a short sample, of whose tokens none is asked for. It is long enough for `self_check`."""
     tokens = torch.arange(64)
     return Experience(

@@ -9,6 +9,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from arlopti_openrlhf.update.passes import Place
+
 
 def ends_mini_batch(engine: deepspeed.DeepSpeedEngine, buffer: NaiveReplayBuffer, step: int) -> bool:
     """Return whether micro-batch `step` is the last of its mini-batch."""
@@ -19,6 +21,21 @@ def ends_mini_batch(engine: deepspeed.DeepSpeedEngine, buffer: NaiveReplayBuffer
     )
 
 
+def announce(engine: deepspeed.DeepSpeedEngine, place: Place) -> None:
+    """Tell DeepSpeed, before a micro-batch's backward, whether its mini-batch ends with it.
+
+    Left alone, DeepSpeed takes each `gradient_accumulation_steps` micro-batches for a mini-batch. For dynamic batches
+    OpenRLHF sets that to 1, and ZeRO-2 then keeps the gradient of the last micro-batch alone.
+    """
+    engine.set_gradient_accumulation_boundary(place.ends_mini_batch)
+
+
+def count(engine: deepspeed.DeepSpeedEngine, place: Place) -> None:
+    """Let DeepSpeed count micro-batches by itself again, from the end of a mini-batch on."""
+    engine.set_gradient_accumulation_boundary(None)
+    engine.micro_steps += place.counts - 1  # it has counted one
+
+
 def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LRScheduler) -> None:
     """End a mini-batch whose gradient is zero on every rank without an optimizer step.
 
@@ -27,7 +44,6 @@ def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LRScheduler) -> None:
     """
     engine.set_gradient_accumulation_boundary(False)
     engine.step()
-    engine.set_gradient_accumulation_boundary(None)  # the engine counts micro-batches again
     engine.optimizer.zero_grad()
     if engine.zero_optimization_stage() < 3:
         engine.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID  # as `step` would; ZeRO-3's `zero_grad` does

@@ -1,7 +1,6 @@
 """The passes of an update: which mini-batch is trained on which group of tokens, and in which order."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from openrlhf.utils.logging_utils import init_logger
 from torch import Tensor
 
 from arlopti_openrlhf.token_update import HIGH, LOW, group_mask
+from arlopti_openrlhf.update import partition
 from arlopti_openrlhf.update.ranks import Ranks
 
 logger = init_logger(__name__)
@@ -35,7 +35,6 @@ class MiniBatch(NamedTuple):
     """This rank's samples of one optimizer step."""
 
     micro_batches: list[list[Experience]]  # single samples, unpadded
-    first_step: int  # the index of the first micro-batch in its epoch
 
     @property
     def samples(self) -> list[Experience]:
@@ -49,6 +48,14 @@ class Pass:
     stage: Stage = Stage()
     gives_old_log_probs: bool = False  # its own forward gives π_old, which nobody knows before
     num_tokens: float = 0.0  # tokens of the stage's group, on this rank, in the micro-batches so far
+
+
+class Place(NamedTuple):
+    """Says where a micro-batch stands in its mini-batch."""
+
+    ends_mini_batch: bool
+    share: float  # by which losses that are means over a micro-batch are scaled
+    counts: int  # of the micro-batches that DeepSpeed and EMA count, how many are over with this one
 
 
 def stages(lopti: SimpleNamespace, eta: float | None) -> list[Stage]:
@@ -75,32 +82,41 @@ def in_order(mini_batches: Sequence[MiniBatch], stages: Sequence[Stage], scope: 
     return [(mini_batch, stage) for mini_batch in mini_batches for stage in stages]
 
 
-def mini_batches(
-    items: list[Experience], micro_batch_size: int, mini_batch_size: int, shuffle: bool, ranks: Ranks
-) -> list[MiniBatch]:
-    """Divide this rank's samples into mini-batches for one epoch.
+def mini_batches(items: list[Experience], size: int, shuffle: bool, ranks: Ranks) -> list[list[Experience]]:
+    """Return this rank's samples of each mini-batch of one epoch.
 
     Only whole mini-batches are made, as many on every rank. Upstream would carry the gradients of a short last one
     over into the next update, which here would be another group's. The log says how many samples are left out.
 
     Args:
         items: single samples, unpadded.
-        micro_batch_size: samples of one forward pass.
-        mini_batch_size: samples of one optimizer step on this rank.
+        size: samples of one optimizer step on this rank.
         shuffle: whether to shuffle, as upstream does. Samples of one prompt stay together, so that they can share its
             computation.
         ranks: the data-parallel ranks.
     """
     if shuffle:
-        prompts = by_prompt(items)
+        prompts = partition.by_prompt(items)
         items = [item for i in torch.randperm(len(prompts)).tolist() for item in prompts[i]]
-    count = ranks.min(len(items) // mini_batch_size)
-    _say_what_is_left_out(len(items) - count * mini_batch_size, mini_batch_size)
-    per_mini_batch = -(-mini_batch_size // micro_batch_size)
-    return [
-        MiniBatch(list(_split(items[i * mini_batch_size : (i + 1) * mini_batch_size], micro_batch_size)), first_step)
-        for i, first_step in zip(range(count), range(0, count * per_mini_batch, per_mini_batch), strict=True)
-    ]
+    count = ranks.min(len(items) // size)
+    _say_what_is_left_out(len(items) - count * size, size)
+    return [items[i * size : (i + 1) * size] for i in range(count)]
+
+
+def by_count(samples: list[Experience], micro_batch_size: int) -> MiniBatch:
+    """Divide a mini-batch into micro-batches of so many samples, in their order."""
+    starts = range(0, len(samples), micro_batch_size)
+    return MiniBatch([samples[i : i + micro_batch_size] for i in starts])
+
+
+def by_cost(samples: list[Experience], budget: int, ranks: Ranks) -> MiniBatch:
+    """Divide a mini-batch into micro-batches of at most `budget` tokens, where the samples of a prompt share it.
+
+    A collective call: each rank makes as many, because ZeRO reduces gradients in each.
+    """
+    micro_batches = partition.micro_batches(samples, budget)
+    count = ranks.max(len(micro_batches))
+    return MiniBatch(partition.micro_batches(samples, budget, count) if count > len(micro_batches) else micro_batches)
 
 
 def dynamic_mini_batches(buffer: NaiveReplayBuffer, mini_batch_size: int) -> list[MiniBatch]:
@@ -109,19 +125,10 @@ def dynamic_mini_batches(buffer: NaiveReplayBuffer, mini_batch_size: int) -> lis
     for step, ends_mini_batch in enumerate(buffer.dynamic_optimizer_step):
         if ends_mini_batch:
             indices = buffer.dynamic_indices[start : step + 1]
-            batches.append(MiniBatch([[buffer.items[i] for i in micro_batch] for micro_batch in indices], start))
+            batches.append(MiniBatch([[buffer.items[i] for i in micro_batch] for micro_batch in indices]))
             start = step + 1
     _say_what_is_left_out(len(buffer.items) - sum(len(batch.samples) for batch in batches), mini_batch_size)
     return batches
-
-
-def by_prompt(items: list[Experience]) -> list[list[Experience]]:
-    """Group single, unpadded samples by their prompts."""
-    prompts = defaultdict(list)
-    for item in items:
-        first_action = len(item.sequences) - len(item.action_mask) + int(item.action_mask.long().argmax())
-        prompts[tuple(item.sequences[:first_action].tolist())].append(item)
-    return list(prompts.values())
 
 
 def response_log_probs(items: Sequence[Experience]) -> Tensor:
@@ -136,9 +143,10 @@ def count_tokens(items: Sequence[Experience], stage: Stage) -> float:
     return float(stage.tokens(log_probs, torch.ones_like(log_probs)).sum())
 
 
-def _split(items: list[Experience], size: int) -> Iterator[list[Experience]]:
-    for i in range(0, len(items), size):
-        yield items[i : i + size]
+def count_responses(items: Sequence[Experience]) -> tuple[int, int]:
+    """Return the response tokens of the samples, and how many samples have any: upstream's denominators."""
+    lengths = [int(item.action_mask.sum()) for item in items]
+    return sum(lengths), sum(length > 0 for length in lengths)
 
 
 def _say_what_is_left_out(samples: int, mini_batch_size: int) -> None:

@@ -5,14 +5,17 @@ docs/architecture.md walks through it. One micro-batch's way is `micro_batch.Mic
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
-from openrlhf.utils.loss_utils import iter_grad_accum_global_norm
+from openrlhf.utils.logging_utils import init_logger
+from openrlhf.utils.loss_utils import get_loss_batch_info
 from tqdm import tqdm
 
-from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, passes
+from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, partition, passes
 from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, method_metrics, rollout_gap
 from arlopti_openrlhf.update.micro_batch import MicroBatchTrainer
-from arlopti_openrlhf.update.passes import MiniBatch, Pass, Stage
+from arlopti_openrlhf.update.passes import MiniBatch, Pass, Place, Stage, count_responses
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
+
+logger = init_logger(__name__)
 
 
 class TokenUpdateTrainer(MicroBatchTrainer):
@@ -33,6 +36,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         balances_experts_in_stages = self.aux_loss and self.uses_lopti
+        self.has_reported = False  # what the selective update saves
         self.defers_old_log_probs = self.is_selective and old_log_probs.can_defer(
             self.args, self.actor, balances_experts_in_stages
         )
@@ -88,7 +92,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             for i, (mini_batch, stage) in enumerate(bar):
                 this_pass = Pass(stage, gives_old_log_probs=is_deferred and i == 0)
                 if not this_pass.gives_old_log_probs and not self._any_token(mini_batch, stage):
-                    self._skip_pass(mini_batch)
+                    self._skip_pass()
                     continue
                 status = self._train_pass(mini_batch, this_pass, kl_ctl)
                 (num_tokens,) = self.ranks.sum(this_pass.num_tokens)
@@ -96,41 +100,74 @@ class TokenUpdateTrainer(MicroBatchTrainer):
                     metrics.add(this_pass, num_tokens, status)
         return metrics.summary(), trained
 
-    def _skip_pass(self, mini_batch: MiniBatch) -> None:
+    def _skip_pass(self) -> None:
         """Count a pass without an optimizer step, as the schedule and EMA count data."""
         optimizer_steps.pass_over(self.actor.model, self.actor_scheduler)
-        if self.ema_model:
-            # `moving_average` averages at every micro-batch that ends a step, which it counts itself.
-            for _ in range(1 if self.args.train.dynamic_batch_enable else len(mini_batch.micro_batches)):
-                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
+        self.average_weights(self.actor.model.gradient_accumulation_steps())
 
     def _train_pass(self, mini_batch: MiniBatch, this_pass: Pass, kl_ctl: float) -> dict[str, float]:
         """Take the micro-batches of one optimizer step through `training_step`; return the metrics of all ranks."""
-        micro_batches, is_dynamic = mini_batch.micro_batches, self.args.train.dynamic_batch_enable
-        metrics = PassMetrics(this_pass.stage.group is not None, is_dynamic)
-        batches = (make_experience_batch(samples, self.args.ds.packing_samples) for samples in micro_batches)
-        if is_dynamic:
-            batches = ((experience, None) for experience in batches)  # the replay buffer holds the denominators
-        else:
-            batches = iter_grad_accum_global_norm(
-                batches, self.strategy, self.strategy.accumulated_gradient, lambda experience: experience.action_mask
-            )
-        for i, (experience, loss_batch_info) in enumerate(batches):
+        engine, samples = self.actor.model, mini_batch.samples
+        # DeepSpeed divides each loss by this number, however many micro-batches there are.
+        divisor = engine.gradient_accumulation_steps()
+        tokens, responses = self.ranks.sum(*count_responses(samples))
+        metrics = PassMetrics(divisor)
+        for i, micro_batch in enumerate(mini_batch.micro_batches):
+            experience = make_experience_batch(micro_batch, self.args.ds.packing_samples)
             experience.to_device(torch.cuda.current_device())
-            step = mini_batch.first_step + i
-            metrics.add(self.training_step(experience, kl_ctl, step, loss_batch_info, this_pass))
+            is_last = i == len(mini_batch.micro_batches) - 1
+            place = Place(is_last, divisor * len(micro_batch) / len(samples), counts=divisor * is_last)
+            loss_batch_info = get_loss_batch_info(
+                self.strategy,
+                experience.action_mask,
+                batch_num_tokens=tokens / divisor,
+                global_batch_size=responses / divisor,
+            )
+            metrics.add(self.training_step(experience, kl_ctl, i, loss_batch_info, this_pass, place))
             if this_pass.gives_old_log_probs:
-                old_log_probs.store(micro_batches[i], experience.action_log_probs)
+                old_log_probs.store(micro_batch, experience.action_log_probs)
+        optimizer_steps.count(engine, place)
         return metrics.reduce(self.ranks)
 
     def _mini_batches(self) -> list[MiniBatch]:
-        size = self._mini_batch_size()
-        if self.args.train.dynamic_batch_enable:
+        """Return this rank's mini-batches of one epoch, in micro-batches that share prompts where the model can."""
+        items, size, args = self.replay_buffer.items, self._mini_batch_size(), self.args
+        reason = self._reason_not_to_share()
+        if reason is None:
+            longest = self.ranks.max(max((len(item.sequences) for item in items), default=0))
+            costliest = self.ranks.max(max(map(partition.cost, partition.by_prompt(items)), default=0))
+            budget = partition.token_budget(args, self.actor.hf_config, longest, costliest)
+            # Upstream shuffles, but not dynamic batches.
+            samples = passes.mini_batches(items, size, not args.train.dynamic_batch_enable, self.ranks)
+            mini_batches = [passes.by_cost(mini_batch, budget, self.ranks) for mini_batch in samples]
+        elif args.train.dynamic_batch_enable:
             self.replay_buffer.setup_dynamic_batch(self.strategy)
-            return passes.dynamic_mini_batches(self.replay_buffer, size)
-        is_sharded = self.strategy.ring_attn_group is not None or self.args.ds.tensor_parallel_size > 1
-        micro_batch_size = self.replay_buffer.sample_batch_size
-        return passes.mini_batches(self.replay_buffer.items, micro_batch_size, size, not is_sharded, self.ranks)
+            mini_batches = passes.dynamic_mini_batches(self.replay_buffer, size)
+        else:
+            is_sharded = self.strategy.ring_attn_group is not None or args.ds.tensor_parallel_size > 1
+            samples = passes.mini_batches(items, size, not is_sharded, self.ranks)
+            mini_batches = [
+                passes.by_count(mini_batch, self.replay_buffer.sample_batch_size) for mini_batch in samples
+            ]
+        if self.is_selective and not self.has_reported and mini_batches and self.strategy.is_rank_0():
+            self.has_reported = True
+            report = partition.describe(mini_batches[0].micro_batches, budget if reason is None else reason)
+            logger.info(f"selective update, first mini-batch of this rank: {report}")
+        return mini_batches
+
+    def _reason_not_to_share(self) -> str | None:
+        """Return why the ranks do not share prompts, or None where they do. A collective call."""
+        if not self.is_selective:
+            return "the update is OpenRLHF's"
+        if self.actor.is_vlm:
+            return "vision models are computed as OpenRLHF does"
+        if self.aux_loss:
+            return "the experts' balancing loss counts every token (--actor.aux_loss_coef)"
+        lengths = [len(item.sequences) for item in self.replay_buffer.items]
+        longest = self.replay_buffer.items[lengths.index(max(lengths))] if lengths else old_log_probs.stand_in()
+        self.actor.check(longest.sequences[None].to(torch.cuda.current_device()))
+        reason = self.actor.reason_not_to_share
+        return None if self.ranks.min(reason is None) else reason or "another rank's model does not"
 
     def _mini_batch_size(self) -> int:
         return self.args.train.batch_size // self.ranks.count

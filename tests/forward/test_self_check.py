@@ -52,7 +52,6 @@ def test_an_architecture_that_nobody_thought_of_is_slow_and_right(shifting, batc
 def test_without_the_check_it_would_be_wrong(shifting, batch):
     stock, ours = shifting
     ours.__class__ = UncheckedSelectiveActor
-    ours.is_checked = True
     with pytest.raises(AssertionError):
         assert_same(stock, ours, batch)
 

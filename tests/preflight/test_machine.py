@@ -78,15 +78,19 @@ def test_memory_of_a_paper_sized_run(qwen):
     flags = (
         "--actor.num_gpus_per_node 8 --ref.num_gpus_per_node 8 --vllm.num_engines 8 --ds.zero_stage 3 "
         "--vllm.gpu_memory_utilization 0.6 --vllm.enable_sleep --ds.enable_sleep --algo.ar.alpha 0.1 "
-        "--data.max_len 5120 --actor.gradient_checkpointing_enable --rollout.batch_size 128 --train.batch_size 512"
+        "--data.max_len 5120 --actor.gradient_checkpointing_enable --rollout.batch_size 128 --train.batch_size 512 "
+        "--rollout.n_samples_per_prompt 8"
     )
     guess = memory.estimate(arguments(f"--actor.model_name_or_path {qwen} {flags}"), 80 * GIB)
     billions = 7.6156 / 1.0737  # parameters in units of GiB
     assert guess.weights / GIB == pytest.approx(2 * billions / 8, rel=0.01)
     assert guess.gradients / GIB == pytest.approx(2 * billions / 8, rel=0.01)
     assert guess.optimizer / GIB == pytest.approx(12 * billions / 8, rel=0.01)
-    # 4 x 5120 tokens x 3584 hidden units x (28 layers' inputs of 2 bytes + 34 bytes of one layer)
-    assert guess.activations == 4 * 5120 * 3584 * (28 * 2 + 34)
+    # A prompt's samples x 5120 tokens x 3584 hidden units x (28 layers' inputs of 2 bytes + 34 bytes of one layer).
+    assert guess.activations == 8 * 5120 * 3584 * (28 * 2 + 34)
+    # Four samples with 10 bytes for each of 152,064 logits
+    stock = memory.estimate(arguments(f"--actor.model_name_or_path {qwen} {flags} --actor.update stock"), 80 * GIB)
+    assert stock.activations == 4 * 5120 * (3584 * (28 * 2 + 34) + 10 * 152_064)
     assert guess.vllm == 48 * GIB
     assert guess.peak == pytest.approx(guess.vllm + guess.others)  # while vLLM is awake, the actor sleeps
 

@@ -24,7 +24,8 @@ def status(loss: float, rewards: list[float], num_tokens: float) -> dict:
         rewards=torch.tensor(rewards),
         info={"reward": rewards, "scalar": torch.tensor(2.0), "text": "not logged", "kl": torch.zeros(1)},
     )
-    means = {"policy_loss": torch.tensor(loss, requires_grad=True), "kl": torch.tensor(loss / 2), "vllm_kl": None}
+    policy_loss = torch.tensor(loss, requires_grad=True)
+    means = {"policy_loss": policy_loss, "kl": torch.tensor(loss / 2), "ppo_kl": torch.tensor(loss), "vllm_kl": None}
     return micro_batch_status(experience, means, {"actor_lr": loss}, num_tokens)
 
 
@@ -32,6 +33,7 @@ def test_a_micro_batchs_status_has_upstreams_form():
     found = status(0.5, [1.0, 3.0], 0.0)
     assert found["weights"] == {
         "policy_loss": "token",
+        "ppo_kl": "token",
         "kl": "token",
         "reward": "sample",
         "scalar": "token",
@@ -45,33 +47,48 @@ def test_a_micro_batchs_status_has_upstreams_form():
     assert found["num_action_tokens"] == 1e-9  # upstream divides by it
 
 
-def test_means_over_micro_batches():
-    """Losses 1 and 2 over 1 and 3 tokens, rewards 1 | 2, 3: by tokens 7/4, by samples 2.
+@pytest.mark.parametrize("divisor", [1, 4])
+def test_means_over_micro_batches(divisor):
+    """Losses 1 and 2 over 1 and 3 tokens, rewards 1 | 2, 3: scalars by tokens 7/4, rewards by samples 2.
 
-    In a stage the losses add up to the mini-batch's: of two micro-batches each is twice its share, unless dynamic.
+    The losses are shares of the mini-batch's, times what DeepSpeed divides by.
     """
-    for in_stage, is_dynamic, loss in ((False, False, 7 / 4), (True, False, 3 / 2), (True, True, 3.0)):
-        metrics = PassMetrics(in_stage, is_dynamic)
-        metrics.add(status(1.0, [1.0], 1.0))
-        metrics.add(status(2.0, [2.0, 3.0], 3.0))
-        found = metrics.reduce(TwoEqualRanks())
-        assert found == pytest.approx(
+    metrics = PassMetrics(divisor)
+    metrics.add(status(1.0, [1.0], 1.0))
+    metrics.add(status(2.0, [2.0, 3.0], 3.0))
+    assert metrics.reduce(TwoEqualRanks()) == pytest.approx(
+        {
+            "policy_loss": 3 / divisor,
+            "kl": 1.5 / divisor,
+            "ppo_kl": 7 / 4,
+            "reward": 2.0,
+            "scalar": 2.0,
+            "response_length": 5 / 3,
+            "actor_lr": 2.0,
+        }
+    )
+
+
+def test_a_kl_in_the_reward_is_a_mean_over_samples():
+    """OpenRLHF logs it under the name of the KL loss."""
+    metrics = PassMetrics(4)
+    for kl, count in ((1.0, 1), (4.0, 2)):
+        metrics.add(
             {
-                "policy_loss": loss,
-                "kl": loss / 2,
-                "reward": 2.0,
-                "scalar": 2.0,
-                "response_length": 5 / 3,
-                "actor_lr": 2.0,
+                "metrics": {"kl": torch.full((count,), kl)},
+                "weights": {"kl": "sample"},
+                "num_samples": float(count),
+                "num_action_tokens": 5.0,
             }
         )
+    assert metrics.reduce(TwoEqualRanks())["kl"] == pytest.approx(3.0)
 
 
 def test_a_micro_batch_without_tokens_counts_nothing():
-    metrics = PassMetrics(in_stage=False, is_dynamic=False)
+    metrics = PassMetrics(1)
     metrics.add(status(1.0, [1.0], 4.0))
     metrics.add(status(9.0, [1.0], 0.0))
-    assert metrics.reduce(TwoEqualRanks())["policy_loss"] == pytest.approx(1.0)
+    assert metrics.reduce(TwoEqualRanks())["ppo_kl"] == pytest.approx(1.0)
 
 
 def flags(loss_type: str = "ppo") -> SimpleNamespace:

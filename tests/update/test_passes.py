@@ -50,7 +50,7 @@ def test_a_stages_tokens():
 
 
 def test_the_order_of_the_passes():
-    a, b = MiniBatch([], 0), MiniBatch([], 1)
+    a, b = MiniBatch([]), MiniBatch([[]])
     low, high = passes.stages(lopti(), 0.5)
     assert passes.in_order([a, b], [low, high], "batch") == [(a, low), (b, low), (a, high), (b, high)]
     assert passes.in_order([a, b], [low, high], "minibatch") == [(a, low), (a, high), (b, low), (b, high)]
@@ -61,31 +61,42 @@ def test_mini_batches_are_whole_on_every_rank(monkeypatch):
     said = []
     monkeypatch.setattr(passes.logger, "info", said.append)
     items = [sample([i], [9]) for i in range(7)]
-    both = passes.mini_batches(items, 2, 3, shuffle=False, ranks=OneRank(5))
-    assert [batch.samples for batch in both] == [items[:3], items[3:6]]
-    assert [list(map(len, batch.micro_batches)) for batch in both] == [[2, 1], [2, 1]]
-    assert [batch.first_step for batch in both] == [0, 2]
+    assert passes.mini_batches(items, 3, shuffle=False, ranks=OneRank(5)) == [items[:3], items[3:6]]
     assert "1 samples do not fill" in said.pop()
-    (one,) = passes.mini_batches(items, 2, 3, shuffle=False, ranks=OneRank(1))
-    assert one.samples == items[:3] and "4 samples" in said.pop()
-    assert passes.mini_batches([], 2, 3, shuffle=True, ranks=OneRank(5)) == [] and not said
+    assert passes.mini_batches(items, 3, shuffle=False, ranks=OneRank(1)) == [items[:3]]
+    assert "4 samples" in said.pop()
+    assert passes.mini_batches([], 3, shuffle=True, ranks=OneRank(5)) == [] and not said
+
+
+def test_micro_batches_by_count():
+    items = [sample([i], [9]) for i in range(3)]
+    assert passes.by_count(items, 2).micro_batches == [items[:2], items[2:]]
+
+
+def test_every_rank_makes_as_many_micro_batches():
+    """This rank's samples fit into one; another needs three."""
+    items = [sample([1, 2], [9, 8]) for _ in range(4)]
+    (own,) = passes.by_cost(items, 100, SimpleNamespace(max=lambda count: count)).micro_batches
+    assert own == items
+    three = passes.by_cost(items, 100, SimpleNamespace(max=lambda count: max(count, 3)))
+    assert len(three.micro_batches) == 3 and {id(s) for s in three.samples} == set(map(id, items))
 
 
 def test_samples_of_a_prompt_stay_together_when_shuffled():
     items = [sample([prompt, prompt], [9, response]) for response in range(3) for prompt in range(4)]
     torch.manual_seed(0)
-    (batch,) = passes.mini_batches(items, 3, 12, shuffle=True, ranks=OneRank(1))
-    assert all(len({int(s.sequences[0]) for s in micro_batch}) == 1 for micro_batch in batch.micro_batches)
-    assert [int(s.sequences[0]) for s in batch.samples] != sorted(int(s.sequences[0]) for s in items)
-    assert {id(s) for s in batch.samples} == {id(s) for s in items}
+    (batch,) = passes.mini_batches(items, 12, shuffle=True, ranks=OneRank(1))
+    prompts = [int(s.sequences[0]) for s in batch]
+    assert prompts[::3] == prompts[1::3] == prompts[2::3] != sorted(prompts[::3])
+    assert {id(s) for s in batch} == {id(s) for s in items}
 
 
 def test_dynamic_mini_batches_end_where_upstream_says():
     items = [sample([i], [9]) for i in range(5)]
     buffer = SimpleNamespace(items=items, dynamic_indices=[[0], [2, 1], [3]], dynamic_optimizer_step=[0, 1, 1])
     first, second = passes.dynamic_mini_batches(buffer, 2)
-    assert first == MiniBatch([[items[0]], [items[2], items[1]]], 0)
-    assert second == MiniBatch([[items[3]]], 2)
+    assert first == MiniBatch([[items[0]], [items[2], items[1]]])
+    assert second == MiniBatch([[items[3]]])
 
 
 @pytest.mark.parametrize(("stage", "count"), [(Stage(), 5), (Stage("low", 0.5), 2), (Stage("high", 0.5), 3)])
@@ -93,3 +104,10 @@ def test_count_tokens(stage, count):
     items = [sample([1, 2], [3, 4], [0.1, 0.5]), sample([1], [2, 3, 4], [0.9, 0.4, 0.6])]
     assert passes.count_tokens(items, stage) == count
     assert passes.count_tokens([], stage) == 0
+
+
+def test_count_responses():
+    """Upstream's denominators: response tokens, and samples that have any."""
+    items = [sample([1, 2], [3, 4]), sample([1], [2]), sample([1, 2], [])]
+    items[2].action_mask = torch.zeros(1)
+    assert passes.count_responses(items) == (3, 2)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from arlopti_openrlhf.update import passes
+from arlopti_openrlhf.update import partition, passes
 from arlopti_openrlhf.update.passes import Stage
 
 LOG_PROBS = st.one_of(st.floats(-30, 0), st.just(float("-inf")))
@@ -35,20 +35,29 @@ class Ranks(SimpleNamespace):
 
 @given(st.lists(samples(), max_size=12), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.integers(0, 12))
 def test_mini_batches_are_whole_and_hold_no_sample_twice(items, micro, mini, shuffle, other):
-    made = passes.mini_batches(items, micro, mini, shuffle, Ranks(other=other))
+    made = passes.mini_batches(items, mini, shuffle, Ranks(other=other))
     assert len(made) == min(len(items) // mini, other)
-    taken = Counter(id(sample) for batch in made for sample in batch.samples)
+    taken = Counter(id(sample) for batch in made for sample in batch)
     assert set(taken.values()) <= {1} and taken.keys() <= set(map(id, items))
-    step = 0
     for batch in made:
-        assert len(batch.samples) == mini and batch.first_step == step
-        assert all(len(micro_batch) == micro for micro_batch in batch.micro_batches[:-1])
-        step += len(batch.micro_batches)
+        assert len(batch) == mini
+        mini_batch = passes.by_count(batch, micro)
+        assert mini_batch.samples == batch
+        assert all(len(micro_batch) == micro for micro_batch in mini_batch.micro_batches[:-1])
+
+
+@given(st.lists(samples(), min_size=1, max_size=12), st.integers(1, 30), st.data())
+def test_micro_batches_keep_to_the_budget_and_hold_each_sample_once(items, budget, data):
+    count = data.draw(st.integers(1, len(items)))
+    made = partition.micro_batches(items, budget, count)
+    assert len(made) >= count and all(made)
+    assert Counter(id(sample) for batch in made for sample in batch) == Counter(map(id, items))
+    assert all(len(batch) == 1 or partition.cost(batch) <= budget for batch in made)
 
 
 @given(st.lists(samples(), max_size=12))
 def test_samples_are_grouped_by_prompt_and_none_is_lost(items):
-    groups = passes.by_prompt(items)
+    groups = partition.by_prompt(items)
     assert Counter(id(sample) for group in groups for sample in group) == Counter(map(id, items))
     for group in groups:
         assert len({sample.sequences[0].item() for sample in group if sample.action_mask.any()}) <= 1

@@ -28,7 +28,8 @@ def at_one_theta(request, tiny_model):
     return pair(tiny_model, *more)
 
 
-# Upstream weights these means by each micro-batch's tokens: they depend on which samples share one.
+# Upstream's loop weights these means by each micro-batch's tokens, so that they depend on which samples share one. Our
+# passes log the loss's own.
 OF_THE_SHUFFLE = {"policy_loss", "kl", "entropy_loss"}
 
 
@@ -89,12 +90,20 @@ def test_gradients_and_metrics_are_the_plain_updates(at_one_theta, variant):
     for ours, theirs in zip(result.gradients, expected.gradients, strict=True):
         assert relative_distance(ours, theirs) < 1e-5
     assert_no_nan(result.status)
-    several = len(expected.seen) > len(expected.gradients)
-    unlike = OF_THE_SHUFFLE if several and not lopti else set()
+    unlike = set() if lopti else OF_THE_SHUFFLE
     unlike = unlike | by_bin(expected.status, "rose")  # at one θ by rounding alone
     if not overrides.get("algo.kl.use_loss", True):
         unlike = unlike | by_bin(expected.status, *OF_COMPUTED_TOKENS)
     assert_same_status(result.status, expected.status, unlike)
+
+
+def test_the_logged_loss_is_the_mini_batchs(at_one_theta):
+    """At one θ the stages' losses add up to the whole's, however the samples are divided into micro-batches."""
+    batch = experiences(seed=1, samples_per_prompt=4)
+    more = {"algo.kl.use_loss": True, "algo.kl.init_coef": 0.1, "actor.entropy_coef": 0.05, "algo.ar.alpha": 0.0}
+    whole, stages = (at_one_theta[1].run(batch, kind | more, on_policy=True).status for kind in (OFF, LOPTI))
+    for name in OF_THE_SHUFFLE:
+        assert whole[name] == pytest.approx(stages[name], rel=1e-4, abs=1e-6)
 
 
 def exact_statistics(model: str, batch: list, alpha: float) -> list[dict]:
@@ -187,9 +196,9 @@ def test_statistics_by_quartile_and_off(at_one_theta):
 
 
 def test_nothing_is_computed_that_is_known(tiny_model):
-    """Four responses to a prompt; with gradient a prompt once per micro-batch, without gradient nothing at all."""
+    """Four responses to a prompt, which share it even in micro-batches of 2; without gradient nothing at all."""
     group = Group(
-        flags(tiny_model, "--train.micro_batch_size", "4", "--rollout.micro_batch_size", "4"), selective=True
+        flags(tiny_model, "--train.micro_batch_size", "2", "--rollout.micro_batch_size", "4"), selective=True
     )
     batch = experiences(seed=1, samples_per_prompt=4)
     own = SAMPLES // 2
@@ -347,6 +356,7 @@ def test_a_group_without_advantage_steps_as_in_the_plain_update(tiny_model):
 def test_dynamic_mini_batches_and_epochs(tiny_model):
     """Two mini-batches of several micro-batches, twice: each uses its own denominators."""
     more = ["--train.dynamic_batch_enable", "--ds.packing_samples", "--train.batch_size", str(SAMPLES // 2)]
+    more += ["--train.max_tokens_per_gpu", "24"]
     parameters, statuses = [], []
     for group in pair(tiny_model, *more, "--actor.adam.lr", "1e-3"):
         overrides = LOPTI | {"ds.packing_samples": True, "train.max_epochs": 2}

@@ -1,0 +1,155 @@
+"""Divides samples into micro-batches, and among the ranks, such that those of a prompt stay together and share it.
+
+A micro-batch costs the tokens that the selective forward pass computes for it: each prompt once, and each response.
+OpenRLHF divides by the number of samples, or in dynamic batches by their lengths, and so takes most prompts apart.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+from openrlhf.trainer.ppo_utils.experience import (
+    Experience,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+)
+from transformers import PretrainedConfig
+
+from arlopti_openrlhf.preflight.model_size import bytes_per_token
+
+
+def by_prompt(items: list[Experience]) -> list[list[Experience]]:
+    """Group single, unpadded samples by their prompts."""
+    prompts = defaultdict(list)
+    for item in items:
+        prompts[tuple(item.sequences[: _prompt_length(item)].tolist())].append(item)
+    return list(prompts.values())
+
+
+def cost(samples: list[Experience]) -> int:
+    """Return how many tokens a forward pass of these samples computes: each prompt once, and each response."""
+    return sum(
+        _prompt_length(group[0]) + sum(len(item.sequences) - _prompt_length(item) for item in group)
+        for group in by_prompt(samples)
+    )
+
+
+def token_budget(args: SimpleNamespace, config: PretrainedConfig, longest: int, costliest: int) -> int:
+    """Return how many tokens a micro-batch may cost.
+
+    With dynamic batches the user says so. Else the user gives a number of samples, for which OpenRLHF takes the memory
+    of their tokens, padded to the longest, with their logits. The selective update keeps no logits, so in the same
+    memory there is room for more tokens. They are used as far as a whole prompt needs them.
+
+    Args:
+        args: upstream's nested arguments.
+        config: the model's.
+        longest: tokens of the longest sequence.
+        costliest: what the prompt with the most tokens costs with all its responses.
+    """
+    if args.train.dynamic_batch_enable:
+        return args.train.max_tokens_per_gpu
+    config = config.get_text_config()
+    layers, logits = bytes_per_token(
+        config.hidden_size, config.num_hidden_layers, config.vocab_size, args.actor.gradient_checkpointing_enable
+    )
+    padded = args.train.micro_batch_size * longest
+    return max(padded, min(costliest, int(padded * (1 + logits / layers))))
+
+
+def micro_batches(samples: list[Experience], budget: int, count: int = 1) -> list[list[Experience]]:
+    """Divide samples into micro-batches that cost at most `budget` tokens each.
+
+    A prompt's samples are divided only where they exceed the budget alone. One sample may exceed it.
+
+    Args:
+        samples: single, unpadded samples.
+        budget: tokens.
+        count: how many micro-batches to make at least, of as many samples. Costly ones are halved for it.
+    """
+    batches: list[list[Experience]] = []
+    room: list[int] = []
+    # First fit, the most expensive first.
+    for part in sorted(_parts(samples, budget), key=cost, reverse=True):
+        tokens = cost(part)
+        i = next((i for i, left in enumerate(room) if tokens <= left), len(batches))
+        if i == len(batches):
+            batches.append([])
+            room.append(budget)
+        batches[i] += part
+        room[i] -= tokens
+    while len(batches) < count:
+        costs = [cost(batch) if len(batch) > 1 else 0 for batch in batches]
+        largest = batches.pop(costs.index(max(costs)))
+        batches += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return batches
+
+
+def _parts(samples: list[Experience], budget: int) -> list[list[Experience]]:
+    """Divide samples by prompt, and a prompt's samples into parts that cost at most `budget` tokens each."""
+    parts: list[list[Experience]] = []
+    for group in by_prompt(samples):
+        room = 0
+        for item in group:
+            response = len(item.sequences) - _prompt_length(item)
+            if response > room:
+                parts.append([])
+                room = budget - _prompt_length(item)
+            parts[-1].append(item)
+            room -= response
+    return parts
+
+
+def describe(batches: list[list[Experience]], limit: int | str) -> str:
+    """Say how many tokens of a mini-batch are computed, and why not fewer.
+
+    Args:
+        batches: its micro-batches.
+        limit: the budget of each in tokens, or why prompts are not shared.
+    """
+    samples = [item for batch in batches for item in batch]
+    total = sum(len(item.sequences) for item in samples)
+    if isinstance(limit, str):
+        return f"all {total:,} tokens are computed in {len(batches)} micro-batches, because {limit}"
+    prompts = len(by_prompt(samples))
+    divided = sum(len(by_prompt(batch)) for batch in batches) - prompts
+    said = f"{sum(map(cost, batches)):,} of {total:,} tokens are computed, in {len(batches)} micro-batches of at most"
+    said += f" {limit:,}"
+    if divided:
+        said += (
+            f". {prompts} prompts are computed {prompts + divided} times, because some have more responses than that"
+        )
+    return said
+
+
+def balance_experiences(experiences: list[Experience], args: SimpleNamespace) -> list[Experience]:
+    """Divide a rollout batch among the ranks, as upstream's function of this name, with whole prompts.
+
+    Upstream deals out samples by length. Each rank gets as many samples as there, in the order of the rollout batch.
+
+    Args:
+        experiences: batches of samples.
+        args: upstream's nested arguments.
+
+    Returns:
+        One batch per rank.
+    """
+    items = [item for batch in experiences for item in remove_padding_in_sequences(split_experience_batch(batch))]
+    count = args.actor.num_nodes * args.actor.num_gpus_per_node
+    shares: list[list[Experience]] = [[] for _ in range(count)]
+    room = [len(items) // count + (rank < len(items) % count) for rank in range(count)]
+    tokens = [0] * count
+    for group in sorted(by_prompt(items), key=cost, reverse=True):
+        while group:
+            rank = min((rank for rank in range(count) if room[rank]), key=tokens.__getitem__)
+            taken, group = group[: room[rank]], group[room[rank] :]
+            shares[rank] += taken
+            room[rank] -= len(taken)
+            tokens[rank] += cost(taken)
+    order = {id(item): i for i, item in enumerate(item for group in by_prompt(items) for item in group)}
+    return [make_experience_batch(sorted(share, key=lambda item: order[id(item)])) for share in shares if share]
+
+
+def _prompt_length(item: Experience) -> int:
+    """Return how many tokens of a single, unpadded sample come before its first response token."""
+    return len(item.sequences) - len(item.action_mask) + int(item.action_mask.long().argmax())
