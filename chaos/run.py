@@ -15,6 +15,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,8 @@ def main() -> None:
     cases = [case for case in (SHORT if args.short else CASES) if fnmatch.fnmatchcase(case.name, args.only)]
     if not cases:
         parser.error(f"argument --only: {args.only} matches no case")
+    # A shell lets the jobs in its background ignore SIGINT, and the trainings would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     out = args.out.resolve()

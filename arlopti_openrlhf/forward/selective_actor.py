@@ -172,7 +172,7 @@ class SelectiveActor(Actor):
             return torch.cat([columns, columns.new_full((1, columns.shape[1]), _WITNESS)])[None]
 
         # The head's own hooks still run: ZeRO-3 gathers its weight by them.
-        with replaced_attribute(head, "forward", forward_head), self._router_logits(with_aux_loss):
+        with replaced_attribute(head, "forward", forward_head), _router_logits(self.hf_config, with_aux_loss):
             output = self.model(**inputs)
         result = output["logits"]
 
@@ -187,15 +187,6 @@ class SelectiveActor(Actor):
         padded = padded.index_copy(0, packed.places, result[0, : len(packed.places)]).view(*action_mask.shape, -1)
         log_probs, entropy, squares = (*padded.unbind(dim=-1), None, None)[:3]
         return log_probs, entropy, squares, output
-
-    def _router_logits(self, wanted: bool) -> AbstractContextManager:
-        """Let a model of experts return the logits of its routers, and so its balancing loss, only where it is wanted.
-
-        Upstream's actor always asks for them.
-        """
-        if wanted or not hasattr(self.hf_config, "output_router_logits"):
-            return nullcontext()
-        return replaced_attribute(self.hf_config, "output_router_logits", False)
 
     def _model_inputs(
         self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, share: bool
@@ -256,6 +247,16 @@ def replaced_attribute(instance: object, name: str, value: object) -> Iterator[N
     finally:
         vars(instance).pop(name)
         vars(instance).update(own)
+
+
+def _router_logits(config: PretrainedConfig, wanted: bool) -> AbstractContextManager:
+    """Let a model of experts return its routers' logits, and so its balancing loss, only where they are wanted.
+
+    Upstream's actor always asks for them.
+    """
+    if wanted or not hasattr(config, "output_router_logits"):
+        return nullcontext()
+    return replaced_attribute(config, "output_router_logits", False)
 
 
 def _reason_not_to_share(model: nn.Module) -> str | None:

@@ -5,6 +5,7 @@ import subprocess
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from arlopti_openrlhf.activation_memory import bytes_per_token
 from arlopti_openrlhf.preflight import model_size
 from arlopti_openrlhf.preflight.combinations import is_selective
 from arlopti_openrlhf.preflight.finding import Finding
@@ -128,7 +129,7 @@ def _beside(args: SimpleNamespace, size: ModelSize) -> float:
 
 def _activations(args: SimpleNamespace, size: ModelSize) -> float:
     """Return the bytes of one micro-batch's activations and logits."""
-    layers, logits = model_size.bytes_per_token(
+    layers, logits = bytes_per_token(
         size.hidden, size.layers, size.vocabulary, args.actor.gradient_checkpointing_enable
     )
     is_dynamic = args.train.dynamic_batch_enable

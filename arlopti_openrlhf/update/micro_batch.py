@@ -72,10 +72,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             return super().training_step(experience, kl_ctl, step, loss_batch_info)
         self.actor.train()
         this_pass = this_pass or Pass()
-        if place is None:
-            place = self._place(step)
-        else:
-            optimizer_steps.announce(self.actor.model, place)
+        place = place or self._place(step)
         stage, response, old = this_pass.stage, experience.action_mask, experience.action_log_probs  # (B, A)
 
         # The denominators are those of the whole response, whichever tokens the pass updates.
@@ -172,10 +169,10 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
 
     def _place(self, step: int) -> Place:
         """Return where micro-batch `step` of upstream's loop stands in its mini-batch."""
-        ends_mini_batch = optimizer_steps.ends_mini_batch(self.actor.model, self.replay_buffer, step)
-        if not self.args.train.dynamic_batch_enable:
-            return Place(ends_mini_batch, share=1.0, counts=1)  # DeepSpeed and EMA count the micro-batches themselves
-        return Place(ends_mini_batch, self.replay_buffer.dynamic_sample_loss_scale[step], counts=int(ends_mini_batch))
+        buffer = self.replay_buffer
+        ends = optimizer_steps.ends_mini_batch(self.actor.model, buffer, step)
+        # Without dynamic batches DeepSpeed and EMA count the micro-batches themselves.
+        return Place(ends, buffer.dynamic_sample_loss_scale[step], ends) if buffer.dynamic_batch else Place(ends, 1, 1)
 
     def _observe(
         self, loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info

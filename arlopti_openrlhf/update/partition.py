@@ -15,7 +15,7 @@ from openrlhf.trainer.ppo_utils.experience import (
 )
 from transformers import PretrainedConfig
 
-from arlopti_openrlhf.preflight.model_size import bytes_per_token
+from arlopti_openrlhf.activation_memory import bytes_per_token
 
 
 def by_prompt(items: list[Experience]) -> list[list[Experience]]:

@@ -123,6 +123,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
                 batch_num_tokens=tokens / divisor,
                 global_batch_size=responses / divisor,
             )
+            optimizer_steps.announce(engine, place)
             metrics.add(self.training_step(experience, kl_ctl, i, loss_batch_info, this_pass, place))
             if this_pass.gives_old_log_probs:
                 old_log_probs.store(micro_batch, experience.action_log_probs)
