@@ -168,10 +168,9 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         return log_probs, output
 
     def _place(self, step: int) -> Place:
-        """Return where micro-batch `step` of upstream's loop stands in its mini-batch."""
+        """Return where micro-batch `step` of upstream's loop stands. DeepSpeed and EMA count all but dynamic ones."""
         buffer = self.replay_buffer
         ends = optimizer_steps.ends_mini_batch(self.actor.model, buffer, step)
-        # Without dynamic batches DeepSpeed and EMA count the micro-batches themselves.
         return Place(ends, buffer.dynamic_sample_loss_scale[step], ends) if buffer.dynamic_batch else Place(ends, 1, 1)
 
     def _observe(
