@@ -34,6 +34,7 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
         kwargs["runtime_env"] = runtime_env
         if starts_here(args[0] if args else kwargs.get("address")):
             _close_to_others()
+            os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # for sockets, which vLLM would leave in /tmp
             kwargs = {"_temp_dir": str(folder / SESSIONS), "dashboard_host": "127.0.0.1"} | kwargs
         handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
         try:

@@ -29,7 +29,7 @@ with run.ending():
     def receive():
         from arlopti_openrlhf.run import credentials
         credentials.receive()
-        return os.environ["SECRET"], oct(os.umask(0))
+        return os.environ["SECRET"], oct(os.umask(0)), os.environ["VLLM_RPC_BASE_PATH"]
 
     [job] = ray._private.worker.global_worker.gcs_client.get_all_job_info().values()
     print(*ray.get(receive.remote()), job.entrypoint, flush=True)
@@ -57,8 +57,8 @@ def driver():
 
 
 def test_it_listens_to_this_machine_alone(driver):
-    process, _, (address, _, run) = driver
-    pids = {process.pid, *reaper.processes(run)}
+    process, _, (address, folder, run) = driver
+    pids = {process.pid, *reaper.processes(run, Path(folder))}
     listening = [c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in pids]
     assert len(listening) >= 5 and set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
     assert address.startswith("127.0.0.1:")
@@ -76,9 +76,10 @@ def test_a_process_without_the_token_runs_nothing(driver):
 
 
 def test_secrets_reach_the_workers_and_neither_files_nor_the_list_of_jobs(driver):
-    _, (secret, umask, *entrypoint), (_, folder, _) = driver
+    _, (secret, umask, sockets, *entrypoint), (_, folder, _) = driver
     assert (secret, umask, entrypoint) == ("abc-secret", "0o77", ["train", "http://host/?token=${SECRET}"])
     assert Path(folder).stat().st_mode & 0o777 == 0o700
+    assert sockets == folder  # vLLM's, which it does not remove
     files = [path for path in Path(folder).rglob("*") if path.is_file() and not path.is_symlink()]
     assert len(files) > 10
     assert not [path for path in files if b"abc-secret" in path.read_bytes()]
@@ -86,10 +87,10 @@ def test_secrets_reach_the_workers_and_neither_files_nor_the_list_of_jobs(driver
 
 def test_nothing_is_left_of_a_killed_run(driver):
     """It comes last: no other test finds a cluster after it."""
-    process, _, (_, _, run) = driver
-    assert len(list(reaper.processes(run))) > 5
+    process, _, (_, folder, run) = driver
+    assert len(list(reaper.processes(run, Path(folder)))) > 5
     process.send_signal(signal.SIGKILL)
     end = time.monotonic() + 15
-    while list(reaper.processes(run)) and time.monotonic() < end:
+    while list(reaper.processes(run, Path(folder))) and time.monotonic() < end:
         time.sleep(0.2)
-    assert not list(reaper.processes(run))
+    assert not list(reaper.processes(run, Path(folder)))
