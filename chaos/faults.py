@@ -241,9 +241,9 @@ CASES = (
     Case("`latest` removed", (killed("driver", 5),), damage=remove_latest),
     Case("NaN in one sample's advantages", (poisoned("nan-advantages", frozenset({0})),)),
     Case("disk full while saving", (DISK_FULL,)),
-    Case("reward function never returns", (reward("while True: pass", "seconds"),)),
+    Case("reward function never returns", (reward("while True: pass", "gave no result after 10 s"),)),
     Case("reward function raises", (reward("raise KeyError('lost')", "KeyError"),)),
-    Case("reward function ends its process", (reward("os._exit(7)", "reward"),)),
+    Case("reward function ends its process", (reward("os._exit(7)", "ended with status 7"),)),
     # Combinations.
     Case("killed twice", (killed("driver"), killed(CORE, 1))),
     Case("killed, then SIGTERM at once, then torn", (
