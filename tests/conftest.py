@@ -1,6 +1,7 @@
 """Gives the tests OpenRLHF on the CPU, a tiny model and tiny data, all made here."""
 
 import json
+import signal
 
 import pytest
 from hypothesis import settings
@@ -8,6 +9,9 @@ from hypothesis import settings
 from arlopti_openrlhf import cpu
 
 cpu.enable()  # before any test imports openrlhf
+
+# A shell lets the jobs in its background ignore SIGINT, as `make test` has one, and they hand that on to what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in each run, on a machine of any speed. `make fuzz` looks for new ones.
 settings.register_profile("tests", derandomize=True, deadline=None, database=None)

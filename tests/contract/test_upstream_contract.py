@@ -56,4 +56,6 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
 
 def test_vllm_loads_our_plugin_in_its_engine_process():
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    assert "arlopti_openrlhf.cpu:enable" in {point.value for point in points}, "reinstall the project: make setup"
+    assert "arlopti_openrlhf.cpu:enable_in_vllm" in {point.value for point in points}, (
+        "reinstall the project: make setup"
+    )
