@@ -10,7 +10,7 @@ from arlopti_openrlhf import cpu
 
 cpu.enable()  # before any test imports openrlhf
 
-# A shell lets the jobs in its background ignore SIGINT, as `make test` has one, and they hand that on to what they start.
+# A shell lets the jobs in its background ignore SIGINT, and they hand that on to what they start. `make test` has one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in each run, on a machine of any speed. `make fuzz` looks for new ones.
