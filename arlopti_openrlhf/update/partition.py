@@ -109,12 +109,12 @@ def describe(batches: list[list[Experience]], limit: int | str) -> str:
     """
     samples = [item for batch in batches for item in batch]
     total = sum(len(item.sequences) for item in samples)
+    made = f"in {len(batches)} micro-batch{'es' if len(batches) > 1 else ''}"
     if isinstance(limit, str):
-        return f"all {total:,} tokens are computed in {len(batches)} micro-batches, because {limit}"
+        return f"all {total:,} tokens are computed {made}, because {limit}"
     prompts = len(by_prompt(samples))
     divided = sum(len(by_prompt(batch)) for batch in batches) - prompts
-    said = f"{sum(map(cost, batches)):,} of {total:,} tokens are computed, in {len(batches)} micro-batches of at most"
-    said += f" {limit:,}"
+    said = f"{sum(map(cost, batches)):,} of {total:,} tokens are computed, {made} of at most {limit:,}"
     if divided:
         said += (
             f". {prompts} prompts are computed {prompts + divided} times, because some have more responses than that"

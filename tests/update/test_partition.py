@@ -82,6 +82,6 @@ def test_what_is_saved_is_said():
         "23 of 27 tokens are computed, in 3 micro-batches of at most 10. 2 prompts are computed 3 times, because some "
         "have more responses than that"
     )
-    assert partition.describe([items], 100) == "19 of 27 tokens are computed, in 1 micro-batches of at most 100"
+    assert partition.describe([items], 100) == "19 of 27 tokens are computed, in 1 micro-batch of at most 100"
     said = partition.describe([items], "attention is eager")
-    assert said == "all 27 tokens are computed in 1 micro-batches, because attention is eager"
+    assert said == "all 27 tokens are computed in 1 micro-batch, because attention is eager"
