@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 from openrlhf.trainer.ray import vllm_engine
+from vllm.sampling_params import RequestOutputKind
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
 
@@ -23,7 +24,18 @@ def install() -> None:
 
 @ray.remote
 class RolloutRayActor(_RolloutRayActor):
-    """`RolloutRayActor`. The only change: `generate_in_order`, for `--train.deterministic`."""
+    """`RolloutRayActor` with two changes.
+
+    1. vLLM makes the result of a request once, when it is complete. Upstream lets it make one after each token, and
+       takes the last. The tokens are the same.
+    2. `generate_in_order`, for `--train.deterministic`.
+    """
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        """Return upstream's result."""
+        once = copy(sampling_params)
+        once.output_kind = RequestOutputKind.FINAL_ONLY
+        return await super().generate(prompt_token_ids, once, multi_modal_data)
 
     async def generate_in_order(
         self, requests: Sequence[dict], sampling_params, max_length: int, hf_tokenizer

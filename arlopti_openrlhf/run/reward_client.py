@@ -8,6 +8,7 @@ import functools
 import itertools
 import random
 import time
+from copy import copy
 from typing import Any
 
 import aiohttp
@@ -50,12 +51,13 @@ def install(retry_minutes: float, timeout_seconds: float) -> None:
 
 
 class RewardExecutor(SingleTurnAgentExecutor):
-    """`SingleTurnAgentExecutor` with four changes.
+    """`SingleTurnAgentExecutor` with five changes.
 
     1. `kk` and `math` stand for the package's reward files.
     2. It waits for a server that does not answer.
     3. A reward function runs in a process of its own, and each call has a time limit.
     4. A reward function that raises, or a reward that is no finite number, ends the run with its cause.
+    5. vLLM returns no text beside the tokens.
 
     Args:
         remote_rm_url: `kk`, `math`, the path of a Python file, or URLs that take turns.
@@ -96,10 +98,12 @@ class RewardExecutor(SingleTurnAgentExecutor):
             RewardError: the function raised, took too long or ended its process, no server answered in time, one
                 refused the request, or the answer has no finite reward.
         """
+        asked = copy(self._spot_checks.ask(sampling_params))
+        asked.detokenize = False  # nobody reads vLLM's text, and the query has the prompt's too
         output = await super().execute(
             prompt,
             label,
-            self._spot_checks.ask(sampling_params),
+            asked,
             max_length,
             hf_tokenizer,
             llm_engine,

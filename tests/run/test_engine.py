@@ -5,6 +5,7 @@ import random
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from arlopti_openrlhf.run import engine
 
@@ -28,6 +29,7 @@ class Llm:
     async def add_request(self, request_id, prompt, params) -> None:
         await asyncio.sleep(random.random() / 100)
         self.seen.append((prompt["prompt_token_ids"], params.seed))
+        self.kind = params.output_kind
 
     async def generate(self, prompt, sampling_params, request_id):
         await self.add_request(request_id, prompt, sampling_params)
@@ -72,3 +74,22 @@ def test_requests_enter_in_order_while_the_engine_stands_still():
 def test_a_request_that_fails_before_it_is_asked_does_not_hang_the_others():
     with pytest.raises(ValueError, match="too long"):
         ask("a bad c")
+
+
+def test_vllm_makes_the_result_of_a_request_once():
+    _, llm = ask("a")
+    assert llm.kind == RequestOutputKind.FINAL_ONLY
+
+
+def test_the_callers_parameters_stay_as_they_are():
+    """An agent uses its parameters for every turn."""
+    actor = object.__new__(Engine)
+    actor._mm_pad_token_ids, parameters = None, SamplingParams()
+
+    async def run():
+        actor.llm = Llm()
+        actor.llm.running.set()
+        await actor.generate([1], parameters)
+
+    asyncio.run(run())
+    assert actor.llm.kind == RequestOutputKind.FINAL_ONLY != parameters.output_kind

@@ -34,6 +34,7 @@ class Tokenizer:
 
 class Engine:
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        assert not sampling_params.detokenize  # nobody reads the text
         answer = SimpleNamespace(token_ids=list(b" answer"), finish_reason="stop", logprobs=None)
         return SimpleNamespace(outputs=[answer])
 
@@ -44,7 +45,9 @@ def execute(executor, prompts=("prompt",), label="label"):
 
     async def run():
         samples = (executor.execute(p, label, parameters, 100, Tokenizer(), Engine()) for p in prompts)
-        return await asyncio.gather(*samples)
+        outputs = await asyncio.gather(*samples)
+        assert parameters == SamplingParams(max_tokens=8)
+        return outputs
 
     return asyncio.run(run())
 

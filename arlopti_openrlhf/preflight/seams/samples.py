@@ -1,6 +1,6 @@
 """What the order of the prompts and the generation of samples lean on."""
 
-from arlopti_openrlhf.preflight.seams.kinds import Body, Seam, Text
+from arlopti_openrlhf.preflight.seams.kinds import Body, Seam, Signature, Text
 from arlopti_openrlhf.preflight.seams.run import AGENT, ASYNC, SAMPLES, TRAINER
 
 ENGINE = "openrlhf.trainer.ray.vllm_engine"
@@ -44,6 +44,30 @@ SEAMS: list[Seam] = [
         "SingleTurnAgentExecutor.execute",
         "await llm_engine.generate( prompt_token_ids, deepcopy(effective_params), multi_modal_data=mm_data )",
         "run.engine.RolloutRayActor.generate_in_order: the seed comes with the sampling parameters",
+    ),
+    Signature(
+        ENGINE,
+        "RolloutRayActor.generate",
+        "self prompt_token_ids sampling_params multi_modal_data",
+        "run.engine.RolloutRayActor.generate",
+    ),
+    Text(
+        ENGINE,
+        "RolloutRayActor.generate",
+        "async for request_output in generator: final_output = request_output return final_output",
+        "run.engine.RolloutRayActor.generate: the last result alone is used",
+    ),
+    Text(
+        "vllm.v1.engine.output_processor",
+        "RequestState.make_request_output",
+        "if not finished and final_only:",
+        "run.engine.RolloutRayActor.generate: makes no result before",
+    ),
+    Text(
+        AGENT,
+        "SingleTurnAgentExecutor.execute",
+        "generation_output = request_output.outputs[0] action_token_ids = generation_output.token_ids",
+        "run.reward_client.RewardExecutor.execute: reads no text",
     ),
     Text(
         "vllm.v1.engine.async_llm",
