@@ -342,6 +342,9 @@ def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, our_policy_a
         assert ray.get(actors.async_run_method("move_weights"))[0] > 0
         moved = actor_log_probs()
         assert (moved - start).abs().mean() > 0.5
+        if args.ds.lora.rank:  # the adapters were zero at first, and they alone have moved
+            reference = ray.get(actors.async_run_method("forward_reference", rows, ones[:, 1:], ones))[0].float()
+            assert torch.equal(reference, start) and torch.equal(actor_log_probs(), moved)
         for _ in range(2):  # the second sync finds vLLM's layers as the first one left them
             ray.get(actors.async_run_method("broadcast_to_vllm"))
             gap = (vllm_log_probs(engines[0], rows.tolist()) - moved).abs()

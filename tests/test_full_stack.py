@@ -23,7 +23,9 @@ GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estim
 def train(tiny_model, tiny_data, tmp_path):
     """Return train(flags), which returns the run's log. Each 8 prompts, with 4 samples each, are a step."""
 
-    def run(flags: str, prompts: int = 16, reward: str = REWARD, fails: bool = False) -> str:
+    def run(
+        flags: str, prompts: int = 16, reward: str = REWARD, fails: bool = False, saves: str = "model.safetensors"
+    ) -> str:
         command = f"""
             {sys.executable} -m arlopti_openrlhf.cli.train_ppo_ray
             --actor.model_name_or_path {tiny_model} --data.prompt_dataset {tiny_data} --data.max_samples {prompts}
@@ -43,7 +45,7 @@ def train(tiny_model, tiny_data, tmp_path):
         )
         log = result.stdout + result.stderr
         assert (result.returncode != 0) == fails, log[-6000:]
-        assert (tmp_path / "final" / "model.safetensors").exists() != fails
+        assert (tmp_path / "final" / saves).exists() != fails
         return log
 
     return run
@@ -101,6 +103,16 @@ def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, tin
 
 
 ONE_RANK = "--actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --train.colocate_all"
+
+
+def test_lora_is_its_own_reference(train, noisy_reward, tmp_path):
+    """The adapter begins at zero, so the first rollout batch has no KL at all, to the last bit."""
+    flags = f"{ONE_RANK} --ds.lora.rank 4 --algo.ar.alpha 0.3 --algo.advantage.estimator reinforce"
+    flags += " --algo.kl.estimator k1 --algo.kl.init_coef 0.01"
+    log = train(flags, reward=noisy_reward, saves="adapter_model.safetensors")
+    assert "no second model" in log and "ReferenceModelActor" not in log and "PolicyActor" in log
+    kl = scalars(tmp_path, "train/kl")
+    assert kl[1] == 0 and kl[2] != 0
 
 
 def test_a_reward_server_that_restarts_in_mid_run(train, noisy_reward, tmp_path):

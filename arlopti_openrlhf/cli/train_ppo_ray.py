@@ -51,6 +51,7 @@ def train(args: SimpleNamespace) -> None:
         engine,
         evaluation,
         life,
+        lora_reference,
         prompts,
         reward_client,
         watch,
@@ -70,6 +71,8 @@ def train(args: SimpleNamespace) -> None:
     # Last, because it binds the policy's Ray actor when it is imported.
     from openrlhf.cli import train_ppo_ray as upstream
 
+    if args.algo.kl.init_coef > 0 and not combinations.loads_reference(args):
+        lora_reference.install(upstream)
     run = driver.Driver()
     with run.ending():
         run.start(args.train.stall_minutes, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
@@ -111,6 +114,11 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
             f"arlopti_openrlhf: --{stock_only} {value[stock_only]}: the update is computed as OpenRLHF does.",
             flush=True,
         )
+    if args.ds.lora.rank and args.algo.kl.init_coef > 0:
+        is_policy = "the policy without its adapter is the reference, and no second model is loaded"
+        is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"
+        line = is_loaded if combinations.loads_reference(args) else is_policy
+        print(f"arlopti_openrlhf: --ds.lora.rank {args.ds.lora.rank}: {line}.", flush=True)
     everything = Sampling("*", value["eval.n_samples_per_prompt"], value["eval.temperature"])
     value["eval.sampling"] = [everything, *value["eval.sampling"]]
     return flat

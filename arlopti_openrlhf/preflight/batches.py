@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from arlopti_openrlhf.preflight.combinations import is_selective, rollout_samples, uses_lopti
+from arlopti_openrlhf.preflight.combinations import is_selective, loads_reference, rollout_samples, uses_lopti
 from arlopti_openrlhf.preflight.finding import Finding
 
 
@@ -28,7 +28,7 @@ def check(args: SimpleNamespace) -> list[Finding]:
 def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
     """Return the models that the run loads with DeepSpeed, by their number of ranks."""
     names = ["actor"]
-    if args.algo.kl.init_coef > 0:
+    if loads_reference(args):
         names.append("ref")
     if args.critic.model_name_or_path:
         names.append("critic")

@@ -49,6 +49,14 @@ def is_selective(args: SimpleNamespace) -> bool:
     return bool(args.algo.ar.alpha or uses_lopti(args)) and needs_stock_update(args) is None
 
 
+def loads_reference(args: SimpleNamespace) -> bool:
+    """Return whether a reference model is loaded. With LoRA the policy without its adapter is the reference.
+
+    In 4 bits OpenRLHF computes the norms of a LoRA policy in float32 and those of a reference in bf16, so they differ.
+    """
+    return args.algo.kl.init_coef > 0 and (not args.ds.lora.rank or args.ds.load_in_4bit)
+
+
 def rollout_samples(args: SimpleNamespace) -> int:
     """Return how many samples lie between two weight syncs."""
     return args.rollout.batch_size * args.rollout.n_samples_per_prompt

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from arlopti_openrlhf.activation_memory import bytes_per_token
 from arlopti_openrlhf.preflight import model_size
-from arlopti_openrlhf.preflight.combinations import is_selective
+from arlopti_openrlhf.preflight.combinations import is_selective, loads_reference
 from arlopti_openrlhf.preflight.finding import Finding
 from arlopti_openrlhf.preflight.model_size import ModelSize
 from arlopti_openrlhf.preflight.placement import starts_cluster
@@ -114,7 +114,7 @@ def _frozen(args: SimpleNamespace, name: str, size: ModelSize) -> float:
     """Return the bytes of a reference or reward model on the actor's GPU."""
     group = vars(args)[name]
     shares = args.train.colocate_all or (name == "ref" and args.train.colocate_actor_ref)
-    if not shares or group.offload or (name == "ref" and args.algo.kl.init_coef <= 0):
+    if not shares or group.offload or (name == "ref" and not loads_reference(args)):
         return 0
     return 2 * size.parameters / (group.num_nodes * group.num_gpus_per_node if args.ds.zero_stage == 3 else 1)
 

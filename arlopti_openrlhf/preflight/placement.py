@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 
+from arlopti_openrlhf.preflight.combinations import loads_reference
 from arlopti_openrlhf.preflight.finding import Finding
 
 
@@ -18,9 +19,9 @@ def starts_cluster() -> bool:
 
 
 def gpus_placed(args: SimpleNamespace) -> int:
-    """Return how many GPUs upstream's `train` asks Ray for with these arguments."""
+    """Return how many GPUs a run asks Ray for with these arguments."""
     engines = (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
-    reference = _gpus(args, "ref") if args.algo.kl.init_coef > 0 else 0
+    reference = _gpus(args, "ref") if loads_reference(args) else 0
     critic = _gpus(args, "critic") if args.algo.advantage.estimator == "gae" else 0
     reward = 0 if args.reward.remote_url or args.train.agent_func_path else _gpus(args, "reward")
     if args.train.colocate_all:

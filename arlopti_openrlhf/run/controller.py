@@ -19,6 +19,7 @@ from arlopti_openrlhf.forward.selective_actor import replaced_attribute
 from arlopti_openrlhf.run import credentials, stopping
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.run.health import WatchedTrainer
+from arlopti_openrlhf.run.lora_reference import ReferenceInPolicy
 from arlopti_openrlhf.run.resuming import ResumableTrainer
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
@@ -66,11 +67,17 @@ class Controller(WatchedTrainer, ResumableTrainer):
             self.actor_model_group,
             self.critic_model_group,
             self.reward_model_group,
-            self.reference_model_group,
+            self._reference(),
             self.kl_ctl,
             self.strategy,
             self.tokenizer,
         )
+
+    def _reference(self) -> Any:
+        """Return what computes the reference's log-probs, or None where nothing needs them."""
+        if self.reference_model_group is None and self.args.algo.kl.init_coef > 0:
+            return ReferenceInPolicy(self.actor_model_group)
+        return self.reference_model_group
 
     def ppo_train(self, global_steps: int) -> dict:
         """Return upstream's status, without the statistics by probability, which are kept for the trackers."""

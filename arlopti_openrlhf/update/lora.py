@@ -1,10 +1,11 @@
-"""The weight sync of a LoRA model: vLLM gets merged weights, one at a time, under the base model's names."""
+"""LoRA models: the merged weights that vLLM gets, one at a time, and the base model, which is the reference."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import deepspeed
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
@@ -71,6 +72,20 @@ def merged_parameters(model: nn.Module, gathered: bool) -> Iterator[None]:
         replaced.enter_context(replaced_attribute(model, "named_parameters", lambda: iter(weights)))
         if gathered:
             replaced.enter_context(replaced_attribute(deepspeed.zero, "GatheredParameters", gather_sources))
+        yield
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a PEFT model compute as its base model, to the last bit.
+
+    PEFT's own `disable_adapter` also switches off the adapters' `requires_grad` for the time. DeepSpeed has hung hooks
+    on those parameters, so here they stay as they are.
+    """
+    with ExitStack() as replaced:
+        for layer in model.modules():
+            if isinstance(layer, BaseTunerLayer):
+                replaced.enter_context(replaced_attribute(layer, "_disable_adapters", True))
         yield
 
 

@@ -6,18 +6,27 @@ from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ray import launcher, ppo_actor
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor, UncheckedSelectiveActor
-from arlopti_openrlhf.update import guard, old_log_probs, partition
+from arlopti_openrlhf.update import guard, lora, old_log_probs, partition
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
 
 @ray.remote(num_gpus=1)
 class PolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.__ray_actor_class__):
-    """`PolicyModelActor`. The only change: log π_old is NaN where the trainer learns it in its first pass."""
+    """`PolicyModelActor` with two changes.
+
+    1. log π_old is NaN where the trainer learns it in its first pass.
+    2. Without its LoRA adapter, the policy computes the reference's log-probs too.
+    """
 
     def forward(self, sequences, action_mask=None, *args, **kwargs) -> torch.Tensor:
         if self.trainer.defers_old_log_probs:
             return old_log_probs.unknown(action_mask)
         return super().forward(sequences, action_mask, *args, **kwargs)
+
+    def forward_reference(self, *args, **kwargs) -> torch.Tensor:
+        """Return the (B, A) log-probs of the base model. The arguments are those of `forward`."""
+        with lora.without_adapters(self.actor.model.module):
+            return super().forward(*args, **kwargs)
 
     def first_non_finite(self) -> str | None:
         """Return the name of the first parameter on this rank that is not finite, or None."""

@@ -8,6 +8,8 @@ import pytest
 import ray
 
 from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.preflight import combinations
+from arlopti_openrlhf.preflight.batches import models_by_ranks
 from arlopti_openrlhf.preflight.combinations import is_selective
 from arlopti_openrlhf.preflight.placement import gpus_placed
 
@@ -131,9 +133,32 @@ def test_help_lists_upstreams_flags_and_ours(capsys):
 
 
 @pytest.mark.parametrize(
+    "flags, is_loaded, said",
+    [
+        ("", True, ""),
+        ("--ds.lora.rank 8", False, "--ds.lora.rank 8: the policy without its adapter is the reference"),
+        ("--ds.lora.rank 8 --ds.load_in_4bit", True, "--ds.load_in_4bit loads the reference apart"),
+        ("--ds.lora.rank 8 --algo.kl.init_coef 0", False, ""),
+    ],
+)
+def test_with_lora_the_policy_is_its_own_reference(flags, is_loaded, said, capsys):
+    args = nested(flags.split())
+    assert combinations.loads_reference(args) == is_loaded
+    assert models_by_ranks(args) == {8: ["actor", *(["ref"] if is_loaded else []), "reward"]}
+    out = capsys.readouterr().out
+    assert said in out if said else "reference" not in out
+
+
+@pytest.mark.parametrize(
     "flags, gpus",
     [
         ("--train.colocate_all --actor.num_gpus_per_node 2 --vllm.num_engines 2 --reward.remote_url r.py", 2),
+        ("--actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --reward.remote_url r.py", 4),
+        (
+            "--actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --reward.remote_url r.py "
+            "--ds.lora.rank 8",
+            3,
+        ),
         ("--train.colocate_all --train.async_enable --actor.num_gpus_per_node 2 --vllm.num_engines 3", 5),
         (
             "--actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 --critic.num_gpus_per_node 1 "

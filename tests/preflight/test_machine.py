@@ -93,6 +93,9 @@ def test_memory_of_a_paper_sized_run(qwen):
     assert stock.activations == 4 * 5120 * (3584 * (28 * 2 + 34) + 10 * 152_064)
     assert guess.vllm == 48 * GIB
     assert guess.peak == pytest.approx(guess.vllm + guess.others)  # while vLLM is awake, the actor sleeps
+    lora = f"--actor.model_name_or_path {qwen} {flags} --train.colocate_actor_ref"
+    assert memory.estimate(arguments(lora), 80 * GIB).others / GIB == pytest.approx(2 * billions / 8, rel=0.01)
+    assert memory.estimate(arguments(lora + " --ds.lora.rank 8"), 80 * GIB).others == 0  # no second model
 
 
 def test_too_much_memory_is_a_warning(qwen, monkeypatch):

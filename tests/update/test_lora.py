@@ -12,7 +12,7 @@ from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
 from two_ranks import errors_on_two_ranks
 
-from arlopti_openrlhf.update.lora import merged_parameters
+from arlopti_openrlhf.update.lora import merged_parameters, without_adapters
 
 
 def lora_model(folder, dtype=torch.float32, targets="all-linear"):
@@ -154,6 +154,20 @@ def test_a_tied_head_cannot_be_adapted(make_model):
         pass
     with merged_parameters(lora_model(make_model(False), targets=["lm_head", "q_proj"]), False):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", ["all-linear", ["embed_tokens", "q_proj", "lm_head"]])
+def test_without_its_adapter_a_model_is_the_base_model(make_model, targets, dtype):
+    folder = make_model(False)
+    base, model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), lora_model(folder, dtype, targets)
+    tokens = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, trained = base(tokens).logits, model(tokens).logits
+        with without_adapters(model):
+            assert torch.equal(model(tokens).logits, expected)
+            assert any(p.requires_grad for p in model.parameters())  # for DeepSpeed's hooks
+        assert not torch.equal(trained, expected) and torch.equal(model(tokens).logits, trained)
 
 
 def sync_partitioned(folder: str) -> None:

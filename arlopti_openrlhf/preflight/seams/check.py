@@ -4,12 +4,31 @@ import importlib.metadata
 from collections.abc import Iterable
 
 from arlopti_openrlhf.preflight.finding import Finding
-from arlopti_openrlhf.preflight.seams import checkpoints, command, cpu, lifecycle, run, samples, update, waits
+from arlopti_openrlhf.preflight.seams import (
+    checkpoints,
+    command,
+    cpu,
+    lifecycle,
+    reference,
+    run,
+    samples,
+    update,
+    waits,
+)
 from arlopti_openrlhf.preflight.seams.kinds import Moved, Seam, Source
 
 TESTED = "0.11.2"  # the version that the tables were read from
 COMMAND = tuple(command.SEAMS)  # without these there is no parser
-ALWAYS = (*COMMAND, *update.SEAMS, *run.SEAMS, *samples.SEAMS, *checkpoints.SEAMS, *lifecycle.SEAMS, *waits.SEAMS)
+ALWAYS = (
+    *COMMAND,
+    *update.SEAMS,
+    *run.SEAMS,
+    *samples.SEAMS,
+    *reference.SEAMS,
+    *checkpoints.SEAMS,
+    *lifecycle.SEAMS,
+    *waits.SEAMS,
+)
 PATCHED = tuple(cpu.SEAMS)  # where `cpu.enable` patches OpenRLHF
 
 

@@ -1,0 +1,54 @@
+"""Lets a LoRA run's policy be its own reference, with the adapter left out. No second model is loaded.
+
+LoRA trains nothing of the base model, and the base model is the reference. OpenRLHF loads it once more, in processes
+of its own.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from openrlhf.trainer.ray import launcher
+
+
+class ReferenceInPolicy:
+    """Stands for the group of reference actors. Each call goes to the policy's actors (`PolicyActor`).
+
+    It has what OpenRLHF's experience maker asks of a group.
+
+    Args:
+        policy: OpenRLHF's group of policy actors.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def async_run_method_batch(self, method_name: str, **kwargs) -> list:
+        """Return the references to the results of `forward`, of which there is one for each policy actor.
+
+        Raises:
+            ValueError: another method is asked for.
+        """
+        if method_name != "forward":
+            raise ValueError(f"a reference has no {method_name}")
+        return self._policy.async_run_method_batch(method_name="forward_reference", **kwargs)
+
+    def async_run_method(self, method_name: str) -> list:
+        """Return what the policy's actors do. `empty_cache` is the one method that OpenRLHF calls so."""
+        return self._policy.async_run_method(method_name=method_name)
+
+
+def install(cli: ModuleType) -> None:
+    """Make upstream's `train` start no reference actors, where the run would have a reference.
+
+    `Controller` sees that there are none. Call it on the driver.
+
+    Args:
+        cli: `openrlhf.cli.train_ppo_ray`. Its name alone is rebound. Ray pickles groups by the name in `launcher`.
+    """
+
+    def make_group(num_nodes: int, num_gpus_per_node: int, ray_actor_type: Any, **kwargs) -> Any:
+        if ray_actor_type is cli.ReferenceModelActor:
+            return None
+        return launcher.RayActorGroup(num_nodes, num_gpus_per_node, ray_actor_type, **kwargs)
+
+    vars(cli)["RayActorGroup"] = make_group
