@@ -313,6 +313,8 @@ OFF = {
     "algo.lopti.scope": "batch",
     "algo.lopti.groups": "both",
     "algo.lopti.order": "low_first",
+    "algo.token_method": [],
+    "algo.token_method_args": [],
     "ds.packing_samples": False,
     "actor.loss_agg_mode": "token-mean",
     "actor.policy_loss_type": "ppo",

@@ -1,10 +1,11 @@
-"""Runs OpenRLHF's `train_ppo_ray` with AR and Lopti: its own command line as it is, with our flags in its parser.
+"""Runs OpenRLHF's `train_ppo_ray` with token methods: its own command line as it is, with our flags in its parser.
 
 python -m arlopti_openrlhf.cli.train_ppo_ray [OpenRLHF's flags] --algo.ar.alpha 0.3 --algo.lopti.eta 0.5
 """
 
 import argparse
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from arlopti_openrlhf.cli import command_line
@@ -109,7 +110,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     if stock_only and value["logger.probability_stats"] != "off":
         print(f"arlopti_openrlhf: --{stock_only} {value[stock_only]}: no statistics by probability.", flush=True)
         value["logger.probability_stats"] = "off"
-    if stock_only and value["actor.update"] is None and (args.algo.ar.alpha or combinations.uses_lopti(args)):
+    if stock_only and value["actor.update"] is None and combinations.uses_methods(args):
         print(
             f"arlopti_openrlhf: --{stock_only} {value[stock_only]}: the update is computed as OpenRLHF does.",
             flush=True,
@@ -119,6 +120,9 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
         is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"
         line = is_loaded if combinations.loads_reference(args) else is_policy
         print(f"arlopti_openrlhf: --ds.lora.rank {args.ds.lora.rank}: {line}.", flush=True)
+    # The workers, which load these files, have a working directory of their own.
+    sources = value["algo.token_method"]
+    value["algo.token_method"] = [str(Path(s).absolute()) if s.endswith(".py") else s for s in sources]
     everything = Sampling("*", value["eval.n_samples_per_prompt"], value["eval.temperature"])
     value["eval.sampling"] = [everything, *value["eval.sampling"]]
     return flat

@@ -1,7 +1,8 @@
-"""The flags of AR and Lopti, and of how the update is computed."""
+"""The flags of AR, Lopti and other token methods, and of how the update is computed."""
 
 import argparse
 
+from arlopti_openrlhf import methods
 from arlopti_openrlhf.cli.arguments import number
 from arlopti_openrlhf.preflight.combinations import LOPTI_DEFAULTS, SELECTIVE, STOCK, UNCHECKED
 
@@ -50,11 +51,37 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
         help="Update both groups (default), or only one, which is the ablation of Fig. 6a.",
     )
     group.add_argument(
+        "--algo.token_method",
+        nargs="+",
+        default=[],
+        metavar="NAME|FILE.py",
+        help=f"Token methods, whose weights multiply: {', '.join(methods.built_in())}, or a Python file with "
+        'weigh(tokens), as examples/token_method.py. ar takes α in [-1, 1]: below 0 it raises rare tokens, as in "On '
+        'the Direction of RLVR Updates". docs/token_methods.md has the papers.',
+    )
+    group.add_argument(
+        "--algo.token_method_args",
+        nargs="+",
+        type=_argument,
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="Constants of token methods in place of the published ones, as in ar.alpha=-0.2 stapo.tau=0.01.",
+    )
+    group.add_argument(
         "--actor.update",
         choices=[STOCK, SELECTIVE, UNCHECKED],
         help="stock computes the update as OpenRLHF does, with logits of every position, each prompt once per "
         "response, and old log-probs in a pass of their own. selective computes only what the update needs, with "
         "equal gradients. Before its first pass each model computes some log-probs both ways. Where they differ by "
         "more than rounding, it says so and keeps stock's layout. selective_unchecked leaves that out. Default: "
-        "selective with AR or Lopti, else stock, to the last bit.",
+        "selective with AR, Lopti or a token method, else stock, to the last bit.",
     )
+
+
+def _argument(text: str) -> str:
+    """Refuse an argument of a token method that has not the form NAME.KEY=VALUE."""
+    try:
+        methods.parse_argument(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

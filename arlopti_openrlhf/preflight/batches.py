@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from arlopti_openrlhf.preflight.combinations import is_selective, loads_reference, rollout_samples, uses_lopti
+from arlopti_openrlhf.preflight.combinations import loads_reference, rollout_samples, trains_in_passes
 from arlopti_openrlhf.preflight.finding import Finding
 
 
@@ -71,7 +71,7 @@ def _check_rollout(args: SimpleNamespace, names: list[str], ranks: int) -> list[
     multiple = f"--rollout.micro_batch_size x {ranks}"
     remedy = f"let --rollout.batch_size x --rollout.n_samples_per_prompt be a multiple of {multiple}"
     # Stock ranks with unequal numbers of steps wait for each other for ever. Ours leave samples out, and say so.
-    is_stock = not (uses_lopti(args) or is_selective(args))
+    is_stock = not trains_in_passes(args)
     trains = "critic" in names or ("actor" in names and is_stock)
     return [Finding("--rollout.micro_batch_size", size, problem, remedy, is_fatal=trains or not min(of_ranks))]
 
@@ -79,7 +79,7 @@ def _check_rollout(args: SimpleNamespace, names: list[str], ranks: int) -> list[
 def _check_rest(args: SimpleNamespace) -> list[Finding]:
     """Say that gradients are carried over from one rollout batch to the next. With AR and Lopti that is refused."""
     samples, batch = rollout_samples(args), args.train.batch_size
-    if samples % batch == 0 or is_selective(args) or uses_lopti(args):
+    if samples % batch == 0 or trains_in_passes(args):
         return []
     problem = f"does not divide the rollout batch of {samples} samples, so that steps mix two rollout batches"
     return [Finding("--train.batch_size", batch, problem, f"give a divisor of {samples}", is_fatal=False)]
@@ -90,7 +90,7 @@ def _check_dynamic(args: SimpleNamespace) -> list[Finding]:
 
     Our passes tell it where a mini-batch ends.
     """
-    if not args.train.dynamic_batch_enable or args.ds.zero_stage != 2 or uses_lopti(args) or is_selective(args):
+    if not args.train.dynamic_batch_enable or args.ds.zero_stage != 2 or trains_in_passes(args):
         return []
     problem = "with --train.dynamic_batch_enable, each optimizer step has the gradient of its last micro-batch alone"
     return [

@@ -10,7 +10,19 @@ import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from arlopti_openrlhf.preflight import batches, clusters, data, disk, machine, memory, model, placement, reward, values
+from arlopti_openrlhf.preflight import (
+    batches,
+    clusters,
+    data,
+    disk,
+    machine,
+    memory,
+    model,
+    placement,
+    reward,
+    token_methods,
+    values,
+)
 from arlopti_openrlhf.preflight.finding import Finding
 from arlopti_openrlhf.preflight.seams import check as seams
 
@@ -33,6 +45,7 @@ THOROUGH: dict[str, Check] = {
     "model": model.check,
     "data": data.check,
     "reward": reward.check,
+    "token methods": token_methods.check,
 }
 
 

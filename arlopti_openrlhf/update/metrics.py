@@ -8,7 +8,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 
-from arlopti_openrlhf.token_update import token_probabilities
+from arlopti_openrlhf.token_update import HIGH, LOW, token_probabilities
 from arlopti_openrlhf.update.passes import Pass, response_log_probs
 from arlopti_openrlhf.update.ranks import Ranks
 
@@ -104,32 +104,33 @@ class UpdateMetrics:
 
     def add(self, this_pass: Pass, num_tokens: float, status: dict[str, float]) -> None:
         """Add a pass: the tokens of its group over all ranks, and what `PassMetrics.reduce` returned."""
-        self.passes[this_pass.stage.group].append((num_tokens, status))
+        self.passes[this_pass.stage.label].append((num_tokens, status))
 
     def summary(self) -> dict[str, float]:
         """Return the rollout batch's metrics.
 
-        With stages the metrics of a pass appear as `lopti/<group>/<name>`, and the additive ones also as the sum over
-        both. Means of a pass are weighted by tokens. The learning rate is the last pass's; so is, in each stage, the
-        norm of the gradient.
+        With stages the metrics of a pass appear as `lopti/<group>/<name>`, and where token methods have several passes
+        as `token_method/pass1/<name>` and so on. The additive ones also appear as the sum over all. Means of a pass
+        are weighted by tokens. The learning rate is the last pass's; so is, in each stage, the norm of the gradient.
         """
         summary: dict[str, float] = {}
-        for group, passes in self.passes.items():
+        for label, passes in self.passes.items():
             total = sum(num_tokens for num_tokens, _ in passes)
-            if group is not None:
-                summary[f"lopti/{group}/num_tokens"] = total
+            stage = f"lopti/{label}" if label and label.startswith((LOW, HIGH)) else f"token_method/{label}"
+            if label is not None:
+                summary[f"{stage}/num_tokens"] = total
             for name in sorted(set().union(*(status for _, status in passes))):
                 values = [(num_tokens, status.get(name, 0.0)) for num_tokens, status in passes]
                 mean = sum(value for _, value in values) / len(values)
                 mean_by_tokens = sum(n * value for n, value in values) / total
-                of_stage = name if group is None else f"lopti/{group}/{name}"
+                of_stage = name if label is None else f"{stage}/{name}"
                 if name == "actor_lr":
                     summary[name] = values[-1][1]
                 elif name == "actor_grad_norm":
                     summary[of_stage] = [status[name] for _, status in passes if name in status][-1]
                 elif name not in self.of_pass:
                     summary[name] = mean
-                elif group is None:
+                elif label is None:
                     summary[name] = mean_by_tokens
                 else:
                     if name in self.summed:

@@ -1,5 +1,8 @@
 """The life of a micro-batch, from its tokens to its part of an optimizer step (docs/architecture.md)."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor
@@ -8,16 +11,18 @@ from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from arlopti_openrlhf import token_method
 from arlopti_openrlhf.forward.lm_head import statistics_of_logits
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.token_update import advantage_weights, reweight_advantages
 from arlopti_openrlhf.update import old_log_probs, optimizer_steps
 from arlopti_openrlhf.update.group_loss import group_policy_loss
 from arlopti_openrlhf.update.metrics import micro_batch_status
-from arlopti_openrlhf.update.passes import Pass, Place, stages
+from arlopti_openrlhf.update.passes import Pass, Place, Stage, stages
 from arlopti_openrlhf.update.penalties import add_penalties
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics, token_updates
+from arlopti_openrlhf.update.token_weights import TokenWeights
 
 
 class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
@@ -32,14 +37,17 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         self.uses_lopti = self.lopti.eta is not None or self.lopti.quantile is not None
         self.is_selective = isinstance(self.actor, SelectiveActor)
         self.observes = self.args.logger.probability_stats != "off"
-        self.is_off = not (self.alpha or self.uses_lopti or self.is_selective or self.observes)
+        self.methods = token_method.load(self.args.algo.token_method, self.args.algo.token_method_args)
+        self.is_off = not (self.alpha or self.uses_lopti or self.methods or self.is_selective or self.observes)
         has_other_gradients = self.args.algo.kl.use_loss or self.args.actor.entropy_coef is not None
         self.skips_idle = self.is_selective and not has_other_gradients
         self.ranks = Ranks(self.strategy)
-        self.statistics: UpdateStatistics | None = None  # of the rollout batch that is being trained
+        # Of the rollout batch that is being trained.
+        self.statistics: UpdateStatistics | None = None
+        self.token_weights = TokenWeights(self.methods, self.actor_loss_fn.token_level_loss)
         # What counts optimizer steps is shared out between the stages. At equal data the learning rate, the average of
         # the weights and the balancing loss are those without Lopti.
-        num_stages = len(stages(self.lopti, eta=1.0 if self.uses_lopti else None))
+        num_stages = len(self.stages(eta=1.0 if self.uses_lopti else None))
         optimizer_steps.stretch(self.actor_scheduler, num_stages)
         self.ema_beta **= 1 / num_stages
         self.aux_loss_coef = self.args.actor.aux_loss_coef / num_stages
@@ -52,18 +60,21 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         loss_batch_info: dict | None = None,
         this_pass: Pass | None = None,
         place: Place | None = None,
+        samples: Sequence[Experience] = (),
     ) -> dict:
         """Take one micro-batch through the update (Algorithm 1, lines 11-19).
 
         It restates upstream's `training_step`, and equals it bit for bit on upstream's actor without methods.
 
         Args:
-            experience: the micro-batch, on the device. A pass that gives π_old fills in its `action_log_probs`.
+            experience: the micro-batch, on the device.
             kl_ctl: coefficient of the KL loss.
             step: index of the micro-batch in its epoch.
             loss_batch_info: the denominators of the optimizer step; None takes them from the replay buffer.
             this_pass: the pass; None, from upstream's loop, is a pass over the whole response.
             place: where the micro-batch stands in its mini-batch; None, from upstream's loop, lets DeepSpeed count.
+            samples: what the micro-batch was made of. A pass that gives π_old fills in their `action_log_probs`, and
+                token methods weigh their tokens. None is needed where neither is the case.
 
         Returns:
             The micro-batch's metrics, in upstream's form (`micro_batch_status`).
@@ -82,25 +93,32 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
                 self.strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic
             )
 
-        # Which tokens are computed: the stage's group. Where π_old is not known yet, neither is the group, and the
-        # whole response is computed, as for GSPO, whose ratio is the sequence's. Idle responses have no gradient.
-        group = response if this_pass.gives_old_log_probs else stage.tokens(old, response)
+        # Which tokens are computed: the stage's group without those of weight 0. Where π_old is not known yet, neither
+        # is the group, and the whole response is computed, as for GSPO, whose ratio is the sequence's. Idle responses
+        # have no gradient.
+        group = response if this_pass.gives_old_log_probs else self._group(stage, old, response, samples)
         wanted = response if self.args.actor.policy_loss_type == "gspo" else group
         selected = (wanted * ~self.is_idle(experience.advantages)[:, None]).to(response.dtype)
 
         # Forward: log π_θ of the selected tokens, 0 elsewhere.
-        log_probs, output = self._forward(experience, selected)
+        log_probs, output = self._forward(experience, selected, this_pass)
 
         # π_old: from this forward where nobody knows it yet. θ has not moved since the update began.
         if this_pass.gives_old_log_probs:
             old = experience.action_log_probs = old_log_probs.from_first_forward(log_probs, selected, old, response)
-            group = stage.tokens(old, response)
+            old_log_probs.store(samples, old)
+            self.token_weights.learn_entropies(samples, output)
+            group = self._group(stage, old, response, samples)
         num_tokens = float(group.sum())
         this_pass.num_tokens += num_tokens
 
-        # The weights of the tokens, Eq. 4, and the loss. The policy loss reads its own view of the log-probs, so the
-        # derivative by that view holds no KL.
+        # The weights of the tokens, Eq. 4 and the token methods', and the loss. The policy loss reads its own view of
+        # the log-probs, so the derivative by that view holds no KL.
         advantages = reweight_advantages(experience.advantages, old, self.alpha)
+        weights = advantage_weights(old, self.alpha)
+        if self.methods:
+            of_methods = self.token_weights.of(samples, stage, like=old)
+            advantages, weights = advantages * of_methods, weights * of_methods
         policy_log_probs = log_probs.view_as(log_probs)
         policy = group_policy_loss(
             self.actor_loss_fn,
@@ -127,25 +145,39 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         )
 
         # Statistics of the tokens by probability, from derivatives through the loss alone.
-        self._observe(loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info)
+        self._observe(
+            loss, log_probs, policy_log_probs, old, output, experience, weights, group, selected, loss_batch_info
+        )
 
         # Backward. The optimizer steps after the last micro-batch of the mini-batch.
         self.strategy.backward(loss, self.actor, self.actor_optim)
         figures = self._step_at_the_end(this_pass, place)
         return micro_batch_status(experience, policy.logged() | penalties, figures, num_tokens)
 
+    def stages(self, eta: float | None) -> list[Stage]:
+        """Return the stages of an update in their order; `eta` is None without Lopti."""
+        return stages(self.lopti, eta, math.prod(method.passes for method in self.methods))
+
     def is_idle(self, advantages: Tensor) -> Tensor:
         """Return (...,) whether nothing in a response with these advantages (..., A) has a gradient."""
         return (advantages == 0).all(dim=-1) if self.skips_idle else torch.zeros_like(advantages[..., 0]).bool()
 
-    def _forward(self, experience: Experience, selected: Tensor) -> tuple[Tensor, ModelOutput]:
+    def _group(self, stage: Stage, old: Tensor, response: Tensor, samples: Sequence[Experience]) -> Tensor:
+        """Return the mask (B, A) of the tokens that the stage updates: its group, without those of weight 0."""
+        group = stage.tokens(old, response)
+        return group * (self.token_weights.of(samples, stage, like=old) != 0) if self.methods else group
+
+    def _forward(self, experience: Experience, selected: Tensor, this_pass: Pass) -> tuple[Tensor, ModelOutput]:
         """Return (B, A) log π_θ of the selected tokens with their graph, and the model's output.
 
-        Where statistics are taken, `output.statistics` holds the entropies and Σ_{j≠o} P_j² of the distributions.
+        Where statistics are taken, or a pass gives the entropies that token methods ask for, `output.statistics` holds
+        the entropies and Σ_{j≠o} P_j² of the distributions.
         """
+        gives_entropies = this_pass.gives_old_log_probs and self.token_weights.entropies is not None
         options: dict = {"return_entropy": self.args.actor.entropy_coef is not None}
         if self.is_selective:
-            options |= {"return_statistics": self.statistics is not None, "return_aux_loss": self.aux_loss}
+            options |= {"return_statistics": self.statistics is not None or gives_entropies}
+            options |= {"return_aux_loss": self.aux_loss}
         if experience.mm_train_inputs and self.actor.is_vlm:
             options |= merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
         log_probs, output = self.actor(
@@ -174,7 +206,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         return Place(ends, buffer.dynamic_sample_loss_scale[step], ends) if buffer.dynamic_batch else Place(ends, 1, 1)
 
     def _observe(
-        self, loss, log_probs, policy_log_probs, old, output, experience, group, selected, loss_batch_info
+        self, loss, log_probs, policy_log_probs, old, output, experience, weights, group, selected, loss_batch_info
     ) -> None:
         """Add what the loss does to the tokens of the group to the rollout batch's statistics, if they are taken."""
         if self.statistics is None:
@@ -186,7 +218,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
                 policy_log_probs,
                 old_log_probs=old,
                 advantages=experience.advantages,
-                ar_weights=advantage_weights(old, self.alpha),
+                ar_weights=weights,
                 group=group,
                 selected=selected,
                 distributions=output.statistics,

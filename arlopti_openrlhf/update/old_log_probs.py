@@ -4,6 +4,7 @@ OpenRLHF computes `experience.action_log_probs` while it makes the experiences. 
 the same weights, so its forward gives them too. Until then they are NaN, which shows where they are read too early.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -26,10 +27,14 @@ def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_stages: b
         balances_experts_in_stages: whether there is a balancing loss with Lopti. A group that proves empty would have
             a gradient then.
     """
-    in_the_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
     in_the_threshold = args.algo.lopti.quantile is not None
-    needed_in_advance = in_the_reward or in_the_threshold or balances_experts_in_stages
+    needed_in_advance = in_the_reward(args) or in_the_threshold or balances_experts_in_stages
     return not (needed_in_advance or actor.is_vlm or _is_random(actor))
+
+
+def in_the_reward(args: SimpleNamespace) -> bool:
+    """Return whether the reward has a KL term, which needs π_old before the update."""
+    return args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
 
 
 def _is_random(actor: Actor) -> bool:
@@ -57,24 +62,49 @@ def from_first_forward(log_probs: Tensor, selected: Tensor, old_log_probs: Tenso
     return torch.where(selected.bool(), log_probs.detach(), old_log_probs).masked_fill(~response.bool(), 0.0)
 
 
-def store(samples: list[Experience], old_log_probs: Tensor) -> None:
+def store(samples: Sequence[Experience], old_log_probs: Tensor) -> None:
     """Give single samples their rows of a micro-batch's log π_old (B, A)."""
-    for sample, row in zip(samples, old_log_probs.cpu(), strict=True):
-        sample.action_log_probs = row[: len(sample.action_mask)]
+    rows = rows_by_sample(samples, old_log_probs)
+    for sample in samples:
+        sample.action_log_probs = rows[id(sample)]
+
+
+def rows_by_sample(samples: Sequence[Experience], values: Tensor) -> dict[int, Tensor]:
+    """Return the rows (A,) of a micro-batch's values (B, A), without padding and on the CPU, by the samples' ids."""
+    return {id(s): row[: len(s.action_mask)] for s, row in zip(samples, values.cpu(), strict=True)}
 
 
 @torch.no_grad()
-def compute(actor: Actor, items: list[Experience], args: SimpleNamespace, ranks: Ranks) -> None:
+def compute(
+    actor: Actor,
+    items: list[Experience],
+    args: SimpleNamespace,
+    ranks: Ranks,
+    entropies: dict[int, Tensor] | None = None,
+) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
     A collective call: under ZeRO-3 the ranks compute together, and one that has nothing left computes a stand-in.
+
+    Args:
+        actor: the policy; a `SelectiveActor` where entropies are asked for.
+        items: single samples.
+        args: upstream's nested arguments.
+        ranks: the data-parallel ranks.
+        entropies: where each sample's (A,) entropies in nats are put, by the sample's id; None where nobody asks.
     """
     batches = _batches([item for prompt in by_prompt(items) for item in prompt], args)
     actor.eval()
     for i in range(ranks.max(len(batches))):
         samples = batches[i] if i < len(batches) else [stand_in()]
         batch = make_experience_batch(samples).to_device(torch.cuda.current_device())
-        store(samples, actor(batch.sequences, batch.action_mask, batch.attention_mask))
+        inputs = batch.sequences, batch.action_mask, batch.attention_mask
+        if entropies is None:
+            store(samples, actor(*inputs))
+            continue
+        log_probs, output = actor(*inputs, return_output=True, return_statistics=True)
+        store(samples, log_probs)
+        entropies.update(rows_by_sample(samples, output.statistics[0]))
     actor.train()
 
 

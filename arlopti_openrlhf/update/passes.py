@@ -19,10 +19,20 @@ logger = init_logger(__name__)
 
 
 class Stage(NamedTuple):
-    """A stage of Lopti updates one group of tokens; the stage without a group updates the whole response."""
+    """A stage of Lopti updates one group of tokens; the stage without a group updates the whole response.
+
+    Where token methods have several passes, each of them is a stage.
+    """
 
     group: str | None = None  # LOW, HIGH, or None for all tokens
     eta: float = 1.0  # the threshold on π_old that divides the groups
+    method_pass: int | None = None  # which of the token methods' passes; None where there is one
+
+    @property
+    def label(self) -> str | None:
+        """Return what tells the stage from the others in metrics, or None where it is the only one."""
+        passes = None if self.method_pass is None else f"pass{self.method_pass + 1}"
+        return "/".join(filter(None, (self.group, passes))) or None
 
     def tokens(self, old_log_probs: Tensor, response: Tensor) -> Tensor:
         """Return the mask (B, A) of the response tokens that this stage updates, in the dtype of `response`."""
@@ -58,17 +68,21 @@ class Place(NamedTuple):
     counts: int  # of the micro-batches that DeepSpeed and EMA count, how many are over with this one
 
 
-def stages(lopti: SimpleNamespace, eta: float | None) -> list[Stage]:
-    """Return Algorithm 1's stages in their order.
+def stages(lopti: SimpleNamespace, eta: float | None, method_passes: int = 1) -> list[Stage]:
+    """Return Algorithm 1's stages in their order, each once for every pass of the token methods.
 
     Args:
         lopti: the flags `--algo.lopti.*`.
         eta: the threshold η, or None without Lopti.
+        method_passes: how many passes the token methods have.
     """
-    if eta is None:
-        return [Stage()]
     groups = (LOW, HIGH) if lopti.order == "low_first" else (HIGH, LOW)
-    return [Stage(group, eta) for group in groups if lopti.groups in ("both", group)]
+    found = [Stage()]
+    if eta is not None:
+        found = [Stage(group, eta) for group in groups if lopti.groups in ("both", group)]
+    if method_passes == 1:
+        return found
+    return [stage._replace(method_pass=i) for stage in found for i in range(method_passes)]
 
 
 def in_order(mini_batches: Sequence[MiniBatch], stages: Sequence[Stage], scope: str) -> list[tuple[MiniBatch, Stage]]:

@@ -37,6 +37,12 @@ class Ranks:
         """Return the largest of the ranks' values."""
         return -self.min(-value)
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors (K, N) of all ranks, which may differ in N, one after the other on the CPU."""
+        gathered: list = [None] * self.count
+        dist.all_gather_object(gathered, tensor.cpu(), group=self.dp_group)
+        return torch.cat(gathered, dim=1)
+
     def quantiles(self, log_probs: Tensor, shares: Sequence[float]) -> list[float]:
         """Return the probabilities below which the given shares of all ranks' tokens lie.
 
@@ -44,9 +50,7 @@ class Ranks:
             log_probs: (1, N) log π_old of this rank's tokens.
             shares: each in (0, 1).
         """
-        gathered: list = [None] * self.count
-        dist.all_gather_object(gathered, log_probs.cpu(), group=self.dp_group)
-        log_probs = torch.cat(gathered, dim=1)
+        log_probs = self.gather(log_probs)
         if not log_probs.numel():  # without a token there are no groups to divide, and any threshold will do
             return [1.0] * len(shares)
         return [probability_quantile(log_probs, torch.ones_like(log_probs), share) for share in shares]

@@ -1,4 +1,4 @@
-"""Trains the policy on a rollout batch, with AR and the two stages of Lopti.
+"""Trains the policy on a rollout batch, with AR, the two stages of Lopti, and token methods.
 
 docs/architecture.md walks through it. One micro-batch's way is `micro_batch.MicroBatchTrainer.training_step`.
 """
@@ -12,33 +12,42 @@ from tqdm import tqdm
 from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, partition, passes
 from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, method_metrics, rollout_gap
 from arlopti_openrlhf.update.micro_batch import MicroBatchTrainer
-from arlopti_openrlhf.update.passes import MiniBatch, Pass, Place, Stage, count_responses
+from arlopti_openrlhf.update.passes import MiniBatch, Pass, Place, Stage
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
+from arlopti_openrlhf.update.token_weights import TokenWeights
 
 logger = init_logger(__name__)
 
 
 class TokenUpdateTrainer(MicroBatchTrainer):
-    """`ActorPPOTrainer` with Advantage Reweighting (Eq. 4) and Lopti (Algorithm 1, lines 11-19).
+    """`ActorPPOTrainer` with Advantage Reweighting (Eq. 4), Lopti (Algorithm 1, lines 11-19) and token methods.
 
     A rollout batch is trained in passes. A pass takes one mini-batch through one stage, which updates the
     low-probability tokens, the others, or all. It takes one optimizer step. What follows from that:
     1. With Lopti two steps are taken where upstream takes one. So the learning-rate schedule spans twice the steps.
-       EMA's decay and the coefficient of the MoE loss apply at every step, so the two stages share them.
+       EMA's decay and the coefficient of the MoE loss apply at every step, so the two stages share them. The same
+       goes for the passes of token methods that have several.
     2. A group that is empty on every rank takes no step.
     3. With a `SelectiveActor` a pass computes only the tokens that it updates. The samples of a prompt stay together,
        the first pass gives log π_old, and idle responses, which have no gradient, are not computed.
     4. LoRA's weights are sent to vLLM merged.
 
-    With both methods, the selective actor and the statistics off, upstream's code runs unchanged.
+    With all methods, the selective actor and the statistics off, upstream's code runs unchanged.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         balances_experts_in_stages = self.aux_loss and self.uses_lopti
         self.has_reported = False  # what the selective update saves
-        self.defers_old_log_probs = self.is_selective and old_log_probs.can_defer(
-            self.args, self.actor, balances_experts_in_stages
+        can_defer = self.is_selective and old_log_probs.can_defer(self.args, self.actor, balances_experts_in_stages)
+        self.first_pass_gives_old_log_probs = can_defer and not any(m.needs_rollout_batch for m in self.methods)
+        # The forward pass that gives π_old gives the entropies too, which upstream's experience maker has no room for.
+        needs_entropies = self.token_weights.entropies is not None
+        if needs_entropies and (not self.is_selective or self.actor.is_vlm):
+            names = ", ".join(method.name for method in self.methods if method.needs_entropies)
+            raise ValueError(f"token methods that read entropies ({names}) need the selective update of a text model")
+        self.defers_old_log_probs = self.first_pass_gives_old_log_probs or (
+            needs_entropies and not old_log_probs.in_the_reward(self.args)
         )
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
@@ -47,9 +56,10 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         Returns:
             Upstream's metrics. With Lopti those of a pass appear for each stage, as `lopti/low/...` and
             `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of both (except GSPO's loss, which
-            is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`. The
-            statistics by probability as `tokens/...` (`UpdateStatistics.metrics`). `skipped_optimizer_steps` counts
-            those that were refused (`update.guard`), and `rollout/gap` compares vLLM's log-probs with the actor's.
+            is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`, with
+            token methods `token_method/...` (`TokenWeights.metrics`). The statistics by probability as `tokens/...`
+            (`UpdateStatistics.metrics`). `skipped_optimizer_steps` counts those that were refused (`update.guard`),
+            and `rollout/gap` compares vLLM's log-probs with the actor's.
         """
         engine = self.actor.model
         skipped = engine.skipped_steps
@@ -64,13 +74,17 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             self.statistics = UpdateStatistics(torch.cuda.current_device(), by_quartile)
         eta = self._threshold() if self.uses_lopti else None
         items = self.replay_buffer.items
-        if self.uses_lopti or (self.is_selective and self._fills_mini_batches()):
-            status, items = self._train_in_passes(kl_ctl, passes.stages(self.lopti, eta))
+        self.token_weights = TokenWeights(self.methods, self.actor_loss_fn.token_level_loss)
+        if self.methods and not self.first_pass_gives_old_log_probs:
+            self.token_weights.look_at_all(self.actor, items, self.args, self.ranks)
+        if self.uses_lopti or self.methods or (self.is_selective and self._fills_mini_batches()):
+            status, items = self._train_in_passes(kl_ctl, self.stages(eta))
         else:
             if self.defers_old_log_probs:
                 old_log_probs.compute(self.actor, items, self.args, self.ranks)
             status = super().ppo_train(kl_ctl)
-        return status | method_metrics(items, self.alpha, eta, self.ranks) | self._statistics_metrics()
+        status |= method_metrics(items, self.alpha, eta, self.ranks) | self.token_weights.metrics(self.ranks)
+        return status | self._statistics_metrics()
 
     def _train_in_passes(self, kl_ctl: float, stages: list[Stage]) -> tuple[dict[str, float], list[Experience]]:
         """Train on each mini-batch in each stage; return the metrics and the samples that were trained on."""
@@ -80,12 +94,12 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             trained = [sample for mini_batch in mini_batches for sample in mini_batch.samples]
             # The first pass gives π_old of its own samples. That of the others is computed before θ moves. A later
             # epoch is shuffled anew, and may train on samples that fill no mini-batch in this one.
-            is_deferred = self.defers_old_log_probs and epoch == 0 and bool(order)
+            is_deferred = self.first_pass_gives_old_log_probs and epoch == 0 and bool(order)
             if is_deferred:
                 first = set(map(id, order[0][0].samples))
                 needed = trained if self.max_epochs == 1 else self.replay_buffer.items
                 rest = [item for item in needed if id(item) not in first or self.is_idle(item.advantages)]
-                old_log_probs.compute(self.actor, rest, self.args, self.ranks)
+                old_log_probs.compute(self.actor, rest, self.args, self.ranks, self.token_weights.entropies)
             bar = tqdm(
                 order, desc=f"Train epoch [{epoch + 1}/{self.max_epochs}]", disable=not self.strategy.is_rank_0()
             )
@@ -110,7 +124,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         engine, samples = self.actor.model, mini_batch.samples
         # DeepSpeed divides each loss by this number, however many micro-batches there are.
         divisor = engine.gradient_accumulation_steps()
-        tokens, responses = self.ranks.sum(*count_responses(samples))
+        tokens, responses = self.ranks.sum(*self.token_weights.denominators(samples, this_pass.stage))
         metrics = PassMetrics(divisor)
         for i, micro_batch in enumerate(mini_batch.micro_batches):
             experience = make_experience_batch(micro_batch, self.args.ds.packing_samples)
@@ -124,9 +138,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
                 global_batch_size=responses / divisor,
             )
             optimizer_steps.announce(engine, place)
-            metrics.add(self.training_step(experience, kl_ctl, i, loss_batch_info, this_pass, place))
-            if this_pass.gives_old_log_probs:
-                old_log_probs.store(micro_batch, experience.action_log_probs)
+            metrics.add(self.training_step(experience, kl_ctl, i, loss_batch_info, this_pass, place, micro_batch))
         optimizer_steps.count(engine, place)
         return metrics.reduce(self.ranks)
 
@@ -189,7 +201,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         return self.ranks.quantiles(passes.response_log_probs(self.replay_buffer.items), [self.lopti.quantile])[0]
 
     def _any_token(self, mini_batch: MiniBatch, stage: Stage) -> bool:
-        return bool(self.ranks.sum(passes.count_tokens(mini_batch.samples, stage))[0])
+        return bool(self.ranks.sum(self.token_weights.count(mini_batch.samples, stage))[0])
 
     def _statistics_metrics(self) -> dict:
         if self.statistics is None:
@@ -200,8 +212,9 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         self.statistics.sums = self.ranks.sum_tensor(self.statistics.sums)
         histograms = self.ranks.sum_tensor(self.statistics.histograms)
         # GSPO's gradient is spread over the response: what AR changed does not show token by token.
-        with_ar = bool(self.alpha) and self.args.actor.policy_loss_type != "gspo"
-        return self.statistics.metrics(with_ar) | {HISTOGRAMS: histograms.flatten().tolist()}
+        with_ar = bool(self.alpha or self.methods) and self.args.actor.policy_loss_type != "gspo"
+        by_bin = self.statistics.metrics(with_ar, with_methods=bool(self.methods))
+        return by_bin | {HISTOGRAMS: histograms.flatten().tolist()}
 
     def broadcast_to_vllm(self) -> None:
         """Send the weights to vLLM, as upstream; a LoRA model's are sent merged, under its base model's names."""

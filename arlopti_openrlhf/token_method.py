@@ -1,0 +1,227 @@
+"""Token methods: functions that map tokens to weights of their advantages, without ray, deepspeed or openrlhf.
+
+A token method is a Python file with
+
+    def weigh(tokens: Tokens, *, constant=0.5) -> Tensor | Sequence[Tensor]: ...
+
+It returns a weight of at least 0 for each token, one tensor (B, A) for each optimizer pass over a mini-batch. A pass
+multiplies advantages by its weights and leaves out the tokens of weight 0. In training `weigh` gets one response at a
+time, without padding. So nothing can depend on what shares a micro-batch. What depends on other responses belongs in a
+second function, which gets the tokens of the whole rollout batch, of all ranks, as one row (1, N). `weigh` gets its
+result:
+
+    def statistic(tokens: Tokens, *, constant): ...
+    def weigh(tokens: Tokens, statistic, *, constant=0.5): ...
+
+The constants of a method are the keyword arguments of `weigh`. `statistic` gets those that it names. Two more names in
+the file say what the method asks for:
+
+    NEEDS_ENTROPIES = True  # `tokens.entropies`, from the forward pass that gives π_old
+    DIVIDES_BY_KEPT = True  # the loss divides by the tokens of weight above 0, not by all tokens of the responses
+"""
+
+import functools
+import importlib.util
+import inspect
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from arlopti_openrlhf.methods import FOLDER, built_in, name_of, parse_argument
+from arlopti_openrlhf.token_update import token_probabilities
+
+
+class Tokens(NamedTuple):
+    """Holds what a token method sees of responses, (B, A) each."""
+
+    log_probs: Tensor  # log π_old, at the sampling temperature
+    advantages: Tensor
+    mask: Tensor  # nonzero on response tokens
+    entropies: Any = None  # Tensor of nats, of the distributions that gave the tokens; None for who does not ask
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Return π_old, (B, A)."""
+        return token_probabilities(self.log_probs)
+
+
+class Method(NamedTuple):
+    """A token method with its constants."""
+
+    name: str
+    module: ModuleType
+    constants: dict[str, Any]
+    passes: int  # optimizer passes over a mini-batch, which is how many tensors `weigh` returns
+
+    @property
+    def needs_entropies(self) -> bool:
+        return vars(self.module).get("NEEDS_ENTROPIES", False)
+
+    @property
+    def divides_by_kept(self) -> bool:
+        return vars(self.module).get("DIVIDES_BY_KEPT", False)
+
+    @property
+    def has_statistic(self) -> bool:
+        return "statistic" in vars(self.module)
+
+    @property
+    def needs_rollout_batch(self) -> bool:
+        """Return whether log π_old of all tokens must be known before the first pass."""
+        return self.has_statistic or self.divides_by_kept
+
+    def statistic(self, tokens: Tokens) -> Any:
+        """Return what the method has to know of the tokens of all ranks (1, N), or None where that is nothing."""
+        if not self.has_statistic:
+            return None
+        function = self.module.statistic
+        named = inspect.signature(function).parameters
+        return function(self._seen(tokens), **{name: value for name, value in self.constants.items() if name in named})
+
+    def weigh(self, tokens: Tokens, statistic: Any) -> list[Tensor]:
+        """Return the weights (B, A) of each pass in the dtype of `log_probs`, 0 outside the mask.
+
+        Raises:
+            ValueError: the method returns something else than finite weights of at least 0 in that shape, or not as
+                many tensors as before.
+        """
+        weights = self.ask(tokens, statistic)
+        if len(weights) != self.passes:
+            raise self._error(f"returned {len(weights)} tensors, and {self.passes} before")
+        return [self._checked(weight, tokens) for weight in weights]
+
+    def ask(self, tokens: Tokens, statistic: Any) -> list:
+        """Return what `weigh` does for each pass, unchecked."""
+        known = (statistic,) if self.has_statistic else ()
+        result = self.module.weigh(self._seen(tokens), *known, **self.constants)
+        return list(result) if isinstance(result, list | tuple) else [result]
+
+    def _seen(self, tokens: Tokens) -> Tokens:
+        return tokens if self.needs_entropies else tokens._replace(entropies=None)
+
+    def _checked(self, weights: Any, tokens: Tokens) -> Tensor:
+        shape, mask = tuple(tokens.mask.shape), tokens.mask.bool()
+        if not isinstance(weights, Tensor):
+            raise self._error(f"returned {type(weights).__name__}, where a tensor is due")
+        if weights.shape != tokens.mask.shape:
+            raise self._error(f"returned the shape {tuple(weights.shape)} for tokens of the shape {shape}")
+        weights = weights.to(tokens.log_probs.dtype)
+        for wrong, what in ((~weights.isfinite(), "not finite"), (weights < 0, "negative, which would turn signs")):
+            if (wrong & mask).any():
+                at = tuple((wrong & mask).nonzero()[0])
+                probability, advantage = tokens.probabilities[at].item(), tokens.advantages[at].item()
+                token = f"for a token of π_old {probability:g} and advantage {advantage:g}"
+                raise self._error(f"returned {weights[at].item():g} {token}: {what}")
+        return weights.masked_fill(~mask, 0.0)
+
+    def _error(self, problem: str) -> ValueError:
+        return ValueError(f"token method {self.name}: weigh {problem}")
+
+
+def combine(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Multiply the weights of several methods: a tensor for each combination of their passes, the last one fastest."""
+    return [functools.reduce(torch.mul, passes) for passes in itertools.product(*weights)]
+
+
+def load(sources: Sequence[str], arguments: Sequence[str]) -> list[Method]:
+    """Load token methods and ask each for the weights of a few made-up tokens.
+
+    Args:
+        sources: a name of `methods.built_in()`, or a Python file's path, each.
+        arguments: `name.key=value` each, as in `stapo.tau=0.01`.
+
+    Raises:
+        ValueError: in one line, what is wrong with a method or an argument.
+    """
+    names = [name_of(source) for source in sources]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{repeated[0]}: given twice")
+    given: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for argument in arguments:
+        name, key, value = parse_argument(argument)
+        if name not in given:
+            raise ValueError(f"{argument}: there is no token method {name} among those given ({', '.join(names)})")
+        given[name][key] = value
+    return [_load_one(source, name, given[name]) for source, name in zip(sources, names, strict=True)]
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Refuse a constant outside [low, high].
+
+    Raises:
+        ValueError: with the constant's name, the value and the range.
+    """
+    if not isinstance(value, int | float) or not low <= value <= high:  # NaN is in no range
+        raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value}")
+
+
+def smallest(values: Tensor, share: float) -> float:
+    """Return the k-th smallest of some values, k = max(1, ⌈share · count⌉), or −inf where there is none to take."""
+    count = math.ceil(share * values.numel() - 1e-6)  # the product may lie a rounding above a whole number
+    if not values.numel() or not share:
+        return -math.inf
+    return values.flatten().kthvalue(max(1, count)).values.item()
+
+
+def _load_one(source: str, name: str, given: dict[str, Any]) -> Method:
+    if not source.endswith(".py") and source not in built_in():
+        raise ValueError(
+            f"{source}: there is no such token method. Give a .py file, or one of {', '.join(built_in())}"
+        )
+    path = Path(source) if source.endswith(".py") else FOLDER / f"{source}.py"
+    if not path.is_file():
+        raise ValueError(f"{source}: there is no such file")
+    spec = importlib.util.spec_from_file_location(f"token_method_{name}", path)
+    assert spec and spec.loader  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if not callable(vars(module).get("weigh")):
+            raise ValueError("it has no function `weigh`")
+        return _probed(Method(name, module, _constants(module, given), passes=0))
+    except (Exception, SystemExit) as error:
+        said = (str(error).splitlines() or [""])[0]
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{name}: {kind}{said.removeprefix(f'token method {name}: ')}") from error
+
+
+def _constants(module: ModuleType, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the keyword arguments of `weigh`: those given, and else the defaults.
+
+    Raises:
+        ValueError: `weigh` or `statistic` is not called like that, or an argument is unknown or missing.
+    """
+    parameters = inspect.signature(module.weigh).parameters
+    keywords = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    called = ["tokens", "statistic"] if "statistic" in vars(module) else ["tokens"]
+    if len(parameters) - len(keywords) != len(called):
+        raise ValueError(f"weigh is called as weigh({', '.join(called)}, *, ...), and takes {tuple(parameters)}")
+    if unknown := given.keys() - keywords.keys():
+        takes = ", ".join(keywords) or "none"
+        raise ValueError(f"weigh has no keyword argument {min(unknown)}; it takes {takes}")
+    constants = keywords | given
+    if missing := [name for name, value in constants.items() if value is inspect.Parameter.empty]:
+        raise ValueError(f"needs {', '.join(missing)}: give --algo.token_method_args NAME.{missing[0]}=VALUE")
+    return constants
+
+
+def _probed(method: Method) -> Method:
+    """Return the method with its number of passes, after a try with tokens of each sign, and with a single one."""
+    log_probs = torch.tensor([[0.9, 0.5, 0.2, 0.05, 0.001]] * 3).log()
+    advantages = torch.tensor([[1.0], [-1.0], [0.0]]).expand(3, 5)
+    entropies = torch.tensor([[0.3, 1.0, 0.8, 2.0, 0.1]] * 3)
+    tokens = Tokens(log_probs, advantages, torch.ones(3, 5), entropies)
+    row = Tokens(*(values.reshape(1, -1) for values in tokens))
+    statistic = method.statistic(row)
+    method = method._replace(passes=len(method.ask(row, statistic)))
+    if not method.passes:
+        raise ValueError("weigh returned no tensor at all")
+    for part in (tokens, Tokens(*(values[:1, :1] for values in tokens))):
+        method.weigh(part, statistic)
+    return method

@@ -1,0 +1,140 @@
+"""The weights that token methods give to the tokens of a rollout batch (`token_method.py`)."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from openrlhf.models import Actor
+from openrlhf.trainer.ppo_utils.experience import Experience
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.utils import ModelOutput
+
+from arlopti_openrlhf.token_method import Method, Tokens, combine
+from arlopti_openrlhf.update import old_log_probs
+from arlopti_openrlhf.update.passes import Stage, count_responses, count_tokens
+from arlopti_openrlhf.update.ranks import Ranks
+
+
+class TokenWeights:
+    """Holds the weights of one rollout batch's tokens in each pass. Each sample is weighed once, by itself.
+
+    Args:
+        methods: the token methods, whose weights multiply.
+        by_token: whether the loss is a mean over tokens, and not over responses. In a mean over responses each one is
+            divided by its own tokens.
+
+    Attributes:
+        entropies: (A,) of each sample that a forward pass has shown, in nats, by the sample's id. None where no method
+            asks for them.
+    """
+
+    def __init__(self, methods: Sequence[Method], by_token: bool) -> None:
+        self.methods, self.by_token = methods, by_token
+        self.entropies: dict[int, Tensor] | None = {} if any(m.needs_entropies for m in methods) else None
+        self._divides_by_kept = any(method.divides_by_kept for method in methods)
+        self._statistics: list = [None] * len(methods)
+        # By the sample's id, (passes, A) each: the weights, and which tokens the loss divides by.
+        self._weights: dict[int, Tensor] = {}
+        self._counted: dict[int, Tensor] = {}
+        # For each method and pass: tokens, Σ w, Σ w², tokens of weight 0.
+        self._sums = [torch.zeros(method.passes, 4, dtype=torch.float64) for method in methods]
+
+    def look_at_all(self, actor: Actor, items: list[Experience], args: SimpleNamespace, ranks: Ranks) -> None:
+        """Compute what the methods have to know of the whole rollout batch. A collective call.
+
+        Entropies are taken from a forward pass that gives log π_old too. Log π_old of all samples is known then.
+        """
+        if self.entropies is not None:
+            old_log_probs.compute(actor, items, args, ranks, self.entropies)
+        if not any(method.has_statistic for method in self.methods):
+            return
+        columns = torch.cat([torch.empty(4, 0), *(torch.stack(self._response(item)) for item in items)], dim=1)
+        tokens = Tokens(*ranks.gather(columns)[:, None])
+        if tokens.mask.numel():
+            self._statistics = [method.statistic(tokens) for method in self.methods]
+
+    def learn_entropies(self, samples: Sequence[Experience], output: ModelOutput) -> None:
+        """Keep the entropies of samples that a first pass has computed, if a method asks for them.
+
+        Args:
+            samples: single samples. The idle ones, which the pass did not compute, are known already.
+            output: of the forward pass, with the `statistics` that `SelectiveActor` gives.
+        """
+        if self.entropies is not None:
+            self.entropies = old_log_probs.rows_by_sample(samples, output.statistics[0]) | self.entropies
+
+    def of(self, samples: Sequence[Experience], stage: Stage, like: Tensor) -> Tensor:
+        """Return the weights (B, A) of a micro-batch in one pass, on the device of the (B, A) tensor `like`."""
+        rows = [self._of_sample(sample)[stage.method_pass or 0] for sample in samples]
+        return pad_sequence(rows, batch_first=True).to(like.device)
+
+    def count(self, samples: Sequence[Experience], stage: Stage) -> float:
+        """Return how many tokens of the samples one pass updates. Their π_old must be known."""
+        if not self.methods:
+            return count_tokens(samples, stage)
+        groups = (stage.tokens(s.action_log_probs[None], s.action_mask[None])[0] for s in samples)
+        weights = (self._of_sample(sample)[stage.method_pass or 0] for sample in samples)
+        return sum(float((group * (row != 0)).sum()) for group, row in zip(groups, weights, strict=True))
+
+    def denominators(self, samples: Sequence[Experience], stage: Stage) -> tuple[int, int]:
+        """Return the tokens of the samples that the loss divides by in one pass, and how many samples have any."""
+        if not self._divides_by_kept:
+            return count_responses(samples)
+        for sample in samples:
+            self._of_sample(sample)
+        lengths = [int(self._counted[id(sample)][stage.method_pass or 0].sum()) for sample in samples]
+        return sum(lengths), sum(length > 0 for length in lengths)
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """Return each method's mean weight, share of tokens of weight 0, and effective share (Σw)² / (NΣw²).
+
+        They are over the samples that were trained on, on all ranks. A method of several passes has them for each.
+        """
+        found: dict[str, float] = {}
+        for method, sums in zip(self.methods, self._sums, strict=True):
+            for i, (tokens, total, squares, zeros) in enumerate(ranks.sum_tensor(sums).tolist()):
+                name = f"token_method/{method.name}" + (f"/pass{i + 1}" if method.passes > 1 else "")
+                if tokens:
+                    found |= {f"{name}/mean_weight": total / tokens, f"{name}/zero_share": zeros / tokens}
+                    found[f"{name}/effective_share"] = total**2 / (tokens * squares) if squares else 0.0
+        return found
+
+    def _of_sample(self, sample: Experience) -> Tensor:
+        """Return the weights (passes, A) of a sample, 0 outside its response."""
+        if id(sample) not in self._weights:
+            self._weigh(sample)
+        return self._weights[id(sample)]
+
+    def _weigh(self, sample: Experience) -> None:
+        tokens = Tokens(*(values[None] for values in self._response(sample)))
+        if tokens.mask.numel():
+            of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, self._statistics, strict=True)]
+        else:
+            of_methods = [[torch.zeros_like(tokens.log_probs)] * method.passes for method in self.methods]
+        for sums, passes in zip(self._sums, of_methods, strict=True):
+            for total, w in zip(sums, passes, strict=True):
+                total += torch.tensor([w.numel(), w.double().sum(), w.double().square().sum(), (w == 0).sum()])
+        is_counted = [
+            [w != 0 if method.divides_by_kept else torch.ones_like(w).bool() for w in passes]
+            for method, passes in zip(self.methods, of_methods, strict=True)
+        ]
+        weights, counted = torch.cat(combine(of_methods)), torch.cat(combine(is_counted))
+        if not self.by_token:
+            # The loss divides the response by all of its tokens.
+            weights = weights * (counted.shape[1] / counted.sum(dim=1, keepdim=True).clamp(min=1))
+        for rows, values in ((self._weights, weights), (self._counted, counted)):
+            rows[id(sample)] = torch.zeros(len(values), len(sample.action_mask), dtype=values.dtype)
+            rows[id(sample)][:, sample.action_mask.bool().cpu()] = values
+
+    def _response(self, sample: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return log π_old, advantages, ones and entropies of a sample's response, (tokens,) each, float32 on the CPU.
+
+        Entropies that no method asks for are zeros.
+        """
+        is_response = sample.action_mask.bool().cpu()
+        log_probs, advantages = (v.cpu().float()[is_response] for v in (sample.action_log_probs, sample.advantages))
+        ones = torch.ones_like(log_probs)
+        if self.entropies is None:
+            return log_probs, advantages, ones, torch.zeros_like(ones)
+        return log_probs, advantages, ones, self.entropies[id(sample)].float()[is_response]

@@ -1,0 +1,269 @@
+"""Each token method by hand, at constants that change nothing, and what is refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from arlopti_openrlhf import methods, token_method
+from arlopti_openrlhf.token_method import Tokens
+
+INF = math.inf
+
+
+def load(source: str, *arguments: str) -> token_method.Method:
+    name = methods.name_of(source)
+    (method,) = token_method.load([source], [f"{name}.{argument}" for argument in arguments])
+    return method
+
+
+def tokens(probabilities, advantages, entropies=None, mask=None) -> Tokens:
+    """Tokens of one response, (1, A)."""
+    p = torch.tensor([probabilities], dtype=torch.float64)
+    entropies = [0.0] * len(probabilities) if entropies is None else entropies
+    mask = torch.ones_like(p) if mask is None else torch.tensor([mask])
+    return Tokens(p.log(), torch.tensor([advantages]).double(), mask, torch.tensor([entropies]).double())
+
+
+def weights(method: token_method.Method, seen: Tokens) -> list:
+    found = method.weigh(seen, method.statistic(seen))
+    return [w[0].tolist() for w in found] if len(found) > 1 else found[0][0].tolist()
+
+
+def test_ar_and_direction():
+    # 0.3 · p + 0.7, and 1 + 0.2 · (1 − p).
+    seen = tokens([1.0, 0.5, 0.1], [1.0, -1.0, 1.0])
+    assert weights(load("ar"), seen) == pytest.approx([1.0, 0.85, 0.73])
+    assert weights(load("ar", "alpha=-0.2"), seen) == pytest.approx([1.0, 1.1, 1.18])
+
+
+def test_lopti():
+    """Two passes that share the tokens; η = 0.5 belongs to the second."""
+    assert weights(load("lopti"), tokens([0.4, 0.5, 0.9], [1.0] * 3)) == [[1, 0, 0], [0, 1, 1]]
+
+
+def test_eighty_twenty():
+    # ⌈0.4 · 5⌉ = 2 tokens: entropies 0.9 and 0.7. The one without a mask has more, and does not count.
+    seen = tokens([0.5] * 6, [1.0] * 6, [0.1, 0.9, 0.3, 0.7, 0.2, 5.0], mask=[1, 1, 1, 1, 1, 0])
+    assert weights(load("eighty_twenty", "share=0.4"), seen) == [0, 1, 0, 1, 0, 0]
+    # A tie with the second is selected too.
+    assert weights(load("eighty_twenty", "share=0.4"), tokens([0.5] * 5, [1.0] * 5, [0, 9, 3, 3, 1])) == [
+        0,
+        1,
+        1,
+        1,
+        0,
+    ]
+
+
+def test_stapo():
+    # Rare with A > 0: the first four, whose entropies' ⌈0.75 · 4⌉ = 3rd is 0.3. Below it lie 0.1 and 0.2.
+    seen = tokens([0.001] * 5 + [0.5], [1.0] * 4 + [-1.0, 1.0], [0.1, 0.2, 0.3, 0.4, 0.0, 0.0])
+    assert weights(load("stapo"), seen) == [0, 0, 1, 1, 1, 1]
+
+
+def test_a3po():
+    # ⌊0.4 · 5⌋ = 2 of each response: the rarest of the right one, the most probable of the wrong one.
+    p = torch.tensor([[0.9, 0.1, 0.5, 0.2, 0.8], [0.9, 0.1, 0.5, 0.2, 0.8], [0.7, 0.6, 0.3, 0.1, 0.1]])
+    a = torch.tensor([[1.0], [-1.0], [1.0]]).expand(3, 5)
+    mask = torch.tensor([[1.0] * 5, [1.0] * 5, [1.0, 1.0, 1.0, 0.0, 0.0]])
+    method = load("a3po", "share=0.4", "positive=3", "negative=2")
+    (found,) = method.weigh(Tokens(p.log(), a, mask), None)
+    # Of three tokens ⌊1.2⌋ = 1: the padding, though rarer, is none.
+    assert found.tolist() == [[1, 3, 1, 3, 1], [2, 1, 1, 1, 2], [1, 1, 3, 0, 0]]
+
+
+def test_stare():
+    # ⌈0.5 · 3⌉ = 2 of the three tokens with A > 0, and ⌈0.5 · 1⌉ = 1 of the other. The mean entropy is 0.2.
+    seen = tokens([0.9, 0.1, 0.5, 0.2], [1.0, 1.0, 1.0, -1.0], [0.2] * 4)
+    assert weights(load("stare", "share=0.5"), seen) == pytest.approx([1, 1.1, 1.1, 1])
+    assert weights(load("stare", "share=0.5", "negative=0.9"), seen) == pytest.approx([1, 1.1, 1.1, 0.9])
+    assert weights(load("stare", "share=0.5", "entropy=0.2"), seen) == [1, 1, 1, 1]  # the gate is closed
+
+
+def test_entropy_advantage():
+    # A + min(0.4 · H, |A| / 2): 2 + 0.4, 2 + 1, -2 + 0.4, -0.5 + 0.25, and 0.
+    seen = tokens([0.5] * 5, [2.0, 2.0, -2.0, -0.5, 0.0], [1.0, 9.0, 1.0, 1.0, 1.0])
+    found = torch.tensor(weights(load("entropy_advantage"), seen)) * seen.advantages[0]
+    assert found.tolist() == pytest.approx([2.4, 3.0, -1.6, -0.25, 0.0])
+
+
+def test_steer():
+    # Ω = |A| (1 − p) |ln p + H|: 2 · 0.5 · (1 + ln 0.5) = 0.3069, the greatest; 1 · 0.5 · 0.3069 = 0.1534.
+    seen = tokens([0.5, 0.5, 1.0], [2.0, -1.0, 5.0], [1.0, 1.0, 1.0])
+    assert weights(load("steer"), seen) == pytest.approx([0.8, math.exp(math.log(0.8) / 4 * 2), 1.0])
+    # Where nothing changes much, 0.02 stands for the greatest: 0.8^(0.01 / 0.02).
+    small = tokens([0.5], [0.02 / (1 + math.log(0.5))], [1.0])
+    assert weights(load("steer"), small) == pytest.approx([math.sqrt(0.8)])
+
+
+def test_surprisal_band():
+    # −ln 0.5 = 0.693 over 1 and over 0.1; a certain token has the ratio 0.
+    seen = tokens([0.5, 0.5, 1.0], [1.0] * 3, [1.0, 0.1, 0.0])
+    assert weights(load("surprisal_band", "lo=0.5", "hi=2"), seen) == [1, 0, 0]
+    assert weights(load("surprisal_band", "lo=0", "hi=2"), seen) == [1, 0, 1]
+
+
+def test_positive_weight():
+    assert weights(load("positive_weight"), tokens([0.5] * 3, [2.0, -2.0, 0.0])) == pytest.approx([0.1, 1, 1])
+
+
+def test_clip_cov():
+    # Means 0 and ln p's −1: cov = A · (ln p + 1) = 1.5, 0.5, 1.5, −0.5, and of the last four 0 · x.
+    p = [math.exp(x) for x in (0.5, -0.5, -2.5, -1.5, -1.0, -1.0, -1.0, -1.0)]
+    seen = tokens(p, [1.0, 1.0, -1.0, 1.0, 0.0, 0.0, 0.0, -2.0])
+    assert weights(load("clip_cov", "share=1"), seen) == [0, 1, 0, 1, 1, 1, 1, 1]
+
+
+def test_clip_cov_draws_one_token_at_least_and_the_same_in_any_order():
+    generator = torch.Generator().manual_seed(0)
+    p, a = torch.rand(2, 1, 5000, generator=generator)
+    seen = Tokens(p.log(), 4 * a - 2, torch.ones_like(p))
+    method, order = load("clip_cov", "share=0.002"), torch.randperm(5000, generator=generator)
+    (found,) = method.weigh(seen, method.statistic(seen))
+    shuffled = Tokens(*(x[:, order] for x in seen[:3]))
+    (again,) = method.weigh(shuffled, method.statistic(shuffled))
+    assert (found == 0).sum() == 10 and torch.equal(again, found[:, order])
+    few = load("clip_cov", "share=0")
+    assert (few.weigh(seen, few.statistic(seen))[0] == 0).sum() == 1
+
+
+NEUTRAL = {
+    "ar": ["alpha=0"],
+    "lopti": ["eta=1e-9"],
+    "eighty_twenty": ["share=1"],
+    "stapo": ["tau=0"],
+    "a3po": ["positive=1", "negative=1"],
+    "stare": ["positive=1", "negative=1"],
+    "entropy_advantage": ["alpha=0"],
+    "steer": ["w_min=1"],
+    "surprisal_band": ["lo=0", "hi=inf"],
+    "positive_weight": ["positive=1"],
+    "clip_cov": ["low=5"],
+}
+
+
+def random_tokens(shape=(4, 9)) -> Tokens:
+    generator = torch.Generator().manual_seed(3)
+    p, a, h = torch.rand(3, *shape, generator=generator)
+    return Tokens(p.log() * 3, 4 * a - 2, (torch.rand(shape, generator=generator) < 0.8).float(), 3 * h)
+
+
+@pytest.mark.parametrize("name", methods.built_in())
+def test_neutral_constants_are_the_identity_to_the_last_bit(name):
+    method, seen = load(name, *NEUTRAL[name]), random_tokens()
+    assert torch.equal(method.weigh(seen, method.statistic(seen))[-1], seen.mask)
+
+
+@pytest.mark.parametrize("name", methods.built_in())
+def test_published_constants_change_something(name):
+    method, seen = load(name, *(["lo=0.5", "hi=2"] if name == "surprisal_band" else [])), random_tokens((40, 300))
+    seen = seen._replace(entropies=seen.entropies / 6, log_probs=seen.log_probs * 3)
+    assert not torch.equal(method.weigh(seen, method.statistic(seen))[-1], seen.mask)
+
+
+@pytest.mark.parametrize("name", methods.built_in())
+def test_a_docstring_has_the_paper_the_formula_and_the_constants(name):
+    text = (methods.FOLDER / f"{name}.py").read_text("utf-8").split('"""')[1]
+    parts = [line.partition(":")[0] for line in text.splitlines()]
+    assert {"Formula", "Code read", "Constants", "Deviations"} < set(parts) and {"Paper", "Papers"} & set(parts)
+
+
+def test_weights_multiply_over_all_combinations_of_passes():
+    a, b, c = (torch.tensor([[x]]) for x in (2.0, 3.0, 5.0))
+    assert [w.item() for w in token_method.combine([[a, b], [c, a]])] == [10, 4, 15, 6]
+
+
+def write(folder: Path, body: str, name: str = "mine.py") -> str:
+    (folder / name).write_text("import torch\n" + body, encoding="utf-8")
+    return str(folder / name)
+
+
+WEIGH = "def weigh(tokens, *, x=1):\n    return "
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def weight(tokens): pass\n", "mine: it has no function `weigh`"),
+        ("def weigh(:\n", "mine: SyntaxError: invalid syntax"),
+        ("import nowhere_to_be_found\n", "mine: ModuleNotFoundError: No module named"),
+        ("raise SystemExit('usage')\n", "mine: SystemExit: usage"),
+        ("def weigh(): pass\n", "mine: weigh is called as weigh(tokens, *, ...)"),
+        ("def weigh(tokens, other): pass\n", "mine: weigh is called as weigh(tokens, *, ...)"),
+        (
+            "def statistic(tokens): pass\ndef weigh(tokens): pass\n",
+            "weigh is called as weigh(tokens, statistic, *, ...)",
+        ),
+        ("def weigh(tokens, *, need): pass\n", "mine: needs need: give --algo.token_method_args"),
+        (WEIGH + "None\n", "mine: weigh returned NoneType"),
+        (WEIGH + "[]\n", "mine: weigh returned no tensor at all"),
+        (WEIGH + "tokens.log_probs[0]\n", "mine: weigh returned the shape (5,) for tokens of the shape (3, 5)"),
+        (WEIGH + "torch.ones(3, 5)\n", "mine: weigh returned the shape (3, 5) for tokens of the shape (1, 1)"),
+        (
+            WEIGH + "tokens.log_probs * torch.nan\n",
+            "mine: weigh returned nan for a token of π_old 0.9 and advantage 1",
+        ),
+        (WEIGH + "1 / (tokens.log_probs * 0)\n", "mine: weigh returned -inf"),
+        (WEIGH + "tokens.advantages\n", "returned -1 for a token of π_old 0.9 and advantage -1: negative"),
+        (WEIGH + "tokens.entropies > 1\n", "mine: TypeError: '>' not supported"),
+        (
+            WEIGH + "[tokens.mask] * (2 if len(tokens.mask) > 1 else 1)\n",
+            "mine: weigh returned 2 tensors, and 1 before",
+        ),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused_in_one_line(tmp_path, body, said):
+    with pytest.raises(ValueError) as refused:
+        token_method.load([write(tmp_path, body)], [])
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sources", "arguments", "said"),
+    [
+        (["aar"], [], "aar: there is no such token method. Give a .py file, or one of a3po, ar,"),
+        (["missing.py"], [], "missing.py: there is no such file"),
+        (["ar", "ar"], [], "ar: given twice"),
+        (["ar"], ["lopti.eta=1"], "lopti.eta=1: there is no token method lopti among those given (ar)"),
+        (["ar"], ["ar.beta=1"], "ar: weigh has no keyword argument beta; it takes alpha"),
+        (["ar"], ["alpha=1"], "alpha=1 is not of the form NAME.KEY=VALUE"),
+        (["ar"], ["ar.alpha="], "ar.alpha= is not of the form"),
+        (["surprisal_band"], ["surprisal_band.lo=1"], "surprisal_band: needs hi"),
+        *(
+            ([argument.partition(".")[0]], [argument], "must lie in")
+            for argument in (
+                "ar.alpha=1.1",
+                "ar.alpha=nan",
+                "ar.alpha=text",
+                "lopti.eta=0",
+                "eighty_twenty.share=0",
+                "stapo.tau=2",
+                "stapo.kappa=-1",
+                "a3po.share=2",
+                "a3po.positive=-1",
+                "stare.negative=-1",
+                "stare.share=2",
+                "entropy_advantage.alpha=-1",
+                "entropy_advantage.kappa=0.5",
+                "steer.w_min=0",
+                "positive_weight.positive=-1",
+                "clip_cov.high=0",
+                "clip_cov.share=-1",
+            )
+        ),
+    ],
+)
+def test_a_bad_argument_is_named(sources, arguments, said):
+    with pytest.raises(ValueError) as refused:
+        token_method.load(sources, arguments)
+    assert said in str(refused.value)
+
+
+def test_weights_that_a_later_batch_spoils_are_refused(tmp_path):
+    method = load(write(tmp_path, WEIGH + "torch.where(tokens.log_probs < -20, torch.nan, 1.0)\n"))
+    with pytest.raises(ValueError, match="token method mine: weigh returned nan for a token of π_old 1e-12"):
+        method.weigh(tokens([0.5, 1e-12], [1.0, 1.0]), None)
+    # Outside the mask anything goes.
+    assert weights(method, tokens([0.5, 1e-12], [1.0, 1.0], mask=[1, 0])) == [1, 0]
