@@ -20,9 +20,11 @@ the file say what the method asks for:
     DIVIDES_BY_KEPT = True  # the loss divides by the tokens of weight above 0, not by all tokens of the responses
 """
 
+import contextlib
 import functools
 import importlib.util
 import inspect
+import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -149,6 +151,25 @@ def load(sources: Sequence[str], arguments: Sequence[str]) -> list[Method]:
             raise ValueError(f"{argument}: there is no token method {name} among those given ({', '.join(names)})")
         given[name][key] = value
     return [_load_one(source, name, given[name]) for source, name in zip(sources, names, strict=True)]
+
+
+def describe(sources: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]:
+    """Say what `load` makes of token methods. What they print is lost.
+
+    Returns:
+        `problem`, what is wrong with them in one line, or None. Then also `passes`, how many optimizer steps they take
+        where there is one without them, and `reading_entropies`, the names of those that read entropies.
+    """
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            methods = load(sources, arguments)
+        except ValueError as error:
+            return {"problem": str(error)}
+    return {
+        "problem": None,
+        "passes": math.prod(method.passes for method in methods),
+        "reading_entropies": [method.name for method in methods if method.needs_entropies],
+    }
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:

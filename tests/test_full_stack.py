@@ -198,6 +198,23 @@ def test_async_partial_rollouts_dynamic_filtering(train, tiny_data, noisy_reward
     assert list(scalars(tmp_path, "eval/accuracy")) == [0, len(steps(log))]
 
 
+def test_token_methods_on_two_ranks_packed(train, noisy_reward, tmp_path):
+    """A user's file and 80/20, whose tokens of weight 0 are not computed."""
+    log = train(
+        f"""{GRPO} --algo.token_method examples/token_method.py eighty_twenty --ds.packing_samples
+        --algo.token_method_args token_method.weight=0.5 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2
+        --vllm.num_engines 2 --train.colocate_all""",
+        reward=noisy_reward,
+    )
+    assert len(steps(log)) == 2 and "nan" not in "".join(steps(log))
+    for name in ("mean_weight", "zero_share", "effective_share"):
+        shares = [
+            scalars(tmp_path, f"train/token_method/{method}/{name}") for method in ("token_method", "eighty_twenty")
+        ]
+        assert all(list(share) == [1, 2] for share in shares)
+    assert 0.19 < shares[1][1] < 0.25  # the effective share of a mask is what it keeps
+
+
 def test_gae_with_critic_dynamic_batches_kl_in_the_reward(train):
     log = train(
         """--algo.advantage.estimator gae --algo.kl.estimator k1 --algo.kl.init_coef 0.01 --algo.ar.alpha 0.1

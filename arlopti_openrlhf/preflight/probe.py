@@ -1,10 +1,9 @@
-"""Asks reward sources and token methods a few things, in a process that can be killed (`grading.worker_pool`)."""
+"""Asks reward sources about a few rows, in a process that can be killed (`grading.worker_pool`)."""
 
 import contextlib
 import importlib.util
 import inspect
 import io
-import math
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,31 +78,6 @@ def reward_problem(path: str, rows: Sequence[tuple[str, Any]]) -> str | None:
             except ValueError as error:
                 return f"reward_func returned {error}"
     return None
-
-
-def token_methods(sources: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]:
-    """Load token methods, which asks them for some weights.
-
-    Args:
-        sources: names or files, as `--algo.token_method` has them.
-        arguments: as `--algo.token_method_args` has them.
-
-    Returns:
-        `problem`, what is wrong with them in one line, or None. Else also `passes`, how many optimizer steps they take
-        where there is one without them, and `reading_entropies`, the names of those that read entropies.
-    """
-    from arlopti_openrlhf import token_method
-
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            loaded = token_method.load(sources, arguments)
-        except ValueError as error:
-            return {"problem": str(error)}
-    return {
-        "problem": None,
-        "passes": math.prod(method.passes for method in loaded),
-        "reading_entropies": [method.name for method in loaded if method.needs_entropies],
-    }
 
 
 def _said(error: BaseException, path: str) -> str:

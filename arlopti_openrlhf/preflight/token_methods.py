@@ -4,12 +4,11 @@ from contextlib import closing
 from types import SimpleNamespace
 
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
-from arlopti_openrlhf.preflight import probe
 from arlopti_openrlhf.preflight.combinations import NOT_BY_STEPS, is_selective
 from arlopti_openrlhf.preflight.finding import Finding
 
 _FLAG = "--algo.token_method"
-_PROBE_SECONDS = 8.0
+PROBE_SECONDS = 30.0  # for the import of files and their answers
 _UNLIMITED = 2.0**20  # GiB
 
 
@@ -23,11 +22,13 @@ def check(args: SimpleNamespace) -> list[Finding]:
     if not sources:
         return []
     given = " ".join(sources)
-    with closing(WorkerPool(f"{probe.__name__}:token_methods", 1, _PROBE_SECONDS, memory_gib=_UNLIMITED)) as pool:
+    with closing(
+        WorkerPool("arlopti_openrlhf.token_method:describe", 1, PROBE_SECONDS, memory_gib=_UNLIMITED)
+    ) as pool:
         try:
             found = pool.call(sources, args.algo.token_method_args)
         except TimedOut:
-            found = {"problem": f"no weights for {_PROBE_SECONDS:g} s, the import of the files included"}
+            found = {"problem": f"no weights for {PROBE_SECONDS:g} s, the import of the files included"}
         except Died:
             found = {"problem": "the process that asks for weights ends"}
         except (Raised, RuntimeError) as error:

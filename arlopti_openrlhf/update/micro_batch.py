@@ -6,13 +6,10 @@ from collections.abc import Sequence
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor
-from openrlhf.utils.loss_utils import get_loss_batch_info
-from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from arlopti_openrlhf import token_method
-from arlopti_openrlhf.forward.lm_head import statistics_of_logits
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.token_update import advantage_weights, reweight_advantages
 from arlopti_openrlhf.update import old_log_probs, optimizer_steps
@@ -20,6 +17,7 @@ from arlopti_openrlhf.update.group_loss import group_policy_loss
 from arlopti_openrlhf.update.metrics import micro_batch_status
 from arlopti_openrlhf.update.passes import Pass, Place, Stage, stages
 from arlopti_openrlhf.update.penalties import add_penalties
+from arlopti_openrlhf.update.policy_forward import policy_forward
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics, token_updates
 from arlopti_openrlhf.update.token_weights import TokenWeights
@@ -73,8 +71,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             loss_batch_info: the denominators of the optimizer step; None takes them from the replay buffer.
             this_pass: the pass; None, from upstream's loop, is a pass over the whole response.
             place: where the micro-batch stands in its mini-batch; None, from upstream's loop, lets DeepSpeed count.
-            samples: what the micro-batch was made of. A pass that gives π_old fills in their `action_log_probs`, and
-                token methods weigh their tokens. None is needed where neither is the case.
+            samples: what the micro-batch was made of. Token methods and a pass that gives π_old need them.
 
         Returns:
             The micro-batch's metrics, in upstream's form (`micro_batch_status`).
@@ -83,19 +80,15 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             return super().training_step(experience, kl_ctl, step, loss_batch_info)
         self.actor.train()
         this_pass = this_pass or Pass()
-        place = place or self._place(step)
+        place = place or optimizer_steps.upstreams_place(self.actor.model, self.replay_buffer, step)
         stage, response, old = this_pass.stage, experience.action_mask, experience.action_log_probs  # (B, A)
 
         # The denominators are those of the whole response, whichever tokens the pass updates.
         if loss_batch_info is None:
-            buffer, is_dynamic = self.replay_buffer, self.args.train.dynamic_batch_enable
-            loss_batch_info = get_loss_batch_info(
-                self.strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic
-            )
+            loss_batch_info = optimizer_steps.upstreams_denominators(self.strategy, self.replay_buffer, step, response)
 
-        # Which tokens are computed: the stage's group without those of weight 0. Where π_old is not known yet, neither
-        # is the group, and the whole response is computed, as for GSPO, whose ratio is the sequence's. Idle responses
-        # have no gradient.
+        # Which tokens are computed: the stage's group without those of weight 0. Where π_old is not known yet, and for
+        # GSPO, whose ratio is the sequence's, the whole response is. Idle responses have no gradient.
         group = response if this_pass.gives_old_log_probs else self._group(stage, old, response, samples)
         wanted = response if self.args.actor.policy_loss_type == "gspo" else group
         selected = (wanted * ~self.is_idle(experience.advantages)[:, None]).to(response.dtype)
@@ -114,11 +107,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
 
         # The weights of the tokens, Eq. 4 and the token methods', and the loss. The policy loss reads its own view of
         # the log-probs, so the derivative by that view holds no KL.
-        advantages = reweight_advantages(experience.advantages, old, self.alpha)
-        weights = advantage_weights(old, self.alpha)
-        if self.methods:
-            of_methods = self.token_weights.of(samples, stage, like=old)
-            advantages, weights = advantages * of_methods, weights * of_methods
+        advantages, weights = self._weigh(experience.advantages, stage, old, samples)
         policy_log_probs = log_probs.view_as(log_probs)
         policy = group_policy_loss(
             self.actor_loss_fn,
@@ -145,9 +134,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         )
 
         # Statistics of the tokens by probability, from derivatives through the loss alone.
-        self._observe(
-            loss, log_probs, policy_log_probs, old, output, experience, weights, group, selected, loss_batch_info
-        )
+        self._observe(loss, log_probs, policy_log_probs, output, experience, weights, group, selected, loss_batch_info)
 
         # Backward. The optimizer steps after the last micro-batch of the mini-batch.
         self.strategy.backward(loss, self.actor, self.actor_optim)
@@ -167,46 +154,28 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         group = stage.tokens(old, response)
         return group * (self.token_weights.of(samples, stage, like=old) != 0) if self.methods else group
 
+    def _weigh(self, advantages: Tensor, stage: Stage, old: Tensor, samples: Sequence[Experience]) -> tuple:
+        """Return the advantages (B, A) with AR's and the token methods' weights, and these weights (B, A)."""
+        weighted, weights = reweight_advantages(advantages, old, self.alpha), advantage_weights(old, self.alpha)
+        if not self.methods:
+            return weighted, weights
+        of_methods = self.token_weights.of(samples, stage, like=old)
+        return weighted * of_methods, weights * of_methods
+
     def _forward(self, experience: Experience, selected: Tensor, this_pass: Pass) -> tuple[Tensor, ModelOutput]:
-        """Return (B, A) log π_θ of the selected tokens with their graph, and the model's output.
-
-        Where statistics are taken, or a pass gives the entropies that token methods ask for, `output.statistics` holds
-        the entropies and Σ_{j≠o} P_j² of the distributions.
-        """
         gives_entropies = this_pass.gives_old_log_probs and self.token_weights.entropies is not None
-        options: dict = {"return_entropy": self.args.actor.entropy_coef is not None}
-        if self.is_selective:
-            options |= {"return_statistics": self.statistics is not None or gives_entropies}
-            options |= {"return_aux_loss": self.aux_loss}
-        if experience.mm_train_inputs and self.actor.is_vlm:
-            options |= merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
-        log_probs, output = self.actor(
-            experience.sequences,
+        return policy_forward(
+            self.actor,
+            experience,
             selected,
-            attention_mask=experience.attention_mask,
-            return_output=True,
             ring_attn_group=self.strategy.ring_attn_group,
-            packed_seq_lens=None,
-            **options,
+            with_entropy=self.args.actor.entropy_coef is not None,
+            with_statistics=self.statistics is not None or gives_entropies,
+            with_aux_loss=self.aux_loss,
         )
-        if self.statistics is not None and not self.is_selective:
-            output.statistics = statistics_of_logits(
-                output["logits"],
-                experience.sequences,
-                selected,
-                experience.attention_mask,
-                packed=self.actor.packing_samples,
-            )
-        return log_probs, output
-
-    def _place(self, step: int) -> Place:
-        """Return where micro-batch `step` of upstream's loop stands. DeepSpeed and EMA count all but dynamic ones."""
-        buffer = self.replay_buffer
-        ends = optimizer_steps.ends_mini_batch(self.actor.model, buffer, step)
-        return Place(ends, buffer.dynamic_sample_loss_scale[step], ends) if buffer.dynamic_batch else Place(ends, 1, 1)
 
     def _observe(
-        self, loss, log_probs, policy_log_probs, old, output, experience, weights, group, selected, loss_batch_info
+        self, loss, log_probs, policy_log_probs, output, experience, weights, group, selected, loss_batch_info
     ) -> None:
         """Add what the loss does to the tokens of the group to the rollout batch's statistics, if they are taken."""
         if self.statistics is None:
@@ -216,7 +185,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
                 loss,
                 log_probs,
                 policy_log_probs,
-                old_log_probs=old,
+                old_log_probs=experience.action_log_probs,
                 advantages=experience.advantages,
                 ar_weights=weights,
                 group=group,

@@ -1,4 +1,4 @@
-"""Tells when DeepSpeed steps, skips a step, and spans the learning rate over twice as many."""
+"""Tells when DeepSpeed steps and by what upstream's loop divides, skips a step, spans the rate over twice as many."""
 
 import functools
 import inspect
@@ -7,6 +7,9 @@ from collections.abc import Callable
 import deepspeed
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+from openrlhf.utils.loss_utils import get_loss_batch_info
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from arlopti_openrlhf.update.passes import Place
@@ -19,6 +22,20 @@ def ends_mini_batch(engine: deepspeed.DeepSpeedEngine, buffer: NaiveReplayBuffer
         if buffer.dynamic_batch
         else engine.is_gradient_accumulation_boundary()
     )
+
+
+def upstreams_place(engine: deepspeed.DeepSpeedEngine, buffer: NaiveReplayBuffer, step: int) -> Place:
+    """Return where micro-batch `step` of upstream's loop stands. DeepSpeed and EMA count all but dynamic ones."""
+    ends = ends_mini_batch(engine, buffer, step)
+    return Place(ends, buffer.dynamic_sample_loss_scale[step], ends) if buffer.dynamic_batch else Place(ends, 1, 1)
+
+
+def upstreams_denominators(
+    strategy: DeepspeedStrategy, buffer: NaiveReplayBuffer, step: int, response: Tensor
+) -> dict[str, Tensor]:
+    """Return the denominators of micro-batch `step` of upstream's loop, with the response tokens `response` (B, A)."""
+    is_dynamic = strategy.args.train.dynamic_batch_enable
+    return get_loss_batch_info(strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic)
 
 
 def announce(engine: deepspeed.DeepSpeedEngine, place: Place) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import ModelOutput
 
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.token_method import Method, Tokens, combine
 from arlopti_openrlhf.update import old_log_probs
 from arlopti_openrlhf.update.passes import Stage, count_responses, count_tokens
@@ -114,7 +115,9 @@ class TokenWeights:
             of_methods = [[torch.zeros_like(tokens.log_probs)] * method.passes for method in self.methods]
         for sums, passes in zip(self._sums, of_methods, strict=True):
             for total, w in zip(sums, passes, strict=True):
-                total += torch.tensor([w.numel(), w.double().sum(), w.double().square().sum(), (w == 0).sum()])
+                w = w.double()
+                sums_of_pass = [w.numel(), w.sum(), w.square().sum(), (w == 0).sum()]
+                total += torch.tensor(sums_of_pass, dtype=torch.float64)
         is_counted = [
             [w != 0 if method.divides_by_kept else torch.ones_like(w).bool() for w in passes]
             for method, passes in zip(self.methods, of_methods, strict=True)
@@ -138,3 +141,17 @@ class TokenWeights:
         if self.entropies is None:
             return log_probs, advantages, ones, torch.zeros_like(ones)
         return log_probs, advantages, ones, self.entropies[id(sample)].float()[is_response]
+
+
+def reads_entropies(methods: Sequence[Method], actor: Actor) -> bool:
+    """Return whether a method reads entropies.
+
+    Raises:
+        ValueError: the policy cannot give them without a forward pass more.
+    """
+    names = [method.name for method in methods if method.needs_entropies]
+    if names and (actor.is_vlm or not isinstance(actor, SelectiveActor)):
+        raise ValueError(
+            f"token methods that read entropies ({', '.join(names)}) need the selective update of a text model"
+        )
+    return bool(names)

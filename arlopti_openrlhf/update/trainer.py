@@ -9,7 +9,7 @@ from openrlhf.utils.logging_utils import init_logger
 from openrlhf.utils.loss_utils import get_loss_batch_info
 from tqdm import tqdm
 
-from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, partition, passes
+from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, partition, passes, token_weights
 from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, method_metrics, rollout_gap
 from arlopti_openrlhf.update.micro_batch import MicroBatchTrainer
 from arlopti_openrlhf.update.passes import MiniBatch, Pass, Place, Stage
@@ -42,12 +42,9 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         can_defer = self.is_selective and old_log_probs.can_defer(self.args, self.actor, balances_experts_in_stages)
         self.first_pass_gives_old_log_probs = can_defer and not any(m.needs_rollout_batch for m in self.methods)
         # The forward pass that gives π_old gives the entropies too, which upstream's experience maker has no room for.
-        needs_entropies = self.token_weights.entropies is not None
-        if needs_entropies and (not self.is_selective or self.actor.is_vlm):
-            names = ", ".join(method.name for method in self.methods if method.needs_entropies)
-            raise ValueError(f"token methods that read entropies ({names}) need the selective update of a text model")
+        computes_entropies = token_weights.reads_entropies(self.methods, self.actor)
         self.defers_old_log_probs = self.first_pass_gives_old_log_probs or (
-            needs_entropies and not old_log_probs.in_the_reward(self.args)
+            computes_entropies and not old_log_probs.in_the_reward(self.args)
         )
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:

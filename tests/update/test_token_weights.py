@@ -1,0 +1,110 @@
+"""The weights of a rollout batch do not depend on how it is divided among ranks or micro-batches."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from arlopti_openrlhf import methods, token_method
+from arlopti_openrlhf.update.passes import Stage
+from arlopti_openrlhf.update.token_weights import TokenWeights
+
+ARGUMENTS = {
+    "stapo": ["stapo.tau=0.5"],
+    "stare": ["stare.entropy=9", "stare.negative=0.9"],
+    "clip_cov": ["clip_cov.share=0.05", "clip_cov.low=0.2"],
+    "surprisal_band": ["surprisal_band.lo=0.5", "surprisal_band.hi=2"],
+}
+
+
+def samples(count: int) -> list[Experience]:
+    """Single samples as the replay buffer holds them, with prompts of 3 tokens and responses of none to 11."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for i in range(count):
+        mask = torch.tensor([0] * 2 + [1] * (i % 12))
+        p, a = torch.rand(2, len(mask), generator=generator)
+        made.append(Experience(action_mask=mask, action_log_probs=p.log(), advantages=4 * a - 2))
+    return made
+
+
+def entropies(items: list[Experience]) -> dict[int, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {id(item): torch.rand(len(item.action_mask), generator=generator) * 2 for item in items}
+
+
+def of_rank(name: str, items: list[Experience], everything: list[Experience], known: dict) -> TokenWeights:
+    """The weights as a rank sees them that has `items`, while all ranks together have `everything`."""
+
+    def all_columns(columns):
+        others = [item for item in everything if all(item is not own for own in items)]
+        return torch.cat([columns, *(torch.stack(weights._response(item)) for item in others)], dim=1)
+
+    loaded = token_method.load([name], ARGUMENTS.get(name, []))
+    weights = TokenWeights(loaded, by_token=True)
+    weights.look_at_all(None, items, None, SimpleNamespace(gather=all_columns))
+    weights.entropies = known
+    return weights
+
+
+@pytest.fixture(autouse=True)
+def known_entropies(monkeypatch):
+    """Entropies are given, and not computed by a model."""
+    from arlopti_openrlhf.update import old_log_probs
+
+    def compute(actor, items, args, ranks, entropies_by_sample):
+        entropies_by_sample |= known
+
+    known: dict = {}
+    monkeypatch.setattr(old_log_probs, "compute", compute)
+    return known
+
+
+@pytest.mark.parametrize("name", methods.built_in())
+def test_neither_ranks_nor_micro_batches_change_a_weight(name, known_entropies):
+    items = samples(36)
+    known_entropies |= entropies(items)
+    one, halves = of_rank(name, items, items, known_entropies), (items[::2], items[1::2])
+    two = [of_rank(name, half, items, known_entropies) for half in halves]
+    for index in range(one.methods[0].passes):
+        stage, like = Stage(method_pass=index), torch.empty(0)
+        whole = one.of(items, stage, like)
+        assert whole.shape == (36, 13) and 0 < whole.count_nonzero()
+        for rank, half, start in zip(two, halves, (0, 1), strict=True):
+            by_two = torch.cat(
+                [
+                    torch.nn.functional.pad(w := rank.of(half[i : i + 2], stage, like), (0, 13 - w.shape[1]))
+                    for i in range(0, 18, 2)
+                ]
+            )
+            assert torch.equal(by_two, whole[start::2])
+
+
+def test_denominators():
+    """Two kept tokens in one of two responses; with AR, which divides by all, nothing changes."""
+    items = samples(36)[3:5]
+    items[0].action_log_probs[2:], items[1].action_log_probs[2:] = -1.0, -1.0
+    for names, expected in ((["ar"], (7, 2)), (["eighty_twenty"], (2, 1)), (["ar", "eighty_twenty"], (2, 1))):
+        weights = TokenWeights(token_method.load(names, []), by_token=True)
+        weights.entropies = {id(items[0]): torch.zeros(5), id(items[1]): torch.tensor([9.0, 9.0, 0.1, 2.0, 0.1, 2.0])}
+        weights._statistics = [2.0 if name == "eighty_twenty" else None for name in names]
+        assert weights.denominators(items, Stage()) == expected
+        assert weights.count(items, Stage()) == expected[0]
+
+
+def test_a_mean_over_responses_divides_each_by_its_kept_tokens():
+    """Two of four tokens are kept: weights of 2, since the loss divides by four."""
+    (item,) = samples(36)[4:5]
+    weights = TokenWeights(token_method.load(["eighty_twenty"], []), by_token=False)
+    weights.entropies = {id(item): torch.tensor([9.0, 9.0, 0.1, 2.0, 0.1, 2.0])}
+    weights._statistics = [2.0]
+    assert weights.of([item], Stage(), torch.empty(0)).tolist() == [[0, 0, 0, 2, 0, 2]]
+
+
+def test_no_response_has_a_token():
+    items = samples(1)
+    weights = TokenWeights(token_method.load(["clip_cov"], []), by_token=True)
+    weights.look_at_all(None, items, None, SimpleNamespace(gather=lambda columns: columns))
+    assert weights.of(items, Stage(), torch.empty(0)).tolist() == [[0, 0]]
+    assert weights.metrics(SimpleNamespace(sum_tensor=lambda tensor: tensor)) == {}
