@@ -103,6 +103,9 @@ def _compute_bf16_in_float32() -> None:
     def in_float32(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args, **kwargs):
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            if torch.overrides.has_torch_function(tensors):  # of PyTorch's causal masks, which compare `call`
+                return torch.overrides.handle_torch_function(call, tensors, *args, **kwargs)
             if len(args) < 2 or any(tensor.dtype != torch.bfloat16 for tensor in args[:2]):
                 return function(*args, **kwargs)
             kwargs = {name: upcast(value) for name, value in kwargs.items()}

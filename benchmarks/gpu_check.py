@@ -31,6 +31,7 @@ TIMES = dict(scale=1.0, prompts=8, micro_batch_size=8, rounds=3)
 PARTS = [
     ("exactness", "0.5b", EXACTNESS),
     ("times", "0.5b", TIMES),
+    ("times", "0.5b", TIMES | {"attention": "flex_attention", "rounds": 2}),  # is it faster than SDPA by segments?
     ("exactness", "3b", EXACTNESS),
     ("times", "3b", TIMES | {"micro_batch_size": 4}),
     ("exactness", "1.5b", EXACTNESS),

@@ -40,6 +40,7 @@ class Attention:
 
 ATTENTION = (
     Attention("sdpa"),
+    Attention("flex_attention", on_cpu=False),
     Attention("flash_attention_2", package="flash_attn", on_cpu=False, computes_float32=False),
 )
 # How far the selective update may be from the reference, as a multiple of how far OpenRLHF's bf16 update is.
@@ -159,6 +160,7 @@ def exact_bench(
         for actor in bench.actors.values():
             actor.model = None
         bench.trainers.clear()
+        bench.strategy = bench.optimizer = bench.scheduler = None
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -37,7 +37,7 @@ def main() -> None:
     # DeepSpeed compiles its optimizer with this environment's ninja, activated or not.
     os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     optimizer = choose_optimizer()
-    args = argparse.Namespace(mini_batches=1, packing=False, **part["args"])
+    args = argparse.Namespace(mini_batches=1, packing=False, response_length=None, **part["args"])
     try:
         if part["kind"] == "exactness":
             found = {"rows": compare(args), "left_out": left_out()}
@@ -72,7 +72,8 @@ def choose_optimizer() -> str:
 def measure(args: argparse.Namespace, part: dict) -> dict:
     """Return time, memory and MFU of each variant, in as many rounds as fit before the end of the part."""
     keep_freed_memory(False)
-    bench = Bench(args, make_model(args.shape, default_attention()), also=())
+    attention = getattr(args, "attention", default_attention())
+    bench = Bench(args, make_model(args.shape, attention), also=())
     variants = [variant for variant in VARIANTS if variant not in part["without"]]
     bench.step("GRPO", bench.fraction(0.01))  # the first step allocates
     memory = {variant: step(variant, bench.peak) for variant in variants}
@@ -90,7 +91,7 @@ def measure(args: argparse.Namespace, part: dict) -> dict:
     found = summary(bench, seconds, memory, rate)
     return dict(
         description=bench.describe(),
-        attention=default_attention(),
+        attention=attention,
         tokens=bench.tokens,
         matrix_flops_per_s=rate,
         rounds=max(map(len, seconds.values()), default=0),

@@ -15,7 +15,8 @@ ERRORS = {
 def headline(record: dict) -> str:
     """Return the machine, its versions, and what is not installed, in two lines."""
     machine = dict(record["machine"])
-    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "processor")
+    facts = ("processor", "bf16_instructions", "products")
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name not in facts)
     absent = ", ".join(record["not_installed"]) or "nothing"
     return f"{machine['processor']}; {versions}.\nNot installed, and not needed: {absent}."
 

@@ -25,11 +25,14 @@ def keep_freed_memory(keep: bool) -> None:
         ctypes.CDLL(None).mallopt(trim_threshold, 2**26 if keep else 2**17)
 
 
+def type_of_products() -> torch.dtype:
+    """The type that matrix products of bf16 weights are computed in here."""
+    return torch.float32 if cpu.uses_cpu() and not cpu.multiplies_bf16() else torch.bfloat16
+
+
 def matrix_product_rate() -> float:
     """FLOP/s of this machine's matrix products, in the type that the update computes in: median of several."""
-    device, dtype = torch.cuda.current_device(), torch.bfloat16
-    if cpu.uses_cpu() and not cpu.multiplies_bf16():
-        dtype = torch.float32
+    device, dtype = torch.cuda.current_device(), type_of_products()
     size = 2048 if cpu.uses_cpu() else 8192
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     times = []
@@ -62,6 +65,7 @@ def machine() -> dict:
         processor += f", {os.cpu_count()} cores"
     else:
         processor = torch.cuda.get_device_name()
-    return dict(processor=processor, python=platform.python_version()) | {
-        name: importlib.metadata.version(name) for name in packages
-    }
+    has_bf16 = not cpu.uses_cpu() or cpu.multiplies_bf16()
+    products = str(type_of_products()).removeprefix("torch.")
+    facts = dict(processor=processor, bf16_instructions=has_bf16, products=products, python=platform.python_version())
+    return facts | {name: importlib.metadata.version(name) for name in packages}

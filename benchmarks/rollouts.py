@@ -37,6 +37,8 @@ SHAPES = {
     "tiny": Shape("tiny Qwen2.5", 64, 128, 2, 4, 2),
     "toy": Shape("toy Qwen2.5", 64, 128, 2, 4, 2, vocab_size=512),
     "toy-llama": Shape("toy Llama-3.2", 128, 128, 2, 2, 1, **_LLAMA | {"vocab_size": 512}),
+    # The proportions of Qwen2.5-0.5B as far as long responses on a CPU allow.
+    "small": Shape("small Qwen2.5 (10M weights)", 192, 1024, 8, 3, 1, vocab_size=24_576),
     "0.5b": Shape("Qwen2.5-0.5B", 896, 4864, 24, 14, 2),
     "1.5b": Shape("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2),
     "3b": Shape("Qwen2.5-3B", 2048, 11008, 36, 16, 2),
@@ -85,7 +87,8 @@ def rollout(args: argparse.Namespace, scale: float) -> list:
     """Single samples in rollout order, in K&K's lengths: prompts of 250-400, responses log-normal around 600.
 
     A prompt's responses have the lengths at the distribution's eighths (σ = 0.5, cut to 100-1,500): the few that fit a
-    benchmark then stand for all, padding included.
+    benchmark then stand for all, padding included. With `args.response_length` every response has that many tokens,
+    times `scale`.
     """
     from openrlhf.trainer.ppo_utils.experience import Experience
 
@@ -98,6 +101,8 @@ def rollout(args: argparse.Namespace, scale: float) -> list:
         for i in range(SAMPLES_PER_PROMPT):
             tokens = 600 * math.exp(0.5 * statistics.NormalDist().inv_cdf((i + 0.5) / SAMPLES_PER_PROMPT))
             tokens = max(2, int(scale * min(1500, max(100, tokens))))
+            if args.response_length:
+                tokens = max(2, int(scale * args.response_length))
             sequence = torch.cat([prompt, torch.randint(0, vocabulary, (1, tokens), generator=generator)], dim=1)
             mask = torch.zeros(1, sequence.shape[1] - 1, dtype=torch.long)
             mask[:, length - 1 :] = 1

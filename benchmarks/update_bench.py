@@ -7,17 +7,17 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import peers
 import torch
 from hardware import free_port, synchronize
 from rollouts import SAMPLES_PER_PROMPT, SHAPES, operations, rollout
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.forward.selective_actor import replaced_attribute
-from arlopti_openrlhf.update import micro_batch
 from arlopti_openrlhf.update.old_log_probs import unknown
 
 LOW_SHARE = 0.15
@@ -55,12 +55,17 @@ def default_attention() -> str:
 class Bench:
     """One DeepSpeed engine, and per variant OpenRLHF's trainer on it.
 
-    A variant with "stock" in its name computes with OpenRLHF's actor. "stock GRPO" has OpenRLHF's trainer too.
+    A variant with "stock" in its name computes with OpenRLHF's actor. "stock GRPO" has OpenRLHF's trainer too, and so
+    have those of `peers` that are OpenRLHF with other options.
 
     Args:
         args: the command's.
         model: the policy, in bf16 or float32, on the device. The engine takes it over.
         also: variants beside VARIANTS that get a trainer.
+
+    Attributes:
+        optimizer_seconds: of the last step of each variant, what the optimizer's steps took.
+        gradient_norms: after the last step of each variant; of its last stage, where it has two.
     """
 
     def __init__(
@@ -99,26 +104,86 @@ class Bench:
         selective, optimizer, scheduler = strategy.prepare((selective, configuration))
         self.stock = Actor(selective.model)
         self.stock.packing_samples, self.stock.is_vlm = args.packing, False
-        self.rollout = rollout(args, args.scale)
+        self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
+        self.optimizer_seconds: dict[str, float] = {}
+        self.gradient_norms: dict[str, float] = {}
+        self.around: dict[str, Callable[[], AbstractContextManager]] = {}
+        self.trl: peers.TrlUpdate | None = None
+        self.actors, self.trainers = {}, {}
+        eta = self.take_lengths(args.scale, selective)
+        for variant in (*VARIANTS, *also):
+            actor = self.stock if "stock" in variant else selective
+            trainer_class = ppo_actor.ActorPPOTrainer if variant == "stock GRPO" else trainer.TokenUpdateTrainer
+            self.add_trainer(variant, trainer_class, actor, self.method_flags(variant, eta))
+
+    def take_lengths(self, scale: float, actor=None) -> float:
+        """Make the rollout batch, in K&K's lengths times `scale`, and return the η of its trainers."""
+        self.args.scale = scale
+        self.rollout = rollout(self.args, scale)
         self.lengths = [len(s.sequences[0]) for s in self.rollout]
         self.tokens = sum(self.lengths)
-        eta = self.prepare_log_probs(selective)
-        self.actors, self.trainers = {}, {}
-        for variant in (*VARIANTS, *also):
-            own = copy.copy(strategy)
-            own.args = copy.deepcopy(self.flags)
-            own.args.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
-            own.args.algo.lopti.eta = eta if "Lopti" in variant else None
-            actor = self.actors[variant] = self.stock if "stock" in variant else selective
-            trainer_class = ppo_actor.ActorPPOTrainer if variant == "stock GRPO" else trainer.TokenUpdateTrainer
-            self.trainers[variant] = trainer_class(
-                own,
-                actor,
-                ema_model=None,
-                actor_optim=optimizer,
-                actor_scheduler=scheduler,
-                micro_train_batch_size=args.micro_batch_size,
-            )
+        eta = self.prepare_log_probs(actor or self.actors["GRPO"])
+        for variant, its_trainer in self.trainers.items():
+            its_trainer.strategy.args.algo.lopti.eta = eta if "Lopti" in variant else None
+        return eta
+
+    def method_flags(self, variant: str, eta: float | None = None) -> SimpleNamespace:
+        flags = copy.deepcopy(self.flags)
+        flags.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
+        flags.algo.lopti.eta = eta if "Lopti" in variant else None
+        return flags
+
+    def add_trainer(self, variant: str, trainer_class: type, actor, flags: SimpleNamespace) -> None:
+        """Give a variant its trainer. All have the same engine and optimizer."""
+        own = copy.copy(self.strategy)
+        own.args, own.use_dynamic_batch = flags, flags.train.dynamic_batch_enable
+        own.optimizer_step = self.timed_optimizer_step(variant, own.optimizer_step)
+        self.actors[variant] = actor
+        self.trainers[variant] = trainer_class(
+            own,
+            actor,
+            ema_model=None,
+            actor_optim=self.optimizer,
+            actor_scheduler=self.scheduler,
+            micro_train_batch_size=self.args.micro_batch_size,
+        )
+
+    def add_peers(self, names: Sequence[str]) -> None:
+        """Make the engine ready for these of `peers.PEERS`.
+
+        OpenRLHF's dynamic batches get as many tokens as a micro-batch has on average, and a tenth more.
+        """
+        from openrlhf.models import Actor
+        from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+        engine = self.stock.model
+        for name in names:
+            if name == peers.TRL:
+                self.trl = peers.TrlUpdate(engine, self.flags, len(self.rollout))
+                continue
+            flags, actor = copy.deepcopy(self.flags), Actor(engine)
+            actor.packing_samples = flags.ds.packing_samples = "packing" in name
+            actor.is_vlm = False
+            if name == peers.DYNAMIC:
+                flags.train.dynamic_batch_enable = True
+                share = self.args.micro_batch_size / len(self.rollout)
+                flags.train.max_tokens_per_gpu = int(1.1 * share * self.tokens) + 1
+                self.around[name] = lambda: peers.no_accumulation(engine)
+            if name == peers.CHECKPOINTING:
+                self.around[name] = lambda: peers.gradient_checkpointing(engine.module)
+            self.add_trainer(name, ActorPPOTrainer, actor, flags)
+
+    def timed_optimizer_step(self, variant: str, function: Callable) -> Callable:
+        """Return `optimizer_step` of a strategy, with its seconds added up under the variant's name."""
+
+        def optimizer_step(*args, **kwargs):
+            synchronize()
+            start = time.perf_counter()
+            function(*args, **kwargs)
+            synchronize()
+            self.optimizer_seconds[variant] += time.perf_counter() - start
+
+        return optimizer_step
 
     def prepare_log_probs(self, actor) -> float:
         """Gives the samples reference log-probs near the policy's; the η below which LOW_SHARE of the tokens lies."""
@@ -150,19 +215,26 @@ class Bench:
 
     def step(self, variant: str, samples=None) -> float:
         """Seconds for old log-probs and update of one rollout batch."""
-        trainer, actor = self.trainers[variant], self.actors[variant]
         samples = copy.deepcopy(samples or self.rollout)
-        is_deferred = variant != "stock GRPO" and trainer.defers_old_log_probs
-        synchronize()
-        start = time.perf_counter()
+        self.optimizer_seconds[variant] = 0.0
+        with self.around.get(variant, nullcontext)():
+            synchronize()
+            start = time.perf_counter()
+            self.trl(samples) if variant == peers.TRL else self._update(variant, samples)
+            synchronize()
+            seconds = time.perf_counter() - start
+        self.gradient_norms[variant] = float(self.stock.model.get_global_grad_norm())
+        return seconds
+
+    def _update(self, variant: str, samples: list) -> None:
+        trainer, actor = self.trainers[variant], self.actors[variant]
+        is_deferred = getattr(trainer, "defers_old_log_probs", False)  # of ours; OpenRLHF's trainer has none
         log_probs = [unknown(s.action_mask) for s in samples] if is_deferred else self.old_log_probs(actor, samples)
-        for sample, sample.action_log_probs in zip(samples, log_probs, strict=True):
+        for sample, values in zip(samples, log_probs, strict=True):
+            sample.action_log_probs = values
             trainer.replay_buffer.append(sample)
         trainer.ppo_train(self.flags.algo.kl.init_coef)
-        synchronize()
-        seconds = time.perf_counter() - start
         trainer.replay_buffer.clear()
-        return seconds
 
     def fraction(self, size: float) -> list:
         """A rollout batch whose lengths are those of the timed one, times `size`."""
@@ -173,14 +245,13 @@ class Bench:
             )
         return samples
 
-    def peak_memory(self) -> dict[str, float]:
-        """GiB that a step of each variant reaches: resident on the CPU, allocated on the GPU.
+    def floor(self) -> float:
+        """GiB of a step on next to no tokens: weights, gradients, AdamW's state, and what DeepSpeed's own step takes.
 
-        The `floor` is a step on next to no tokens: weights, gradients, AdamW's state, and what DeepSpeed's own step
-        takes. As all share the engine, it is the same for all.
+        As all variants share the engine, it is the same for all.
         """
         self.step("GRPO", self.fraction(0.01))  # the first step allocates
-        return {"floor": self.peak("GRPO", self.fraction(0.01))} | {name: self.peak(name) for name in VARIANTS}
+        return self.peak("GRPO", self.fraction(0.01))
 
     def peak(self, variant: str, samples=None) -> float:
         """GiB that a step of this variant reaches."""
@@ -195,20 +266,23 @@ class Bench:
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
 
-    def time_in_turn(self, repeats: int) -> dict[str, list[float]]:
-        seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-        for i in range(repeats):
-            for variant in VARIANTS:
+    def time_in_turn(self, rounds: Sequence[Sequence[str]]) -> dict[str, list[float]]:
+        """Seconds of each step, by variant. A round names the variants that take turns in it."""
+        seconds: dict[str, list[float]] = {variant: [] for variants in rounds for variant in variants}
+        for i, variants in enumerate(rounds):
+            for variant in variants:
                 seconds[variant].append(self.step(variant))
-            print(f"  {i + 1}: " + ", ".join(f"{v} {s[-1]:.2f} s" for v, s in seconds.items()), flush=True)
+            print(f"  {i + 1}: " + ", ".join(f"{v} {seconds[v][-1]:.2f} s" for v in variants), flush=True)
         return seconds
 
-    def growth(self, sizes: list[float]) -> list[dict]:
-        points = []
+    def growth(self, variants: Sequence[str], sizes: Sequence[float]) -> dict[str, list[tuple[int, float]]]:
+        """(tokens, seconds) of each variant at each size, which is a factor on the lengths of the rollout batch."""
+        points: dict[str, list[tuple[int, float]]] = {variant: [] for variant in variants}
         for size in sizes:
             samples = self.fraction(size)
-            seconds = self.step("AR + Lopti", samples)
-            points.append(dict(tokens=sum(s.sequences.shape[1] for s in samples), seconds=seconds))
+            tokens = sum(s.sequences.shape[1] for s in samples)
+            for variant in variants:
+                points[variant].append((tokens, self.step(variant, samples)))
         return points
 
     def seconds_of_reweighting(self) -> float:
@@ -224,10 +298,15 @@ class Bench:
     def describe(self) -> str:
         prompt = sum(s.sequences.shape[1] - s.action_mask.sum().item() for s in self.rollout)
         samples, prompts = len(self.rollout), len(self.rollout) // SAMPLES_PER_PROMPT
+        checkpointing = self.stock.model.module.is_gradient_checkpointing
+        lengths = f"lengths of K&K x {self.args.scale:.4g}"
+        if self.args.response_length:
+            lengths = f"responses of {self.args.response_length}"
         return (
             f"{SHAPES[self.args.shape].name} shape, {samples} responses to {prompts} prompts, "
-            f"{self.tokens} tokens ({prompt} of prompts), {self.args.mini_batches} optimizer steps, "
-            f"lengths of K&K x {self.args.scale:.4g}{', packed' if self.args.packing else ''}"
+            f"{self.tokens} tokens ({prompt} of prompts), micro-batches of {self.args.micro_batch_size}, "
+            f"{self.args.mini_batches} optimizer step{'s' * (self.args.mini_batches > 1)}, {lengths}"
+            f"{', packed' if self.args.packing else ''}{', gradient checkpointing' if checkpointing else ''}"
         )
 
 
@@ -245,73 +324,32 @@ def summary(
     for variant, times in seconds.items():
         middle = statistics.median(times)
         passes = 2 if "Lopti" in variant else 1
+        gib = memory.get(variant)
         results[variant] = dict(
             seconds=middle,
             spread=[min(times), max(times)],
-            time_ratio=stock and statistics.median(ours / theirs for ours, theirs in zip(times, stock, strict=True)),
+            time_ratio=stock and statistics.median(ours / theirs for ours, theirs in zip(times, stock, strict=False)),
             tokens_per_s=bench.tokens / middle,
             mfu=operations(bench.args.shape, bench.lengths, passes) / middle / rate,
-            memory_gib=memory[variant],
-            memory_ratio=stock and memory[variant] / memory["stock GRPO"],
+            optimizer_seconds=bench.optimizer_seconds[variant],
+            gradient_norm=bench.gradient_norms[variant],
+            memory_gib=gib,
+            memory_ratio=gib / memory["stock GRPO"] if gib and memory.get("stock GRPO") else None,
         )
     return results
 
 
-def seconds_of_statistics(bench: Bench) -> dict[str, float]:
-    """What `--logger.probability_stats` adds to an update, by variant.
+def fit(points: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Divide an update's seconds into those per thousand tokens and those that no token changes, by least squares.
 
-    What follows the forward pass is timed in an update. In the selective one the head also sums up its blocks of
-    logits with entropies and squares. What that adds is timed on one block, with and without by turns.
+    Args:
+        points: (tokens, seconds), at different sizes.
+
+    Returns:
+        `seconds_per_1000_tokens`, `fixed_seconds`, and `residual`: the greatest distance of a point from the line, as
+        a share of the point's seconds.
     """
-    # The first pass of Lopti is on-policy, and computes the high group too.
-    rows = int(sum(s.action_mask.sum().item() for s in bench.rollout) * (2 - LOW_SHARE))
-    per_row = seconds_of_statistics_per_row(SHAPES[bench.args.shape].vocab_size)
-    return {
-        "stock GRPO": seconds_of_observing(bench, "observed stock GRPO"),
-        "AR + Lopti": seconds_of_observing(bench, "AR + Lopti") + rows * per_row,
-    }
-
-
-def seconds_of_observing(bench: Bench, variant: str) -> float:
-    """What follows the forward pass in one update: derivatives and sums, and on stock's logits their statistics."""
-    trainer, seconds = bench.trainers[variant], [0.0]
-
-    def timed(function):
-        def call(*args, **kwargs):
-            synchronize()
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            synchronize()
-            seconds[0] += time.perf_counter() - start
-            return result
-
-        return call
-
-    with (
-        replaced_attribute(trainer, "_observe", timed(trainer._observe)),
-        replaced_attribute(micro_batch, "statistics_of_logits", timed(micro_batch.statistics_of_logits)),
-    ):
-        bench.step(variant)
-    return seconds[0]
-
-
-def seconds_of_statistics_per_row(vocabulary: int) -> float:
-    """What entropies and squares add to the sums over one row of the vocabulary's logits."""
-    from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS, _BlockSums
-
-    device, rows = torch.cuda.current_device(), 512
-    logits = torch.randn(rows, BLOCK_ELEMENTS // rows, device=device)
-    targets = torch.zeros(rows, 1, dtype=torch.long, device=device)
-    inside = torch.ones(rows, dtype=torch.bool, device=device)
-    differences = []
-    for _ in range(9):
-        durations = []
-        for with_statistics in (False, True):
-            block = logits.clone()
-            synchronize()
-            start = time.perf_counter()
-            _BlockSums.of(block, inside, targets, with_statistics)
-            synchronize()
-            durations.append(time.perf_counter() - start)
-        differences.append(durations[1] - durations[0])
-    return statistics.median(differences) * vocabulary / logits.numel()
+    tokens, seconds = [n / 1000 for n, _ in points], [s for _, s in points]
+    slope, fixed = statistics.linear_regression(tokens, seconds)
+    residual = max(abs(s - fixed - slope * n) / s for n, s in zip(tokens, seconds, strict=True))
+    return dict(seconds_per_1000_tokens=slope, fixed_seconds=fixed, residual=residual)

@@ -1,6 +1,6 @@
-"""Old log-probs and update of one rollout batch: stock OpenRLHF 0.11.2 beside ours, in turn, on the same engine.
+"""Old log-probs and update of one rollout batch: stock OpenRLHF 0.11.2, ours and others in turn, on the same engine.
 
-python benchmarks/update_phase.py [--shape 0.5b] [--scale 0.0714] [--json results.json] [--chart chart.png]
+python benchmarks/update_phase.py [--minutes 15] [--shape 0.5b] [--json results.json] [--chart chart.png]
 
 What is timed is what an RL step does between the rollout and the weight sync, through OpenRLHF's own trainer class and
 a DeepSpeed engine of one rank: the forward passes for the old log-probs, then `ppo_train`. Random weights in a
@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import statistics
+import sys
 from pathlib import Path
 
 from arlopti_openrlhf import cpu
@@ -19,59 +20,132 @@ from arlopti_openrlhf import cpu
 logging.disable(logging.WARNING)
 cpu.enable()
 
+import peers  # noqa: E402
 from hardware import keep_freed_memory, machine, matrix_product_rate  # noqa: E402
 from rollouts import SHAPES, make_model  # noqa: E402
-from update_bench import Bench, default_attention, seconds_of_statistics, summary  # noqa: E402
-from update_tables import draw, table  # noqa: E402
+from statistics_cost import seconds_of_statistics  # noqa: E402
+from update_bench import VARIANTS, Bench, default_attention, fit, summary  # noqa: E402
+from update_tables import draw, growth_table, table  # noqa: E402
+
+GROWTH = ("stock GRPO", "GRPO", "AR + Lopti")  # whose seconds are measured at four sizes
+OPTIMIZER_SHARE = 0.1  # of stock's update, at most
 
 
 def main() -> None:
+    args = parse()
+    keep_freed_memory(False)
+    model = make_model(args.shape, default_attention())
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = [peer for peer in peers.PEERS if peers.missing(peer) is None] if args.peers else []
+    chosen = args.scale
+    args.scale = chosen or (1 / 40 if cpu.uses_cpu() else 1.0)
+    bench = Bench(args, model)
+    floor = bench.floor()
+    if chosen is None and cpu.uses_cpu():
+        bench.take_lengths(choose_scale(bench, args.minutes, work(args, len(found))))
+    bench.add_peers(found)
+    print(bench.describe(), flush=True)
+    memory = {variant: bench.peak(variant) for variant in (*args.variants, *found)}
+    keep_freed_memory(True)
+    growing = [variant for variant in GROWTH if variant in args.variants]
+    growth = bench.growth(growing, args.sizes)
+    seconds = bench.time_in_turn([(*args.variants, *found)] + [args.variants] * (args.repeats - 1))
+    for variant, points in growth.items():
+        points.append((bench.tokens, statistics.median(seconds[variant])))
+    rate = matrix_product_rate()
+    results = {peers.name(variant): result for variant, result in summary(bench, seconds, memory, rate).items()}
+    absent = {peer: reason for peer in peers.PEERS if (reason := peers.missing(peer))} | peers.NEED_A_GPU
+    record = dict(
+        command=f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}",
+        machine=machine(),
+        settings=vars(args),
+        description=bench.describe(),
+        tokens=bench.tokens,
+        matrix_flops_per_s=rate,
+        floor_gib=floor,
+        variants=results,
+        not_measured=absent if args.peers else {},
+        growth={variant: dict(points=points) | fit(points) for variant, points in growth.items()}
+        if args.sizes
+        else {},
+    )
+    if args.statistics:
+        record["statistics_seconds"] = seconds_of_statistics(bench)
+    report(record)
+    print(f"AR itself takes {bench.seconds_of_reweighting() * 1e3:.2f} ms of its update")
+    if args.json:
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if args.chart:
+        draw(results, args.chart, bench.describe())
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     on_cpu = cpu.uses_cpu()
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
-    parser.add_argument("--scale", type=float, default=1 / 14 if on_cpu else 1.0, help="factor on K&K's lengths")
-    parser.add_argument("--prompts", type=int, default=1 if on_cpu else 8, help="per mini-batch, 8 responses each")
+    parser.add_argument(
+        "--minutes", type=float, default=15, help="on a CPU: take as many tokens as this many minutes allow"
+    )
+    parser.add_argument("--scale", type=float, help="factor on K&K's lengths, instead of --minutes")
+    parser.add_argument("--response-length", type=int, help="tokens of every response, instead of K&K's lengths")
+    parser.add_argument("--prompts", type=int, default=2 if on_cpu else 8, help="per mini-batch, 8 responses each")
     parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps per rollout batch")
     parser.add_argument("--micro-batch-size", type=int, default=8, help="responses")
     parser.add_argument("--packing", action="store_true", help="--ds.packing_samples")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="--actor.gradient_checkpointing_enable")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=["stock GRPO", "GRPO", "Lopti", "AR + Lopti"]
+    )
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out TRL and OpenRLHF's options")
+    parser.add_argument("--no-statistics", dest="statistics", action="store_false", help="leave out what they cost")
+    parser.add_argument("--repeats", type=int, default=2, help="rounds; the peers take part in the first")
     parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 0.5, 0.75], help="growth: of --scale")
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--chart", metavar="PATH")
-    args = parser.parse_args()
-    keep_freed_memory(False)
-    bench = Bench(args, make_model(args.shape, default_attention()))
-    print(bench.describe(), flush=True)
-    memory = bench.peak_memory()
-    keep_freed_memory(True)
-    growth = bench.growth(args.sizes)
-    seconds = bench.time_in_turn(args.repeats)
-    growth.append(dict(tokens=bench.tokens, seconds=statistics.median(seconds["AR + Lopti"])))
-    rate = matrix_product_rate()
-    results = summary(bench, seconds, memory, rate)
-    print(table(results))
-    print(f"matrix products: {rate / 1e9:,.0f} GFLOP/s")
-    print(f"AR itself takes {bench.seconds_of_reweighting() * 1e3:.2f} ms of its update")
-    statistics_seconds = seconds_of_statistics(bench)
-    statistics_share = {v: s / results[v]["seconds"] for v, s in statistics_seconds.items()}
-    for variant, share in statistics_share.items():
-        print(f"statistics by probability take {statistics_seconds[variant]:.3f} s of {variant}'s update, {share:.2%}")
-    print(f"an update of next to no tokens takes {memory['floor']:.1f} GiB")
-    print("AR + Lopti by tokens: " + ", ".join(f"{p['tokens']} in {p['seconds']:.2f} s" for p in growth))
-    if args.json:
-        record = dict(
-            machine=machine(),
-            settings=vars(args),
-            tokens=bench.tokens,
-            matrix_flops_per_s=rate,
-            growth=growth,
-            floor_gib=memory["floor"],
-            statistics_seconds=statistics_seconds,
-            statistics_share=statistics_share,
-        )
-        Path(args.json).write_text(json.dumps(record | {"variants": results}, indent=1) + "\n", encoding="utf-8")
-    if args.chart:
-        draw(results, args.chart, bench.describe())
+    return parser.parse_args()
+
+
+def work(args: argparse.Namespace, peers: int) -> float:
+    """How long the whole run takes, in updates of stock GRPO: about 0.5 for one of ours, and 1 for a peer's."""
+    a_round = 1 + 0.5 * (len(args.variants) - 1)
+    statistics_runs = 1.5 if args.statistics else 0
+    return (1 + args.repeats) * a_round + 2 * peers + sum(args.sizes) * 2 + statistics_runs
+
+
+def choose_scale(bench: Bench, minutes: float, updates: float) -> float:
+    """Return the factor on K&K's lengths with which `updates` of stock GRPO take so many minutes.
+
+    It is raised where the optimizer's steps would be more than a tenth of such an update.
+    """
+    little = bench.fraction(0.1)
+    bench.step("stock GRPO", little)  # its first step compiles and allocates
+    (few, fixed), (many, seconds) = bench.growth(["stock GRPO"], [0.1, 1])["stock GRPO"]
+    optimizer = bench.optimizer_seconds["stock GRPO"]
+    per_token = (seconds - fixed) / (many - few)
+    wanted = max(minutes * 60 / updates, optimizer / OPTIMIZER_SHARE)
+    return bench.args.scale * max(1.0, (wanted - fixed) / per_token / many)
+
+
+def report(record: dict) -> None:
+    """Print everything that a reader needs."""
+    print(table(record["variants"]))
+    for variant, reason in record["not_measured"].items():
+        print(f"not measured: {variant} ({reason})")
+    if record["growth"]:
+        print(growth_table(record["growth"]))
+    processor, rate = record["machine"]["processor"], record["matrix_flops_per_s"] / 1e9
+    bf16 = "" if record["machine"]["bf16_instructions"] else ", without bf16 instructions"
+    print(f"{processor}{bf16}; matrix products: {rate:,.0f} GFLOP/s in {record['machine']['products']}")
+    stock = record["variants"].get("stock GRPO")
+    if stock:
+        share = stock["optimizer_seconds"] / stock["seconds"]
+        print(f"the optimizer's steps took {stock['optimizer_seconds']:.2f} s of stock GRPO's update, {share:.0%}")
+    for variant, seconds in record.get("statistics_seconds", {}).items():
+        if variant in record["variants"]:
+            share = seconds / record["variants"][variant]["seconds"]
+            print(f"statistics by probability take {seconds:.3f} s of {variant}'s update, {share:.2%}")
+    print(f"an update of next to no tokens takes {record['floor_gib']:.1f} GiB")
 
 
 if __name__ == "__main__":

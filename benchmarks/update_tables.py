@@ -1,4 +1,4 @@
-"""The benchmark's results as a table and as a chart."""
+"""The benchmark's results as tables and as a chart."""
 
 
 def table(results: dict[str, dict | None]) -> str:
@@ -9,35 +9,54 @@ def table(results: dict[str, dict | None]) -> str:
             lines.append(f"| {variant} | out of memory | | | | | |")
             continue
         lines.append(
-            f"| {variant} | {_ratio(r['time_ratio'])} "
+            f"| {variant} | {_number(r['time_ratio'], 2)} "
             f"| {r['seconds']:.2f} ({r['spread'][0]:.2f} - {r['spread'][1]:.2f}) | {r['tokens_per_s']:,.0f} "
-            f"| {r['mfu']:.2f} | {_ratio(r['memory_ratio'])} | {r['memory_gib']:.1f} |"
+            f"| {r['mfu']:.2f} | {_number(r['memory_ratio'], 2)} | {_number(r['memory_gib'], 1)} |"
         )
     return "\n".join(lines)
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def growth_table(growth: dict[str, dict]) -> str:
+    """Return Markdown, a row for each variant: what 1,000 tokens cost, and what an update costs without any."""
+    lines = [
+        "| | marginal | seconds per 1,000 tokens | fixed seconds | tokens: seconds | farthest from the line |",
+        "|---|---|---|---|---|---|",
+    ]
+    stock = growth.get("stock GRPO")
+    for variant, r in growth.items():
+        ratio = r["seconds_per_1000_tokens"] / stock["seconds_per_1000_tokens"] if stock else None
+        points = ", ".join(f"{tokens:,}: {seconds:.1f}" for tokens, seconds in r["points"])
+        lines.append(
+            f"| {variant} | {_number(ratio, 2)} | {r['seconds_per_1000_tokens']:.2f} | {r['fixed_seconds']:.2f} "
+            f"| {points} | {r['residual']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def draw(results: dict[str, dict], path: str, title: str) -> None:
+    """Draw time and peak memory of each variant beside stock's."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 3.5))
-    for offset, name, label in ((-0.2, "time_ratio", "time"), (0.2, "memory_ratio", "peak memory")):
-        bars = axes.bar(
-            [i + offset for i in range(len(results))], [r[name] for r in results.values()], 0.38, label=label
-        )
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(results)), results.keys())
-    axes.set_ylabel("stock GRPO = 1")
-    axes.set_title(title, fontsize=8)
-    axes.set_ylim(0, 1.25)
-    axes.legend(frameon=False, loc="upper right", ncol=2)
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 + 0.6 * len(results)))
+    for offset, name, label in ((0.2, "time_ratio", "time"), (-0.2, "memory_ratio", "peak memory")):
+        rows = [(i, r[name]) for i, r in enumerate(reversed(results.values())) if r[name] is not None]
+        bars = axes.barh([i + offset for i, _ in rows], [value for _, value in rows], 0.38, label=label)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(results)), reversed(results.keys()))
+    axes.set_xlabel("stock GRPO = 1")
+    axes.set_title(title, fontsize=8, loc="right", wrap=True)
+    axes.set_xlim(
+        0, 1.15 * max(1, *(r[name] or 0 for r in results.values() for name in ("time_ratio", "memory_ratio")))
+    )
+    axes.legend(frameon=False, loc="upper center", ncol=2, bbox_to_anchor=(0.5, -0.18))
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)

@@ -11,6 +11,8 @@ import types
 import pytest
 import ray
 import torch
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.file_baton import FileBaton
 
 from arlopti_openrlhf import cpu_patches
@@ -67,6 +69,20 @@ def test_patching_after_the_import_is_refused():
 
     with pytest.raises(RuntimeError, match="must be called before openrlhf.utils.distributed_util is imported"):
         cpu_patches._PatchOnImport({"openrlhf.utils.distributed_util": cpu_patches._patch_distributed_util})
+
+
+def test_pytorchs_causal_masks_work_where_bf16_is_computed_in_float32(monkeypatch):
+    """Such a mask compares the function that it is given to with PyTorch's, by identity."""
+    for name in ("linear", "scaled_dot_product_attention"):
+        monkeypatch.setattr(F, name, getattr(F, name))  # undone at the end
+    cpu_patches._compute_bf16_in_float32()
+    query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4)
+    seen = torch.ones(2, 5, dtype=torch.bool).tril(3)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k = query.to(dtype), key.to(dtype)
+        output = F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(2, 5))
+        assert output.dtype == dtype
+        torch.testing.assert_close(output, F.scaled_dot_product_attention(q, k, k, attn_mask=seen))
 
 
 def test_an_all_gather_is_complete_when_it_returns():

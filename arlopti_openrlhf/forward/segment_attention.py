@@ -7,6 +7,7 @@ There is one way for each kind of attention that a model may be loaded with:
   responses to a prompt see its tokens in one call.
 - SDPA elsewhere: segment by segment, with PyTorch's causal mask that is aligned to the last key. Its kernels know that
   mask without a matrix in memory.
+- FlexAttention: one compiled kernel for the row, which skips the blocks that no query of theirs sees.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch
 
@@ -154,3 +156,45 @@ def flash_segment_attention(
     keys = layout.pop("keys")
     key, value = (x.index_select(2, keys) for x in (key, value))
     return flash_attention(module, query, key, value, None, **layout, **kwargs)
+
+
+def flex_segment_attention(
+    flex_attention: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedBatch,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as `segment_attention` does, with FlexAttention and one mask of blocks for all layers.
+
+    Args:
+        flex_attention: transformers' `flex_attention_forward`. The other arguments are those of
+            `flash_segment_attention`.
+
+    Returns:
+        (1, L, heads, D), and transformers' second result.
+    """
+    packed.was_attended = True
+    if packed.block_mask is None:
+        packed.block_mask = block_mask(packed)
+    return flex_attention(module, query, key, value, packed.block_mask, **kwargs)
+
+
+def block_mask(packed: PackedBatch) -> BlockMask:
+    """Return FlexAttention's mask of a packed row: what each token sees of its own segment and of its prefix."""
+    device, count = packed.tokens.device, len(packed.segments)
+    lengths = torch.tensor([segment.length for segment in packed.segments], device=device)
+    segment_of = torch.arange(count, device=device).repeat_interleave(lengths)
+    # A segment without a prefix has itself there, which changes nothing: a prefix lies before its followers.
+    prefixes = [index if segment.prefix is None else segment.prefix for index, segment in enumerate(packed.segments)]
+    prefix_of = torch.tensor(prefixes, device=device)[segment_of]
+
+    def sees(batch, head, query, key):
+        own = segment_of[query] == segment_of[key]
+        return (query >= key) & (own | (prefix_of[query] == segment_of[key]))
+
+    length = packed.tokens.shape[1]
+    # Compiled, it looks at the tokens block by block. Otherwise a whole (L, L) mask is in memory for a moment.
+    return create_block_mask(sees, None, None, length, length, device=device, _compile=device.type != "cpu")

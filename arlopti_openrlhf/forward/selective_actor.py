@@ -11,12 +11,17 @@ from openrlhf.utils.logging_utils import init_logger
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arlopti_openrlhf.forward import self_check
 from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs, statistics_of_logits
-from arlopti_openrlhf.forward.segment_attention import flash_segment_attention, segment_attention
+from arlopti_openrlhf.forward.segment_attention import (
+    flash_segment_attention,
+    flex_segment_attention,
+    segment_attention,
+)
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch, pack
 
 logger = init_logger(__name__)
@@ -25,6 +30,11 @@ logger = init_logger(__name__)
 _NO_MASK = torch.empty(1, 1, 0, 0)
 # The head appends this value to its results. Where a model goes on to change its logits, this value changes with them.
 _WITNESS = -12.25
+# transformers' attention functions that take the layout of a packed row themselves. SDPA does not.
+_BY_SEGMENTS: dict[Callable, Callable] = {
+    flash_attention_forward: flash_segment_attention,
+    flex_attention_forward: flex_segment_attention,
+}
 # Why an attention layer cannot work on a packed row, as its first forward pass showed.
 _obstacles: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 # Our attention functions, by the names of those of transformers that they wrap.
@@ -296,13 +306,13 @@ def _obstacle_met(model: nn.Module, packed: PackedBatch) -> str | None:
 
 
 def _serves(implementation: str) -> bool:
-    """Return whether attention of that name is SDPA or a kernel of flash-attn's kind.
+    """Return whether attention of that name is SDPA, FlexAttention or a kernel of flash-attn's kind.
 
     transformers has one function for flash_attention_2 and _3 and for each kernel of a hub with variable lengths.
     """
     return ALL_ATTENTION_FUNCTIONS.get(implementation) in (
         sdpa_attention_forward,
-        flash_attention_forward,
+        *_BY_SEGMENTS,
         *_attention_functions.values(),
     )
 
@@ -326,8 +336,8 @@ def _wrap_attention(implementation: str) -> None:
         reason: str | None
         if packed_batch is not None:
             reason = _obstacle(module, kwargs)
-            if reason is None and upstream is flash_attention_forward:
-                return flash_segment_attention(upstream, module, query, key, value, packed_batch, **kwargs)
+            if reason is None and upstream in _BY_SEGMENTS:
+                return _BY_SEGMENTS[upstream](upstream, module, query, key, value, packed_batch, **kwargs)
             if reason is None:
                 scale = kwargs.get("scaling")
                 scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -32,12 +32,14 @@ class PackedBatch:
         targets: (N,) the selected token ids.
         places: (N,) index of each selected token in the flattened (B, A) mask.
         was_attended: Whether an attention layer of the model has worked on the segments; set by that layer.
+        block_mask: FlexAttention's mask of the row; set by the first layer that needs it.
     """
 
     def __init__(self, tokens, positions, segments, rows, targets, places) -> None:
         self.tokens, self.positions, self.segments = tokens, positions, segments
         self.rows, self.targets, self.places = rows, targets, places
         self.was_attended = False
+        self.block_mask = None
 
     @cached_property
     def stops(self) -> list[int]:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
-from arlopti_openrlhf.forward.segment_attention import segment_attention
+from arlopti_openrlhf.forward.segment_attention import flex_segment_attention, segment_attention
 from arlopti_openrlhf.forward.shared_prompt import pack
 
 # Two prompts, of which one has a single response that shares nothing, and one has responses of several lengths.
@@ -75,3 +76,20 @@ def test_no_mask_is_made(packed, monkeypatch):
     with Shapes() as shapes:
         segment_attention(*tensors, packed, scale=0.3).sum().backward()
     assert 0 < shapes.greatest <= 2 * total
+
+
+def test_flex_attention_is_that_of_separate_sequences(packed):
+    """PyTorch's FlexAttention is not compiled here, so that it multiplies everything out, with the same mask."""
+    masks = []
+
+    def attend(module, query, key, value, mask, scaling):
+        masks.append(mask)
+        return flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+    generator, total = torch.Generator().manual_seed(0), packed.tokens.shape[1]
+    query, key, value = (torch.randn((1, heads, total, 8), generator=generator) for heads in (4, 2, 2))
+    for _ in range(2):  # layers
+        output, _ = flex_segment_attention(attend, torch.nn.Module(), query, key, value, packed, scaling=0.3)
+    exact = separate(query.double(), key.double(), value.double(), packed)
+    torch.testing.assert_close(output.double(), exact, rtol=1e-6, atol=1e-6)
+    assert packed.was_attended and masks[0] is masks[1]
