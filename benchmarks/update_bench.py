@@ -21,6 +21,7 @@ from arlopti_openrlhf import cpu
 from arlopti_openrlhf.update.old_log_probs import unknown
 
 LOW_SHARE = 0.15
+OPTIMIZER_SHARE = 0.1  # of stock's update in `choose_scale`, at most
 VARIANTS = ("stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti")
 
 
@@ -353,3 +354,17 @@ def fit(points: Sequence[tuple[int, float]]) -> dict[str, float]:
     slope, fixed = statistics.linear_regression(tokens, seconds)
     residual = max(abs(s - fixed - slope * n) / s for n, s in zip(tokens, seconds, strict=True))
     return dict(seconds_per_1000_tokens=slope, fixed_seconds=fixed, residual=residual)
+
+
+def choose_scale(bench: Bench, minutes: float, updates: float) -> float:
+    """Return the factor on K&K's lengths with which `updates` of stock GRPO take so many minutes.
+
+    It is raised where the optimizer's steps would be more than a tenth of such an update.
+    """
+    little = bench.fraction(0.1)
+    bench.step("stock GRPO", little)  # its first step compiles and allocates
+    points = bench.growth(["stock GRPO"], [0.1, 1])["stock GRPO"]
+    cost = fit(points)
+    wanted = max(minutes * 60 / updates, bench.optimizer_seconds["stock GRPO"] / OPTIMIZER_SHARE)
+    tokens = 1000 * (wanted - cost["fixed_seconds"]) / cost["seconds_per_1000_tokens"]
+    return bench.args.scale * max(1.0, tokens / points[-1][0])

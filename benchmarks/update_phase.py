@@ -24,11 +24,10 @@ import peers  # noqa: E402
 from hardware import keep_freed_memory, machine, matrix_product_rate  # noqa: E402
 from rollouts import SHAPES, make_model  # noqa: E402
 from statistics_cost import seconds_of_statistics  # noqa: E402
-from update_bench import VARIANTS, Bench, default_attention, fit, summary  # noqa: E402
+from update_bench import VARIANTS, Bench, choose_scale, default_attention, fit, summary  # noqa: E402
 from update_tables import draw, growth_table, table  # noqa: E402
 
 GROWTH = ("stock GRPO", "GRPO", "AR + Lopti")  # whose seconds are measured at four sizes
-OPTIMIZER_SHARE = 0.1  # of stock's update, at most
 
 
 def main() -> None:
@@ -111,20 +110,6 @@ def work(args: argparse.Namespace, peers: int) -> float:
     a_round = 1 + 0.5 * (len(args.variants) - 1)
     statistics_runs = 1.5 if args.statistics else 0
     return (1 + args.repeats) * a_round + 2 * peers + sum(args.sizes) * 2 + statistics_runs
-
-
-def choose_scale(bench: Bench, minutes: float, updates: float) -> float:
-    """Return the factor on K&K's lengths with which `updates` of stock GRPO take so many minutes.
-
-    It is raised where the optimizer's steps would be more than a tenth of such an update.
-    """
-    little = bench.fraction(0.1)
-    bench.step("stock GRPO", little)  # its first step compiles and allocates
-    (few, fixed), (many, seconds) = bench.growth(["stock GRPO"], [0.1, 1])["stock GRPO"]
-    optimizer = bench.optimizer_seconds["stock GRPO"]
-    per_token = (seconds - fixed) / (many - few)
-    wanted = max(minutes * 60 / updates, optimizer / OPTIMIZER_SHARE)
-    return bench.args.scale * max(1.0, (wanted - fixed) / per_token / many)
 
 
 def report(record: dict) -> None:

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "update_phase.py"
+sys.path.insert(0, str(BENCHMARK.parent))
 
 
 def run(*arguments):
@@ -46,16 +48,33 @@ def test_update_phase(tmp_path):
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_number_of_tokens_follows_from_the_minutes(tmp_path):
-    flags = "--shape toy --no-peers --no-statistics --repeats 1 --sizes --variants".split() + ["stock GRPO"]
-    run(*flags, "--minutes", 0.05, "--json", tmp_path / "few.json")
-    run(*flags, "--minutes", 0.5, "--json", tmp_path / "many.json")
-    few, many = (json.loads((tmp_path / f"{name}.json").read_text())["tokens"] for name in ("few", "many"))
-    assert many > 2 * few
+class PretendedBench:
+    """Stock's update takes 3 s and 10 ms per token, of which the optimizer takes 2.5 s; 1,000 tokens at scale 0.1."""
+
+    optimizer_seconds = {"stock GRPO": 2.5}
+    args = SimpleNamespace(scale=0.1)
+
+    def fraction(self, size):
+        return size
+
+    def step(self, variant, samples):
+        return 3 + 10 * samples
+
+    def growth(self, variants, sizes):
+        return {variants[0]: [(int(1000 * size), self.step(variants[0], size)) for size in sizes]}
+
+
+@pytest.mark.parametrize(("minutes", "tokens"), [(15, 4200), (5, 2200)])
+def test_the_number_of_tokens_follows_from_the_minutes(minutes, tokens):
+    """20 updates in 15 minutes are 45 s each, 42 of them for tokens. In 5 they would be 15 s, of which the optimizer
+    would be more than a tenth: so they are 25 s."""
+    import update_bench
+
+    scale = update_bench.choose_scale(PretendedBench(), minutes, updates=20)
+    assert scale == pytest.approx(0.1 * tokens / 1000, rel=0.01)
 
 
 def test_the_fit_divides_seconds_into_marginal_and_fixed_ones():
-    sys.path.insert(0, str(BENCHMARK.parent))
     import update_bench
 
     # 2 s, and 5 s per 1,000 tokens; the last point lies 1 s above the line through the others.

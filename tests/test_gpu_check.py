@@ -137,7 +137,10 @@ def test_toy_check_on_a_bare_machine(bare, tmp_path):
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert set(record["not_installed"]) == {"ray", "vllm", "aiohttp", "flash_attn"}
     assert record["skipped"] == record["failures"] == []
-    assert record["left_out"] == ["flash_attention_2 (flash_attn is not installed)"]
+    assert record["left_out"] == [
+        "flex_attention (needs a GPU)",
+        "flash_attention_2 (flash_attn is not installed)",
+    ]
     rows = record["exactness"]
     assert [(row["name"], row["dtype"]) for row in rows] == [
         ("toy Llama-3.2", dtype) for dtype in ("float32", "bfloat16")
