@@ -9,7 +9,7 @@ from rollouts import SHAPES
 from update_bench import LOW_SHARE, Bench
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
-from arlopti_openrlhf.update import micro_batch
+from arlopti_openrlhf.update import policy_forward
 
 
 def seconds_of_statistics(bench: Bench) -> dict[str, float]:
@@ -44,7 +44,7 @@ def seconds_of_observing(bench: Bench, variant: str) -> float:
 
     with (
         replaced_attribute(trainer, "_observe", timed(trainer._observe)),
-        replaced_attribute(micro_batch, "statistics_of_logits", timed(micro_batch.statistics_of_logits)),
+        replaced_attribute(policy_forward, "statistics_of_logits", timed(policy_forward.statistics_of_logits)),
     ):
         bench.step(variant)
     return seconds[0]

@@ -22,7 +22,7 @@ from arlopti_openrlhf.update.old_log_probs import unknown
 
 LOW_SHARE = 0.15
 OPTIMIZER_SHARE = 0.1  # of stock's update in `choose_scale`, at most
-VARIANTS = ("stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti")
+VARIANTS = ("stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti", "80/20")
 
 
 def training_flags(args: argparse.Namespace) -> SimpleNamespace:
@@ -132,6 +132,7 @@ class Bench:
         flags = copy.deepcopy(self.flags)
         flags.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
         flags.algo.lopti.eta = eta if "Lopti" in variant else None
+        flags.algo.token_method = ["eighty_twenty"] if variant == "80/20" else []
         return flags
 
     def add_trainer(self, variant: str, trainer_class: type, actor, flags: SimpleNamespace) -> None:

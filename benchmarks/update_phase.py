@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--packing", action="store_true", help="--ds.packing_samples")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="--actor.gradient_checkpointing_enable")
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=["stock GRPO", "GRPO", "Lopti", "AR + Lopti"]
+        "--variants", nargs="+", choices=VARIANTS, default=["stock GRPO", "GRPO", "AR + Lopti", "80/20"]
     )
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out TRL and OpenRLHF's options")
     parser.add_argument("--no-statistics", dest="statistics", action="store_false", help="leave out what they cost")

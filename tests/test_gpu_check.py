@@ -149,7 +149,7 @@ def test_toy_check_on_a_bare_machine(bare, tmp_path):
         assert row["prompts"] == "shared" and len(row["selective"]) == 6
         assert all(0 < error < 0.05 for error in row["plain_bf16"].values())
     (times,) = record["times"]
-    assert list(times["variants"]) == ["stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti"]
+    assert list(times["variants"]) == ["stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti", "80/20"]
     assert times["variants"]["stock GRPO"]["time_ratio"] == 1
     assert all(variant["memory_gib"] > 0 < variant["mfu"] for variant in times["variants"].values())
     page = (tmp_path / "gpu.md").read_text()
