@@ -20,6 +20,8 @@ from typing import IO, Any
 
 import torch
 
+from arlopti_openrlhf import cpu_vllm
+
 
 def are_made() -> bool:
     """Return whether `make` has run in this process."""
@@ -40,6 +42,11 @@ def make(without_cuda: bool, without_flash_attn: bool, without_bf16: bool) -> No
     patches: dict[str, Callable] = {}
     if without_cuda:
         patches |= _CPU_PATCHES
+        for name, patch in cpu_vllm.PATCHES.items():
+            if name in sys.modules:
+                patch(lambda module: None, sys.modules[name])
+            else:
+                patches[name] = patch
     if without_flash_attn:
         patches |= _FLASH_ATTN_PATCHES
     sys.meta_path.insert(0, _PatchOnImport(patches))

@@ -22,6 +22,30 @@ SEAMS: list[Seam] = [
         "self master_address master_port rank_offset world_size group_name backend use_ray",
         "cpu_patches._patch_worker_wrap",
     ),
+    Signature(
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "SpinCondition.__init__",
+        "self is_reader context notify_address busy_loop_s",
+        "cpu_vllm._patch_shm_broadcast",
+    ),
+    Text(
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "SpinCondition.wait",
+        "if current_time <= self.last_read + self.busy_loop_s: sched_yield() else: events = dict(self.poller.poll(",
+        "cpu_vllm._patch_shm_broadcast",
+    ),
+    Text(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._bookkeeping_sync",
+        "gen = self.input_batch.generators.get(int(i)) if gen is not None: gen.set_offset(gen.get_offset() - 4)",
+        "cpu_vllm._patch_cpu_model_runner",
+    ),
+    Text(
+        "vllm.v1.worker.cpu_model_runner",
+        "",
+        "class CPUModelRunner(GPUModelRunner):",
+        "cpu_vllm._patch_cpu_model_runner",
+    ),
     Signature(WORKER, "WorkerWrap.update_weight", "self name dtype shape empty_cache", "cpu_patches._update_weight"),
     Signature(
         "openrlhf.models.actor",
