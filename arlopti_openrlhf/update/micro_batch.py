@@ -163,7 +163,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         return weighted * of_methods, weights * of_methods
 
     def _forward(self, experience: Experience, selected: Tensor, this_pass: Pass) -> tuple[Tensor, ModelOutput]:
-        gives_entropies = this_pass.gives_old_log_probs and self.token_weights.entropies is not None
+        gives_entropies = this_pass.gives_old_log_probs and self.token_weights.distributions is not None
         return policy_forward(
             self.actor,
             experience,

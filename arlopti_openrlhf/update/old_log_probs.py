@@ -70,8 +70,8 @@ def store(samples: Sequence[Experience], old_log_probs: Tensor) -> None:
 
 
 def rows_by_sample(samples: Sequence[Experience], values: Tensor) -> dict[int, Tensor]:
-    """Return the rows (A,) of a micro-batch's values (B, A), without padding and on the CPU, by the samples' ids."""
-    return {id(s): row[: len(s.action_mask)] for s, row in zip(samples, values.cpu(), strict=True)}
+    """Return the rows (..., A) of a micro-batch's values (B, ..., A), on the CPU, unpadded, by the samples' ids."""
+    return {id(s): row[..., : len(s.action_mask)] for s, row in zip(samples, values.cpu(), strict=True)}
 
 
 @torch.no_grad()
@@ -80,18 +80,19 @@ def compute(
     items: list[Experience],
     args: SimpleNamespace,
     ranks: Ranks,
-    entropies: dict[int, Tensor] | None = None,
+    distributions: dict[int, Tensor] | None = None,
 ) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
     A collective call: under ZeRO-3 the ranks compute together, and one that has nothing left computes a stand-in.
 
     Args:
-        actor: the policy; a `SelectiveActor` where entropies are asked for.
+        actor: the policy; a `SelectiveActor` where distributions are asked for.
         items: single samples.
         args: upstream's nested arguments.
         ranks: the data-parallel ranks.
-        entropies: where each sample's (A,) entropies in nats are put, by the sample's id; None where nobody asks.
+        distributions: where each sample's (2, A) entropies in nats and Σ_{j≠o} P_j² are put, by the sample's id; None
+            where nobody asks.
     """
     batches = _batches([item for prompt in by_prompt(items) for item in prompt], args)
     actor.eval()
@@ -99,12 +100,12 @@ def compute(
         samples = batches[i] if i < len(batches) else [stand_in()]
         batch = make_experience_batch(samples).to_device(torch.cuda.current_device())
         inputs = batch.sequences, batch.action_mask, batch.attention_mask
-        if entropies is None:
+        if distributions is None:
             store(samples, actor(*inputs))
             continue
         log_probs, output = actor(*inputs, return_output=True, return_statistics=True)
         store(samples, log_probs)
-        entropies.update(rows_by_sample(samples, output.statistics[0]))
+        distributions |= rows_by_sample(samples, torch.stack(output.statistics, dim=1))
     actor.train()
 
 

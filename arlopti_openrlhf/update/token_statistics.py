@@ -172,10 +172,23 @@ class UpdateStatistics:
         fine_bins = bin_index(probabilities, self.histogram_edges)
         for i, name in enumerate(("count", "logit_grad_norm")):
             self.histograms[i].index_add_(0, fine_bins, values[:, _SUMS.index(name)].double())
+        self._put(tokens.old_log_probs, values)
+
+    @torch.no_grad()
+    def add_left_out(self, old_log_probs: Tensor, advantages: Tensor, squared_rest: Tensor) -> None:
+        """Add tokens that a method leaves out, (N,) each, to the norms before it, as those of the policy π_old."""
+        values = torch.zeros(len(advantages), len(_SUMS))
+        norms = logit_gradient_norm(advantages, old_log_probs, squared_rest)
+        values[:, _SUMS.index("logit_grad_norm_before_ar")] = norms
+        device = self.sums.device
+        self._put(old_log_probs.to(device), values.to(device))
+
+    def _put(self, old_log_probs: Tensor, values: Tensor) -> None:
+        """Add tokens' (N, sums) values to their bins, or keep them until the bins are known."""
         if self.by_quartile:
-            self._kept.append((tokens.old_log_probs, values))
+            self._kept.append((old_log_probs, values))
         else:
-            self.sums.index_add_(0, bin_index(probabilities, self.edges), values.double())
+            self.sums.index_add_(0, bin_index(token_probabilities(old_log_probs), self.edges), values.double())
 
     def log_probs(self) -> Tensor:
         """Return log π_old (N,) of the tokens seen so far, for their quartiles over all ranks."""
@@ -193,7 +206,7 @@ class UpdateStatistics:
 
         `count` and `share` count token updates. `abs_advantage` is a mean before AR. `logit_grad_norm` is the sum of
         Eq. 15's norms, and `grad_share` the bin's share of it; with AR there is also `grad_share_before_ar`, and with
-        token methods `grad_share_before_methods`, without the tokens that they leave out. `entropy`
+        token methods `grad_share_before_methods`, also of the tokens that they leave out (`add_left_out`). `entropy`
         is a mean in nats, and `clip_ratio` the share of clipped tokens. Among the tokens computed after θ has moved,
         `probability_change` is the mean of π − π_old, and `rose` the share of those with a positive advantage whose
         probability rose (Fig. 3).

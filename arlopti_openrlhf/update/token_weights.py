@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.token_method import Method, Tokens, combine
 from arlopti_openrlhf.update import old_log_probs
-from arlopti_openrlhf.update.passes import Stage, count_responses, count_tokens
+from arlopti_openrlhf.update.passes import MiniBatch, Stage, count_responses, count_tokens
 from arlopti_openrlhf.update.ranks import Ranks
 
 
@@ -26,13 +26,13 @@ class TokenWeights:
             divided by its own tokens.
 
     Attributes:
-        entropies: (A,) of each sample that a forward pass has shown, in nats, by the sample's id. None where no method
-            asks for them.
+        distributions: (2, A) entropies in nats and Σ_{j≠o} P_j² of each sample that a forward pass has shown, by the
+            sample's id. None where no method asks for entropies.
     """
 
     def __init__(self, methods: Sequence[Method], by_token: bool) -> None:
         self.methods, self.by_token = methods, by_token
-        self.entropies: dict[int, Tensor] | None = {} if any(m.needs_entropies for m in methods) else None
+        self.distributions: dict[int, Tensor] | None = {} if any(m.needs_entropies for m in methods) else None
         self._divides_by_kept = any(method.divides_by_kept for method in methods)
         self._statistics: list = [None] * len(methods)
         # By the sample's id, (passes, A) each: the weights, and which tokens the loss divides by.
@@ -46,8 +46,8 @@ class TokenWeights:
 
         Entropies are taken from a forward pass that gives log π_old too. Log π_old of all samples is known then.
         """
-        if self.entropies is not None:
-            old_log_probs.compute(actor, items, args, ranks, self.entropies)
+        if self.distributions is not None:
+            old_log_probs.compute(actor, items, args, ranks, self.distributions)
         if not any(method.has_statistic for method in self.methods):
             return
         columns = torch.cat([torch.empty(4, 0), *(torch.stack(self._response(item)) for item in items)], dim=1)
@@ -62,18 +62,21 @@ class TokenWeights:
             samples: single samples. The idle ones, which the pass did not compute, are known already.
             output: of the forward pass, with the `statistics` that `SelectiveActor` gives.
         """
-        if self.entropies is not None:
-            self.entropies = old_log_probs.rows_by_sample(samples, output.statistics[0]) | self.entropies
+        if self.distributions is not None:
+            values = torch.stack(output.statistics, dim=1)
+            self.distributions = old_log_probs.rows_by_sample(samples, values) | self.distributions
 
     def of(self, samples: Sequence[Experience], stage: Stage, like: Tensor) -> Tensor:
         """Return the weights (B, A) of a micro-batch in one pass, on the device of the (B, A) tensor `like`."""
         rows = [self._of_sample(sample)[stage.method_pass or 0] for sample in samples]
         return pad_sequence(rows, batch_first=True).to(like.device)
 
-    def count(self, samples: Sequence[Experience], stage: Stage) -> float:
-        """Return how many tokens of the samples one pass updates. Their π_old must be known."""
-        if not self.methods:
-            return count_tokens(samples, stage)
+    def count(self, mini_batch: MiniBatch, stage: Stage, ranks: Ranks) -> float:
+        """Return how many tokens one pass updates, of the samples of all ranks. Their π_old must be known."""
+        samples = mini_batch.samples
+        return ranks.sum(self._count_own(samples, stage) if self.methods else count_tokens(samples, stage))[0]
+
+    def _count_own(self, samples: Sequence[Experience], stage: Stage) -> float:
         groups = (stage.tokens(s.action_log_probs[None], s.action_mask[None])[0] for s in samples)
         weights = (self._of_sample(sample)[stage.method_pass or 0] for sample in samples)
         return sum(float((group * (row != 0)).sum()) for group, row in zip(groups, weights, strict=True))
@@ -86,6 +89,22 @@ class TokenWeights:
             self._of_sample(sample)
         lengths = [int(self._counted[id(sample)][stage.method_pass or 0].sum()) for sample in samples]
         return sum(lengths), sum(length > 0 for length in lengths)
+
+    def left_out(self, samples: Sequence[Experience]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that no pass updates, (N,) each.
+
+        They are none where a forward pass has not shown their distributions, which it does for entropies, or where the
+        loss is a mean over responses, in which tokens have a share that depends on the response.
+        """
+        if self.distributions is None or not self.by_token:
+            return torch.empty(0), torch.empty(0), torch.empty(0)
+        found = [torch.empty(3, 0)]
+        for sample in samples:
+            is_left_out = sample.action_mask.bool().cpu() & (self._of_sample(sample) == 0).all(dim=0)
+            rows = sample.action_log_probs, sample.advantages, self.distributions[id(sample)][1]
+            found.append(torch.stack([row.cpu().float()[is_left_out] for row in rows]))
+        log_probs, advantages, squared_rest = torch.cat(found, dim=1)
+        return log_probs, advantages, squared_rest
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Return each method's mean weight, share of tokens of weight 0, and effective share (Σw)² / (NΣw²).
@@ -138,9 +157,9 @@ class TokenWeights:
         is_response = sample.action_mask.bool().cpu()
         log_probs, advantages = (v.cpu().float()[is_response] for v in (sample.action_log_probs, sample.advantages))
         ones = torch.ones_like(log_probs)
-        if self.entropies is None:
+        if self.distributions is None:
             return log_probs, advantages, ones, torch.zeros_like(ones)
-        return log_probs, advantages, ones, self.entropies[id(sample)].float()[is_response]
+        return log_probs, advantages, ones, self.distributions[id(sample)][0].float()[is_response]
 
 
 def reads_entropies(methods: Sequence[Method], actor: Actor) -> bool:

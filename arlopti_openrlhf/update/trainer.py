@@ -96,19 +96,21 @@ class TokenUpdateTrainer(MicroBatchTrainer):
                 first = set(map(id, order[0][0].samples))
                 needed = trained if self.max_epochs == 1 else self.replay_buffer.items
                 rest = [item for item in needed if id(item) not in first or self.is_idle(item.advantages)]
-                old_log_probs.compute(self.actor, rest, self.args, self.ranks, self.token_weights.entropies)
+                old_log_probs.compute(self.actor, rest, self.args, self.ranks, self.token_weights.distributions)
             bar = tqdm(
                 order, desc=f"Train epoch [{epoch + 1}/{self.max_epochs}]", disable=not self.strategy.is_rank_0()
             )
             for i, (mini_batch, stage) in enumerate(bar):
                 this_pass = Pass(stage, gives_old_log_probs=is_deferred and i == 0)
-                if not this_pass.gives_old_log_probs and not self._any_token(mini_batch, stage):
+                if not (this_pass.gives_old_log_probs or self.token_weights.count(mini_batch, stage, self.ranks)):
                     self._skip_pass()
                     continue
                 status = self._train_pass(mini_batch, this_pass, kl_ctl)
                 (num_tokens,) = self.ranks.sum(this_pass.num_tokens)
                 if num_tokens:
                     metrics.add(this_pass, num_tokens, status)
+            if self.statistics is not None:
+                self.statistics.add_left_out(*self.token_weights.left_out(trained))
         return metrics.summary(), trained
 
     def _skip_pass(self) -> None:
@@ -196,9 +198,6 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         if self.lopti.quantile is None:
             return self.lopti.eta
         return self.ranks.quantiles(passes.response_log_probs(self.replay_buffer.items), [self.lopti.quantile])[0]
-
-    def _any_token(self, mini_batch: MiniBatch, stage: Stage) -> bool:
-        return bool(self.ranks.sum(self.token_weights.count(mini_batch.samples, stage))[0])
 
     def _statistics_metrics(self) -> dict:
         if self.statistics is None:

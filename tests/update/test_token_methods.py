@@ -176,6 +176,53 @@ def test_only_tokens_with_a_weight_are_computed(group):
     assert sum(within) < sum(n for _, n in whole.forwards)
 
 
+def test_statistics_before_a_method_have_the_tokens_that_it_leaves_out(group, tiny_model):
+    """Eq. 15's norms |A| · ‖e_o − P‖ of all tokens, and of those of highest entropy, by quartile of π_old."""
+    batch = experiences(seed=1, samples_per_prompt=4)
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    columns = []
+    for sample in batch:
+        p = policy(sample.sequences).logits[0, :-1].softmax(-1).detach()
+        one_hot = torch.nn.functional.one_hot(sample.sequences[0, 1:], p.shape[-1])
+        norm = sample.advantages[0].abs() * (one_hot - p).norm(dim=-1)
+        mask = sample.action_mask[0].bool()
+        columns.append([x[mask] for x in ((p * one_hot).sum(-1), norm, -(p * p.log()).sum(-1))])
+    p, norm, h = map(torch.cat, zip(*columns, strict=True))
+    result = group.run(
+        batch, PLAIN | given("eighty_twenty") | {"logger.probability_stats": "quartiles"}, on_policy=True
+    )
+    kept, lower = lowest(-h, h > 0, ceil(0.2 * len(h))), 0.0
+    for i in (1, 2, 3, 4):
+        edge = result.status[f"tokens/q{i}/max_probability"]
+        inside = (p >= lower) & (p < edge)
+        expected = norm[inside].sum() / norm.sum(), norm[inside & kept].sum() / norm[kept].sum()
+        names = "grad_share_before_methods", "grad_share"
+        found = [result.status[f"tokens/q{i}/{name}"] for name in names]
+        assert found == pytest.approx([value.item() for value in expected], rel=1e-4)
+        lower = edge
+    assert abs(inside.sum().item() / len(p) - 0.25) < 0.02
+
+
+@pytest.mark.parametrize("more", [{}, {"algo.kl.init_coef": 0.1}], ids=["", "KL in the reward"])
+def test_what_is_computed_in_advance_changes_nothing(tiny_model, more):
+    """Two mini-batches, two epochs, weights that move: entropies from the first pass, or all before it, for STEER's
+    maximum. With a KL in the reward, π_old is known before the update, and a forward pass more gives entropies.
+    """
+    flat = "--ds.packing_samples --actor.adam.lr 1e-3 --train.batch_size 8".split()
+    parameters = []
+    for others in ([], ["steer"]):
+        group = Group(flags(tiny_model, *flat), selective=True)
+        start = group.parameters()
+        overrides = PLAIN | {"train.max_epochs": 2, "algo.token_method": ["entropy_advantage", *others]} | more
+        overrides["algo.token_method_args"] = [f"{name}.w_min=1" for name in others]
+        batch = experiences(seed=2, samples_per_prompt=4)
+        batch[1].advantages.zero_()
+        result = group.run(batch, overrides, on_policy=True)
+        assert result.steps == 4 and all(result.unknown) != bool(more)
+        parameters.append(group.parameters())
+    assert relative_distance(*parameters) < 1e-5 < 1e-3 < relative_distance(start, parameters[0])
+
+
 def test_kept_tokens_divide_a_mean_over_responses(group, tiny_model):
     """Each response by its own kept tokens, and the sum by the responses that have any."""
     batch = experiences(seed=1, samples_per_prompt=4)

@@ -7,7 +7,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from arlopti_openrlhf import methods, token_method
-from arlopti_openrlhf.update.passes import Stage
+from arlopti_openrlhf.update.passes import MiniBatch, Stage
 from arlopti_openrlhf.update.token_weights import TokenWeights
 
 ARGUMENTS = {
@@ -16,6 +16,10 @@ ARGUMENTS = {
     "clip_cov": ["clip_cov.share=0.05", "clip_cov.low=0.2"],
     "surprisal_band": ["surprisal_band.lo=0.5", "surprisal_band.hi=2"],
 }
+
+
+# Entropies and Σ P² of a sample of four response tokens, of which 80/20 keeps two at the threshold 2.
+TWO_OF_FOUR = torch.tensor([[9.0, 9.0, 0.1, 2.0, 0.1, 2.0], [9.0, 9.0, 0.5, 0.6, 0.7, 0.8]])
 
 
 def samples(count: int) -> list[Experience]:
@@ -31,7 +35,7 @@ def samples(count: int) -> list[Experience]:
 
 def entropies(items: list[Experience]) -> dict[int, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {id(item): torch.rand(len(item.action_mask), generator=generator) * 2 for item in items}
+    return {id(item): torch.rand(2, len(item.action_mask), generator=generator) * 2 for item in items}
 
 
 def of_rank(name: str, items: list[Experience], everything: list[Experience], known: dict) -> TokenWeights:
@@ -44,7 +48,7 @@ def of_rank(name: str, items: list[Experience], everything: list[Experience], kn
     loaded = token_method.load([name], ARGUMENTS.get(name, []))
     weights = TokenWeights(loaded, by_token=True)
     weights.look_at_all(None, items, None, SimpleNamespace(gather=all_columns))
-    weights.entropies = known
+    weights.distributions = known
     return weights
 
 
@@ -53,8 +57,8 @@ def known_entropies(monkeypatch):
     """Entropies are given, and not computed by a model."""
     from arlopti_openrlhf.update import old_log_probs
 
-    def compute(actor, items, args, ranks, entropies_by_sample):
-        entropies_by_sample |= known
+    def compute(actor, items, args, ranks, distributions):
+        distributions |= known
 
     known: dict = {}
     monkeypatch.setattr(old_log_probs, "compute", compute)
@@ -87,17 +91,17 @@ def test_denominators():
     items[0].action_log_probs[2:], items[1].action_log_probs[2:] = -1.0, -1.0
     for names, expected in ((["ar"], (7, 2)), (["eighty_twenty"], (2, 1)), (["ar", "eighty_twenty"], (2, 1))):
         weights = TokenWeights(token_method.load(names, []), by_token=True)
-        weights.entropies = {id(items[0]): torch.zeros(5), id(items[1]): torch.tensor([9.0, 9.0, 0.1, 2.0, 0.1, 2.0])}
+        weights.distributions = {id(items[0]): torch.zeros(2, 5), id(items[1]): TWO_OF_FOUR}
         weights._statistics = [2.0 if name == "eighty_twenty" else None for name in names]
         assert weights.denominators(items, Stage()) == expected
-        assert weights.count(items, Stage()) == expected[0]
+        assert weights.count(MiniBatch([items]), Stage(), SimpleNamespace(sum=lambda n: [2 * n])) == 2 * expected[0]
 
 
 def test_a_mean_over_responses_divides_each_by_its_kept_tokens():
     """Two of four tokens are kept: weights of 2, since the loss divides by four."""
     (item,) = samples(36)[4:5]
     weights = TokenWeights(token_method.load(["eighty_twenty"], []), by_token=False)
-    weights.entropies = {id(item): torch.tensor([9.0, 9.0, 0.1, 2.0, 0.1, 2.0])}
+    weights.distributions = {id(item): TWO_OF_FOUR}
     weights._statistics = [2.0]
     assert weights.of([item], Stage(), torch.empty(0)).tolist() == [[0, 0, 0, 2, 0, 2]]
 
@@ -108,3 +112,16 @@ def test_no_response_has_a_token():
     weights.look_at_all(None, items, None, SimpleNamespace(gather=lambda columns: columns))
     assert weights.of(items, Stage(), torch.empty(0)).tolist() == [[0, 0]]
     assert weights.metrics(SimpleNamespace(sum_tensor=lambda tensor: tensor)) == {}
+
+
+def test_the_tokens_that_are_left_out():
+    """Two of the four, with what the statistics need of them; none in a mean over responses, or without entropies."""
+    (item,) = samples(36)[4:5]
+    weights = TokenWeights(token_method.load(["eighty_twenty"], []), by_token=True)
+    weights.distributions, weights._statistics = {id(item): TWO_OF_FOUR}, [2.0]
+    log_probs, advantages, squared_rest = weights.left_out([item])
+    assert torch.equal(log_probs, item.action_log_probs[[2, 4]])
+    assert torch.equal(advantages, item.advantages[[2, 4]]) and squared_rest.tolist() == pytest.approx([0.5, 0.7])
+    weights.by_token = False
+    assert not weights.left_out([item])[0].numel()
+    assert not TokenWeights(token_method.load(["lopti"], []), by_token=True).left_out([item])[0].numel()
