@@ -26,8 +26,9 @@ with stand_ins():
 
 from gpu_exactness import compare, left_out  # noqa: E402
 from hardware import keep_freed_memory, matrix_product_rate  # noqa: E402
+from measurements import summary  # noqa: E402
 from rollouts import make_model  # noqa: E402
-from update_bench import VARIANTS, Bench, default_attention, summary  # noqa: E402
+from update_bench import VARIANTS, Bench, default_attention  # noqa: E402
 
 RESERVE = 10.0  # seconds, for what follows the rounds
 

@@ -4,6 +4,7 @@ Each peer takes the batch, the engine and the optimizer of `update_bench.Bench`,
 its own code.
 """
 
+import copy
 import importlib.metadata
 import importlib.util
 import random
@@ -68,6 +69,32 @@ def no_accumulation(engine) -> Iterator[None]:
     finally:
         engine.set_train_batch_size(size)
         engine.micro_steps = micro_steps  # by which it knows where the next mini-batch ends
+
+
+def add_peers(bench, names: Sequence[str]) -> None:
+    """Make a bench ready for these of PEERS.
+
+    OpenRLHF's dynamic batches get as many tokens as a micro-batch has on average, and a tenth more.
+    """
+    from openrlhf.models import Actor
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+    engine = bench.stock.model
+    for name in names:
+        if name == TRL:
+            bench.trl = TrlUpdate(engine, bench.flags, len(bench.rollout))
+            continue
+        flags, actor = copy.deepcopy(bench.flags), Actor(engine)
+        actor.packing_samples = flags.ds.packing_samples = "packing" in name
+        actor.is_vlm = False
+        if name == DYNAMIC:
+            flags.train.dynamic_batch_enable = True
+            share = bench.args.micro_batch_size / len(bench.rollout)
+            flags.train.max_tokens_per_gpu = int(1.1 * share * bench.tokens) + 1
+            bench.around[name] = lambda: no_accumulation(engine)
+        if name == CHECKPOINTING:
+            bench.around[name] = lambda: gradient_checkpointing(engine.module)
+        bench.add_trainer(name, ActorPPOTrainer, actor, flags)
 
 
 class TrlUpdate:

@@ -5,7 +5,6 @@ import copy
 import importlib.util
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,13 +14,12 @@ from types import SimpleNamespace
 import peers
 import torch
 from hardware import free_port, synchronize
-from rollouts import SAMPLES_PER_PROMPT, SHAPES, operations, rollout
+from rollouts import SAMPLES_PER_PROMPT, SHAPES, rollout
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.update.old_log_probs import unknown
 
 LOW_SHARE = 0.15
-OPTIMIZER_SHARE = 0.1  # of stock's update in `choose_scale`, at most
 VARIANTS = ("stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti", "80/20")
 
 
@@ -150,31 +148,6 @@ class Bench:
             micro_train_batch_size=self.args.micro_batch_size,
         )
 
-    def add_peers(self, names: Sequence[str]) -> None:
-        """Make the engine ready for these of `peers.PEERS`.
-
-        OpenRLHF's dynamic batches get as many tokens as a micro-batch has on average, and a tenth more.
-        """
-        from openrlhf.models import Actor
-        from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
-
-        engine = self.stock.model
-        for name in names:
-            if name == peers.TRL:
-                self.trl = peers.TrlUpdate(engine, self.flags, len(self.rollout))
-                continue
-            flags, actor = copy.deepcopy(self.flags), Actor(engine)
-            actor.packing_samples = flags.ds.packing_samples = "packing" in name
-            actor.is_vlm = False
-            if name == peers.DYNAMIC:
-                flags.train.dynamic_batch_enable = True
-                share = self.args.micro_batch_size / len(self.rollout)
-                flags.train.max_tokens_per_gpu = int(1.1 * share * self.tokens) + 1
-                self.around[name] = lambda: peers.no_accumulation(engine)
-            if name == peers.CHECKPOINTING:
-                self.around[name] = lambda: peers.gradient_checkpointing(engine.module)
-            self.add_trainer(name, ActorPPOTrainer, actor, flags)
-
     def timed_optimizer_step(self, variant: str, function: Callable) -> Callable:
         """Return `optimizer_step` of a strategy, with its seconds added up under the variant's name."""
 
@@ -247,14 +220,6 @@ class Bench:
             )
         return samples
 
-    def floor(self) -> float:
-        """GiB of a step on next to no tokens: weights, gradients, AdamW's state, and what DeepSpeed's own step takes.
-
-        As all variants share the engine, it is the same for all.
-        """
-        self.step("GRPO", self.fraction(0.01))  # the first step allocates
-        return self.peak("GRPO", self.fraction(0.01))
-
     def peak(self, variant: str, samples=None) -> float:
         """GiB that a step of this variant reaches."""
         if cpu.uses_cpu():
@@ -267,35 +232,6 @@ class Bench:
             return torch.cuda.max_memory_allocated() / 2**30
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
-
-    def time_in_turn(self, rounds: Sequence[Sequence[str]]) -> dict[str, list[float]]:
-        """Seconds of each step, by variant. A round names the variants that take turns in it."""
-        seconds: dict[str, list[float]] = {variant: [] for variants in rounds for variant in variants}
-        for i, variants in enumerate(rounds):
-            for variant in variants:
-                seconds[variant].append(self.step(variant))
-            print(f"  {i + 1}: " + ", ".join(f"{v} {seconds[v][-1]:.2f} s" for v in variants), flush=True)
-        return seconds
-
-    def growth(self, variants: Sequence[str], sizes: Sequence[float]) -> dict[str, list[tuple[int, float]]]:
-        """(tokens, seconds) of each variant at each size, which is a factor on the lengths of the rollout batch."""
-        points: dict[str, list[tuple[int, float]]] = {variant: [] for variant in variants}
-        for size in sizes:
-            samples = self.fraction(size)
-            tokens = sum(s.sequences.shape[1] for s in samples)
-            for variant in variants:
-                points[variant].append((tokens, self.step(variant, samples)))
-        return points
-
-    def seconds_of_reweighting(self) -> float:
-        """Of all AR does to one rollout batch."""
-        from arlopti_openrlhf.token_update import reweight_advantages
-
-        rows = [(s.advantages, s.base_action_log_probs) for s in self.rollout]
-        start = time.perf_counter()
-        for advantages, log_probs in rows:
-            reweight_advantages(advantages, log_probs, 0.3)
-        return time.perf_counter() - start
 
     def describe(self) -> str:
         prompt = sum(s.sequences.shape[1] - s.action_mask.sum().item() for s in self.rollout)
@@ -310,62 +246,3 @@ class Bench:
             f"{self.args.mini_batches} optimizer step{'s' * (self.args.mini_batches > 1)}, {lengths}"
             f"{', packed' if self.args.packing else ''}{', gradient checkpointing' if checkpointing else ''}"
         )
-
-
-def summary(
-    bench: Bench, seconds: dict[str, list[float]], memory: dict[str, float], rate: float
-) -> dict[str, dict[str, float | list[float] | None]]:
-    """The figures of each variant in `seconds`. Ratios are None where stock was not measured.
-
-    Args:
-        seconds: by variant, one for each round.
-        memory: GiB by variant.
-        rate: FLOP/s of the machine's matrix products.
-    """
-    stock, results = seconds.get("stock GRPO"), {}
-    for variant, times in seconds.items():
-        middle = statistics.median(times)
-        passes = 2 if "Lopti" in variant else 1
-        gib = memory.get(variant)
-        results[variant] = dict(
-            seconds=middle,
-            spread=[min(times), max(times)],
-            time_ratio=stock and statistics.median(ours / theirs for ours, theirs in zip(times, stock, strict=False)),
-            tokens_per_s=bench.tokens / middle,
-            mfu=operations(bench.args.shape, bench.lengths, passes) / middle / rate,
-            optimizer_seconds=bench.optimizer_seconds[variant],
-            gradient_norm=bench.gradient_norms[variant],
-            memory_gib=gib,
-            memory_ratio=gib / memory["stock GRPO"] if gib and memory.get("stock GRPO") else None,
-        )
-    return results
-
-
-def fit(points: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Divide an update's seconds into those per thousand tokens and those that no token changes, by least squares.
-
-    Args:
-        points: (tokens, seconds), at different sizes.
-
-    Returns:
-        `seconds_per_1000_tokens`, `fixed_seconds`, and `residual`: the greatest distance of a point from the line, as
-        a share of the point's seconds.
-    """
-    tokens, seconds = [n / 1000 for n, _ in points], [s for _, s in points]
-    slope, fixed = statistics.linear_regression(tokens, seconds)
-    residual = max(abs(s - fixed - slope * n) / s for n, s in zip(tokens, seconds, strict=True))
-    return dict(seconds_per_1000_tokens=slope, fixed_seconds=fixed, residual=residual)
-
-
-def choose_scale(bench: Bench, minutes: float, updates: float) -> float:
-    """Return the factor on K&K's lengths with which `updates` of stock GRPO take so many minutes.
-
-    It is raised where the optimizer's steps would be more than a tenth of such an update.
-    """
-    little = bench.fraction(0.1)
-    bench.step("stock GRPO", little)  # its first step compiles and allocates
-    points = bench.growth(["stock GRPO"], [0.1, 1])["stock GRPO"]
-    cost = fit(points)
-    wanted = max(minutes * 60 / updates, bench.optimizer_seconds["stock GRPO"] / OPTIMIZER_SHARE)
-    tokens = 1000 * (wanted - cost["fixed_seconds"]) / cost["seconds_per_1000_tokens"]
-    return bench.args.scale * max(1.0, tokens / points[-1][0])

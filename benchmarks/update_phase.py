@@ -22,9 +22,18 @@ cpu.enable()
 
 import peers  # noqa: E402
 from hardware import keep_freed_memory, machine, matrix_product_rate  # noqa: E402
+from measurements import (  # noqa: E402
+    choose_scale,
+    fit,
+    floor,
+    growth,
+    seconds_of_reweighting,
+    summary,
+    time_in_turn,
+)
 from rollouts import SHAPES, make_model  # noqa: E402
 from statistics_cost import seconds_of_statistics  # noqa: E402
-from update_bench import VARIANTS, Bench, choose_scale, default_attention, fit, summary  # noqa: E402
+from update_bench import VARIANTS, Bench, default_attention  # noqa: E402
 from update_tables import draw, growth_table, table  # noqa: E402
 
 GROWTH = ("stock GRPO", "GRPO", "AR + Lopti")  # whose seconds are measured at four sizes
@@ -40,17 +49,17 @@ def main() -> None:
     chosen = args.scale
     args.scale = chosen or (1 / 40 if cpu.uses_cpu() else 1.0)
     bench = Bench(args, model)
-    floor = bench.floor()
+    floor_gib = floor(bench)
     if chosen is None and cpu.uses_cpu():
         bench.take_lengths(choose_scale(bench, args.minutes, work(args, len(found))))
-    bench.add_peers(found)
+    peers.add_peers(bench, found)
     print(bench.describe(), flush=True)
     memory = {variant: bench.peak(variant) for variant in (*args.variants, *found)}
     keep_freed_memory(True)
     growing = [variant for variant in GROWTH if variant in args.variants]
-    growth = bench.growth(growing, args.sizes)
-    seconds = bench.time_in_turn([(*args.variants, *found)] + [args.variants] * (args.repeats - 1))
-    for variant, points in growth.items():
+    grown = growth(bench, growing, args.sizes)
+    seconds = time_in_turn(bench, [(*args.variants, *found)] + [args.variants] * (args.repeats - 1))
+    for variant, points in grown.items():
         points.append((bench.tokens, statistics.median(seconds[variant])))
     rate = matrix_product_rate()
     results = {peers.name(variant): result for variant, result in summary(bench, seconds, memory, rate).items()}
@@ -62,17 +71,15 @@ def main() -> None:
         description=bench.describe(),
         tokens=bench.tokens,
         matrix_flops_per_s=rate,
-        floor_gib=floor,
+        floor_gib=floor_gib,
         variants=results,
         not_measured=absent if args.peers else {},
-        growth={variant: dict(points=points) | fit(points) for variant, points in growth.items()}
-        if args.sizes
-        else {},
+        growth={variant: dict(points=points) | fit(points) for variant, points in grown.items()} if args.sizes else {},
     )
     if args.statistics:
         record["statistics_seconds"] = seconds_of_statistics(bench)
     report(record)
-    print(f"AR itself takes {bench.seconds_of_reweighting() * 1e3:.2f} ms of its update")
+    print(f"AR itself takes {seconds_of_reweighting(bench) * 1e3:.2f} ms of its update")
     if args.json:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if args.chart:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "update_phase.py"
 sys.path.insert(0, str(BENCHMARK.parent))
@@ -55,29 +56,26 @@ class PretendedBench:
     args = SimpleNamespace(scale=0.1)
 
     def fraction(self, size):
-        return size
+        return [SimpleNamespace(sequences=torch.zeros(1, int(1000 * size)))]
 
     def step(self, variant, samples):
-        return 3 + 10 * samples
-
-    def growth(self, variants, sizes):
-        return {variants[0]: [(int(1000 * size), self.step(variants[0], size)) for size in sizes]}
+        return 3 + samples[0].sequences.shape[1] / 100
 
 
 @pytest.mark.parametrize(("minutes", "tokens"), [(15, 4200), (5, 2200)])
 def test_the_number_of_tokens_follows_from_the_minutes(minutes, tokens):
     """20 updates in 15 minutes are 45 s each, 42 of them for tokens. In 5 they would be 15 s, of which the optimizer
     would be more than a tenth: so they are 25 s."""
-    import update_bench
+    import measurements
 
-    scale = update_bench.choose_scale(PretendedBench(), minutes, updates=20)
+    scale = measurements.choose_scale(PretendedBench(), minutes, updates=20)
     assert scale == pytest.approx(0.1 * tokens / 1000, rel=0.01)
 
 
 def test_the_fit_divides_seconds_into_marginal_and_fixed_ones():
-    import update_bench
+    import measurements
 
     # 2 s, and 5 s per 1,000 tokens; the last point lies 1 s above the line through the others.
-    exact = update_bench.fit([(1000, 7.0), (2000, 12.0), (4000, 22.0)])
+    exact = measurements.fit([(1000, 7.0), (2000, 12.0), (4000, 22.0)])
     assert exact == pytest.approx(dict(seconds_per_1000_tokens=5, fixed_seconds=2, residual=0), abs=1e-9)
-    assert update_bench.fit([(1000, 7.0), (2000, 12.0), (4000, 23.0)])["residual"] > 0.01
+    assert measurements.fit([(1000, 7.0), (2000, 12.0), (4000, 23.0)])["residual"] > 0.01

@@ -1,0 +1,110 @@
+"""What is measured of the update: rounds of steps, and what follows from their seconds and memory."""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from rollouts import operations
+from update_bench import Bench
+
+OPTIMIZER_SHARE = 0.1  # of stock's update in `choose_scale`, at most
+
+
+def floor(bench: Bench) -> float:
+    """GiB of a step on next to no tokens: weights, gradients, AdamW's state, and what DeepSpeed's own step takes.
+
+    As all variants share the engine, it is the same for all.
+    """
+    bench.step("GRPO", bench.fraction(0.01))  # the first step allocates
+    return bench.peak("GRPO", bench.fraction(0.01))
+
+
+def time_in_turn(bench: Bench, rounds: Sequence[Sequence[str]]) -> dict[str, list[float]]:
+    """Seconds of each step, by variant. A round names the variants that take turns in it."""
+    seconds: dict[str, list[float]] = {variant: [] for variants in rounds for variant in variants}
+    for i, variants in enumerate(rounds):
+        for variant in variants:
+            seconds[variant].append(bench.step(variant))
+        print(f"  {i + 1}: " + ", ".join(f"{v} {seconds[v][-1]:.2f} s" for v in variants), flush=True)
+    return seconds
+
+
+def growth(bench: Bench, variants: Sequence[str], sizes: Sequence[float]) -> dict[str, list[tuple[int, float]]]:
+    """(tokens, seconds) of each variant at each size, which is a factor on the lengths of the rollout batch."""
+    points: dict[str, list[tuple[int, float]]] = {variant: [] for variant in variants}
+    for size in sizes:
+        samples = bench.fraction(size)
+        tokens = sum(s.sequences.shape[1] for s in samples)
+        for variant in variants:
+            points[variant].append((tokens, bench.step(variant, samples)))
+    return points
+
+
+def seconds_of_reweighting(bench: Bench) -> float:
+    """Of all AR does to one rollout batch."""
+    from arlopti_openrlhf.token_update import reweight_advantages
+
+    rows = [(s.advantages, s.base_action_log_probs) for s in bench.rollout]
+    start = time.perf_counter()
+    for advantages, log_probs in rows:
+        reweight_advantages(advantages, log_probs, 0.3)
+    return time.perf_counter() - start
+
+
+def summary(
+    bench: Bench, seconds: dict[str, list[float]], memory: dict[str, float], rate: float
+) -> dict[str, dict[str, float | list[float] | None]]:
+    """The figures of each variant in `seconds`. Ratios are None where stock was not measured.
+
+    Args:
+        seconds: by variant, one for each round.
+        memory: GiB by variant.
+        rate: FLOP/s of the machine's matrix products.
+    """
+    stock, results = seconds.get("stock GRPO"), {}
+    for variant, times in seconds.items():
+        middle = statistics.median(times)
+        passes = 2 if "Lopti" in variant else 1
+        gib = memory.get(variant)
+        results[variant] = dict(
+            seconds=middle,
+            spread=[min(times), max(times)],
+            time_ratio=stock and statistics.median(ours / theirs for ours, theirs in zip(times, stock, strict=False)),
+            tokens_per_s=bench.tokens / middle,
+            mfu=operations(bench.args.shape, bench.lengths, passes) / middle / rate,
+            optimizer_seconds=bench.optimizer_seconds[variant],
+            gradient_norm=bench.gradient_norms[variant],
+            memory_gib=gib,
+            memory_ratio=gib / memory["stock GRPO"] if gib and memory.get("stock GRPO") else None,
+        )
+    return results
+
+
+def fit(points: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Divide an update's seconds into those per thousand tokens and those that no token changes, by least squares.
+
+    Args:
+        points: (tokens, seconds), at different sizes.
+
+    Returns:
+        `seconds_per_1000_tokens`, `fixed_seconds`, and `residual`: the greatest distance of a point from the line, as
+        a share of the point's seconds.
+    """
+    tokens, seconds = [n / 1000 for n, _ in points], [s for _, s in points]
+    slope, fixed = statistics.linear_regression(tokens, seconds)
+    residual = max(abs(s - fixed - slope * n) / s for n, s in zip(tokens, seconds, strict=True))
+    return dict(seconds_per_1000_tokens=slope, fixed_seconds=fixed, residual=residual)
+
+
+def choose_scale(bench: Bench, minutes: float, updates: float) -> float:
+    """Return the factor on K&K's lengths with which `updates` of stock GRPO take so many minutes.
+
+    It is raised where the optimizer's steps would be more than a tenth of such an update.
+    """
+    little = bench.fraction(0.1)
+    bench.step("stock GRPO", little)  # its first step compiles and allocates
+    points = growth(bench, ["stock GRPO"], [0.1, 1])["stock GRPO"]
+    cost = fit(points)
+    wanted = max(minutes * 60 / updates, bench.optimizer_seconds["stock GRPO"] / OPTIMIZER_SHARE)
+    tokens = 1000 * (wanted - cost["fixed_seconds"]) / cost["seconds_per_1000_tokens"]
+    return bench.args.scale * max(1.0, tokens / points[-1][0])
