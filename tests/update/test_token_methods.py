@@ -244,3 +244,13 @@ def test_kept_tokens_divide_a_mean_over_responses(group, tiny_model):
     assert 1 < len(losses) < len(batch)
     expected = torch.autograd.grad(torch.stack(losses).mean(), list(policy.parameters()))
     assert relative_distance(result.gradients[0], list(expected)) < 1e-5
+
+
+def test_a_weight_that_turns_out_to_be_no_number_ends_the_run_with_one_line(group, tmp_path):
+    """The tokens that are asked for before the run have other probabilities."""
+    body = "torch.where((tokens.probabilities > 0.0011) & (tokens.probabilities < 0.01), torch.nan, 1.0)"
+    (tmp_path / "mine.py").write_text(f"import torch\n\n\ndef weigh(tokens):\n    return {body}\n", encoding="utf-8")
+    said = "ValueError: token method mine: weigh returned nan for a token of π_old 0.00[^\n]*: not finite"
+    with pytest.raises(ValueError, match=said):
+        overrides = {"algo.token_method": [str(tmp_path / "mine.py")]}
+        group.run(experiences(seed=1, samples_per_prompt=4), PLAIN | overrides, on_policy=True)
