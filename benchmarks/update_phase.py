@@ -104,7 +104,7 @@ def parse() -> argparse.Namespace:
         "--variants", nargs="+", choices=VARIANTS, default=["stock GRPO", "GRPO", "AR + Lopti", "80/20"]
     )
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out TRL and OpenRLHF's options")
-    parser.add_argument("--no-statistics", dest="statistics", action="store_false", help="leave out what they cost")
+    parser.add_argument("--statistics", action="store_true", help="time what --logger.probability_stats adds, too")
     parser.add_argument("--repeats", type=int, default=2, help="rounds; the peers take part in the first")
     parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 0.5, 0.75], help="growth: of --scale")
     parser.add_argument("--json", metavar="PATH")

@@ -20,7 +20,7 @@ def run(*arguments):
 
 
 def test_update_phase(tmp_path):
-    flags = "--shape toy --scale 0.03 --repeats 1 --sizes 0.5 --variants".split() + [
+    flags = "--shape toy --scale 0.03 --statistics --repeats 1 --sizes 0.5 --variants".split() + [
         "stock GRPO",
         "GRPO",
         "AR + Lopti",
