@@ -15,6 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*"]),
+    package_data={"arlopti_openrlhf": ["py.typed"]},
     # Beside OpenRLHF, which is no requirement: it asks for flash-attn, whose build needs PyTorch and CUDA to be there
     # first, so no pip could install anything of ours where flash-attn is missing. The commands check what is there.
     install_requires=[
@@ -39,5 +40,8 @@ setup(
             "websockets",
         ],
     },
-    entry_points={"vllm.general_plugins": ["arlopti_cpu = arlopti_openrlhf.cpu:enable_in_vllm"]},
+    entry_points={
+        "console_scripts": ["arlopti = arlopti_openrlhf.cli.main:main"],
+        "vllm.general_plugins": ["arlopti_cpu = arlopti_openrlhf.cpu:enable_in_vllm"],
+    },
 )

@@ -1,0 +1,57 @@
+"""The console command `arlopti`."""
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from arlopti_openrlhf.cli import main as console
+
+
+def arlopti(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "arlopti_openrlhf", *words], capture_output=True, text=True)
+
+
+def test_help_names_every_command_and_no_word_is_a_mistake():
+    result = arlopti("--help")
+    assert result.returncode == 0 and all(f"  {word}" in result.stdout for word in console.COMMANDS)
+    assert arlopti().returncode == 2
+
+
+def test_version():
+    result = arlopti("--version")
+    assert result.returncode == 0
+    assert re.fullmatch(r"arlopti_openrlhf \d+\.\d+\.\d+, openrlhf \d+\.\d+\.\d+\n", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("trian", "did you mean train?"), ("x", "the commands are train, evaluate")]
+)
+def test_a_word_that_is_no_command(word, hint):
+    result = arlopti(word)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith(f"arlopti: error: {word} is no command; {hint}") and result.stderr.count("\n") == 1
+
+
+def test_a_command_gets_its_own_words_and_its_status_is_passed_on():
+    result = arlopti("data", "--generate", "--people", "1")
+    assert result.returncode == 2 and "--people" in result.stderr
+    result = arlopti("train", "--algo.ar.alpha", "7", "--dry-run")
+    assert result.returncode == 2 and "--algo.ar.alpha" in result.stderr
+    assert "--algo.ar.alpha" in arlopti("train", "--help").stdout
+
+
+def test_every_command_has_a_main_and_every_command_of_the_package_is_there():
+    modules = {module for module, _ in console.COMMANDS.values()}
+    assert all(callable(import_module(f"arlopti_openrlhf.cli.{module}").main) for module in modules)
+    folder = Path(console.__file__).parent
+    with_main = {path.stem for path in folder.glob("*.py") if "\ndef main(" in path.read_text()}
+    assert with_main - {"main"} == modules
+
+
+def test_the_package_declares_it():
+    setup = (Path(__file__).parents[2] / "setup.py").read_text()
+    assert '"arlopti = arlopti_openrlhf.cli.main:main"' in setup
