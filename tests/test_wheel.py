@@ -79,7 +79,9 @@ print(arlopti_openrlhf.__file__)
 [plugin] = [p for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "arlopti_cpu"]
 print(plugin.dist.locate_file("arlopti_openrlhf/__init__.py"))
 print(plugin.load().__qualname__)
-print(sorted({name.parts[0] for name in plugin.dist.files if not name.parts[0].endswith(".dist-info")}))
+print([name.name for name in plugin.dist.files if name.parts[0] == ".."])
+print(sorted({name.parts[0] for name in plugin.dist.files if not name.parts[0].endswith((".dist-info", ".."))}))
+print(plugin.dist.locate_file("arlopti_openrlhf/py.typed").is_file())
 print(hasattr(rewards.kk_reward, "USEFUL"))
 """
 
@@ -87,9 +89,12 @@ print(hasattr(rewards.kk_reward, "USEFUL"))
 def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, folder):
     done = run([python, "-c", ASK], folder, 120)
     site = Path(python).parents[1] / "lib"
-    imported, described, plugin, packages, has_own_rewards = done.stdout.splitlines()[-5:]
+    imported, described, plugin, commands, packages, is_typed, has_own_rewards = done.stdout.splitlines()[-7:]
     assert imported == described and Path(imported).is_relative_to(site), done.stderr
-    assert (plugin, packages, has_own_rewards) == ("enable_in_vllm", "['arlopti_openrlhf']", "True")
+    assert (plugin, commands, packages) == ("enable_in_vllm", "['arlopti']", "['arlopti_openrlhf']")
+    assert is_typed == has_own_rewards == "True"
+    done = run([str(Path(python).with_name("arlopti")), "--version"], folder, 120)
+    assert done.returncode == 0 and done.stdout.startswith("arlopti_openrlhf "), done.stderr
 
 
 def needs(requirements: list[str], extra: str) -> set[str]:

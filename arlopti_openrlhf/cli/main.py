@@ -26,13 +26,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the words; those of the process if not given.
 
     Raises:
-        SystemExit: with status 0 after the help or the version, with status 2 after one line on standard error where
-            the word is no command, and with whatever status the command ends.
+        SystemExit: with status 0 after the help or the version, with status 2 where there is no word (after the help,
+            on standard error) or the word is no command (after one line), and with whatever status the command ends.
     """
-    word, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
-    if word in ("", "-h", "--help"):
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        print(usage(), file=sys.stderr)
+        raise SystemExit(2)
+    word = words[0]
+    if word in ("-h", "--help"):
         print(usage())
-        raise SystemExit(0 if word else 2)
+        raise SystemExit(0)
     if word == "--version":
         print(f"arlopti_openrlhf {__version__}, {_openrlhf()}")
         raise SystemExit(0)
@@ -42,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"arlopti: error: {word} is no command; {hint}", file=sys.stderr)
         raise SystemExit(2)
     # The commands read the process's words, as under `python -m`.
-    sys.argv = [f"arlopti {word}", *rest[:-1]]
+    sys.argv = [f"arlopti {word}", *words[1:]]
     importlib.import_module(f"arlopti_openrlhf.cli.{COMMANDS[word][0]}").main()
 
 

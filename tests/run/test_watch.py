@@ -149,6 +149,6 @@ def test_an_engine_that_fails_in_its_constructor(start):
     ray.shutdown()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     start(life.living_engine(Engine), 0.0, ValueError("utilization 1.5:\n  must be below 1"))
-    cause, seconds = wait_for_cause()
+    cause, seconds = wait_for_cause(120)  # a new cluster starts its first worker, and the worker imports
     assert type(cause) is RunStopped and cause.exit_code == 1
     assert str(cause).endswith("ValueError: utilization 1.5: must be below 1") and "vLLM engine" in str(cause)
