@@ -8,6 +8,7 @@ import copy
 import importlib.metadata
 import importlib.util
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -80,21 +81,21 @@ def add_peers(bench, names: Sequence[str]) -> None:
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
     engine = bench.stock.model
-    for name in names:
-        if name == TRL:
+    for peer in names:
+        if peer == TRL:
             bench.trl = TrlUpdate(engine, bench.flags, len(bench.rollout))
             continue
         flags, actor = copy.deepcopy(bench.flags), Actor(engine)
-        actor.packing_samples = flags.ds.packing_samples = "packing" in name
+        actor.packing_samples = flags.ds.packing_samples = "packing" in peer
         actor.is_vlm = False
-        if name == DYNAMIC:
+        if peer == DYNAMIC:
             flags.train.dynamic_batch_enable = True
             share = bench.args.micro_batch_size / len(bench.rollout)
             flags.train.max_tokens_per_gpu = int(1.1 * share * bench.tokens) + 1
-            bench.around[name] = lambda: no_accumulation(engine)
-        if name == CHECKPOINTING:
-            bench.around[name] = lambda: gradient_checkpointing(engine.module)
-        bench.add_trainer(name, ActorPPOTrainer, actor, flags)
+            bench.around[peer] = lambda: no_accumulation(engine)
+        if peer == CHECKPOINTING:
+            bench.around[peer] = lambda: gradient_checkpointing(engine.module)
+        bench.add_trainer(peer, ActorPPOTrainer, actor, flags)
 
 
 class TrlUpdate:
@@ -121,7 +122,7 @@ class TrlUpdate:
         words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
         low, high = flags.actor.eps_clip_low_high
         configuration = GRPOConfig(
-            output_dir="trl_output",  # nothing is saved
+            output_dir=tempfile.gettempdir(),  # must exist, and stays empty
             use_cpu=not torch.cuda.is_available(),
             bf16=False,  # the weights have their type already
             per_device_train_batch_size=self.micro_batch_size,

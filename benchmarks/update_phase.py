@@ -11,6 +11,7 @@ round of its own, in which freed memory is given back at once.
 import argparse
 import json
 import logging
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -65,7 +66,7 @@ def main() -> None:
     results = {peers.name(variant): result for variant, result in summary(bench, seconds, memory, rate).items()}
     absent = {peer: reason for peer in peers.PEERS if (reason := peers.missing(peer))} | peers.NEED_A_GPU
     record = dict(
-        command=f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}",
+        command=f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
         machine=machine(),
         settings=vars(args),
         description=bench.describe(),
@@ -112,11 +113,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def work(args: argparse.Namespace, peers: int) -> float:
+def work(args: argparse.Namespace, others: int) -> float:
     """How long the whole run takes, in updates of stock GRPO: about 0.5 for one of ours, and 1 for a peer's."""
     a_round = 1 + 0.5 * (len(args.variants) - 1)
     statistics_runs = 1.5 if args.statistics else 0
-    return (1 + args.repeats) * a_round + 2 * peers + sum(args.sizes) * 2 + statistics_runs
+    return (1 + args.repeats) * a_round + 2 * others + sum(args.sizes) * 2 + statistics_runs
 
 
 def report(record: dict) -> None:

@@ -79,3 +79,15 @@ def test_the_fit_divides_seconds_into_marginal_and_fixed_ones():
     exact = measurements.fit([(1000, 7.0), (2000, 12.0), (4000, 22.0)])
     assert exact == pytest.approx(dict(seconds_per_1000_tokens=5, fixed_seconds=2, residual=0), abs=1e-9)
     assert measurements.fit([(1000, 7.0), (2000, 12.0), (4000, 23.0)])["residual"] > 0.01
+
+
+def test_layout(tmp_path):
+    command = [sys.executable, BENCHMARK.with_name("layout.py"), "--length=32", "--prompt=16", "--rounds=1"]
+    result = subprocess.run([*command, f"--json={tmp_path}/r.json"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    record = json.loads((tmp_path / "r.json").read_text())
+    for row in record["tokens"]:
+        assert row["ours"] < row["openrlhf"] <= row["all"] and row["our_batches"] <= row["openrlhf_batches"] + 1
+    padded, matrix, segments = (results[0]["tokens"] for results in record["layouts"].values())
+    assert padded == 8 * 48 and matrix == segments == 16 + sum(32 - row * 2 for row in range(8)) - 8
+    assert result.stdout.count("\n| ") == 2 + 4 + 3 - 1

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from arlopti_openrlhf.cpu import multiplies_bf16
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -43,7 +44,11 @@ def segment_attention(
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     if query.device.type == "cpu" and not dropout and value.shape == key.shape:
-        return _SegmentAttention.apply(query, key, value, packed, scale).transpose(1, 2)
+        dtype = query.dtype
+        if dtype == torch.bfloat16 and not multiplies_bf16():
+            # As `cpu_patches` does for all other attention. The kernel in emulated bf16 takes several times as long.
+            query, key, value = query.float(), key.float(), value.float()
+        return _SegmentAttention.apply(query, key, value, packed, scale).transpose(1, 2).to(dtype)
     lengths = [segment.length for segment in packed.segments]
     queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
     outputs = []
