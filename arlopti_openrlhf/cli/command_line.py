@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.preflight.finding import Finding
 from arlopti_openrlhf.preflight.seams.kinds import Module
 
@@ -37,7 +38,8 @@ def parse(argv: Sequence[str], add_flags: Callable[[argparse.ArgumentParser], No
         def parse_args(self, args=None, namespace=None):
             self.prog = "train_ppo_ray"
             add_flags(self)
-            return super().parse_args(argv, namespace)
+            config_file.add_config_flag(self)
+            return super().parse_args(config_file.expanded(argv, self), namespace)
 
     block = _block()
     names = block.names | {"argparse": SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})}

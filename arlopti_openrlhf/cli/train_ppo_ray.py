@@ -4,11 +4,12 @@ python -m arlopti_openrlhf.cli.train_ppo_ray [OpenRLHF's flags] --algo.ar.alpha 
 """
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from arlopti_openrlhf.cli import command_line
+from arlopti_openrlhf.cli import command_line, config_file
 from arlopti_openrlhf.cli.fault_flags import add_fault_flags
 from arlopti_openrlhf.cli.run_flags import add_run_flags
 from arlopti_openrlhf.cli.update_flags import add_update_flags
@@ -28,9 +29,10 @@ def main() -> None:
     check.refuse_if_fatal(seams.version() + seams.moved(seams.COMMAND))
     flat = command_line.parse(sys.argv[1:], add_flags)
     credentials.hide(flat)
-    given = command_line.hierarchize(flat)
+    given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
     check.run(args, combinations.check(given), upstream_findings)
+    config_file.keep(kept, Path(args.ckpt.path, config_file.KEPT))
     train(args)
 
 

@@ -14,6 +14,10 @@ class Sampling(NamedTuple):
     n: int
     temperature: float
 
+    def __str__(self) -> str:
+        temperature = f"{self.temperature:.9f}".rstrip("0").rstrip(".")
+        return f"{self.pattern}:n={self.n},t={temperature}"
+
 
 def parse_sampling(text: str) -> Sampling:
     """Parse a specification: "aime:n=16,t=1.0" gives Sampling("aime", 16, 1.0).

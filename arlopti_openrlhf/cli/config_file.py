@@ -1,0 +1,136 @@
+"""Flags in a YAML file: `--config run.yaml`. What the command line gives counts before what the file gives.
+
+The file names flags without their dashes. Parts of a name may be nested:
+
+    actor:
+      model_name_or_path: Qwen/Qwen2.5-3B-Instruct
+      adam.lr: 1e-6
+    algo.ar.alpha: 0.3
+    ds.packing_samples: true
+    actor.eps_clip_low_high: [0.2, 0.24]
+
+A run keeps the values of all its flags in such a file, beside its checkpoints.
+"""
+
+import argparse
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+FLAG = "--config"
+KEPT = "config.yaml"  # in --ckpt.path
+_SWITCHES = {"true": True, "false": False}
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --config to OpenRLHF's parser, for the help. `expanded` reads it."""
+    parser.add_argument(
+        FLAG,
+        metavar="FILE.yaml",
+        help="Flags in a YAML file, by their names without the dashes, as in `algo.ar.alpha: 0.3`. The command line's "
+        f"flags count before the file's. A run keeps all its flags in {KEPT} of --ckpt.path, which can be given here.",
+    )
+
+
+def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the words of the command line with those of the file that --config names before them.
+
+    Of a flag that may be given several times, such as --eval.sampling, the file's values and the command line's count.
+
+    Args:
+        argv: the command line.
+        parser: knows all flags.
+
+    Raises:
+        SystemExit: by the parser, with one line that names the file and the key, for a file that cannot be read, an
+            unknown key, or a value that is not of the flag's form.
+    """
+    known = argparse.ArgumentParser(add_help=False)
+    known.add_argument(FLAG)
+    path = known.parse_known_args(argv)[0].config
+    if path is None:
+        return list(argv)
+    words: list[str] = []
+    try:
+        for key, value in _flat(_read(path)):
+            words += _words(key, value, parser)
+    except (OSError, ValueError) as error:
+        parser.error(f"argument {FLAG}: {path}: {error}")
+    return [*words, *argv]
+
+
+def keep(flat: argparse.Namespace, path: Path) -> None:
+    """Write the values of all flags to a file that --config can read.
+
+    Args:
+        flat: what the parser has returned.
+        path: of the file; its folder is made.
+    """
+    import yaml
+
+    values = {key: _plain(value) for key, value in vars(flat).items() if value is not None and key != "config"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(values, sort_keys=True, allow_unicode=True), encoding="utf-8")
+
+
+def _read(path: str) -> dict:
+    import yaml
+
+    try:
+        # All values stay the text that they are: the parser knows each flag's type, and `off` is no truth value.
+        content = yaml.load(Path(path).read_text("utf-8"), Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError("holds no names of flags with values")
+    return content
+
+
+def _flat(content: dict, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names of flags, with their values, of nested and dotted names alike."""
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def _words(key: str, value: Any, parser: argparse.ArgumentParser) -> list[str]:
+    """Return the words of the command line that stand for one entry.
+
+    Raises:
+        ValueError: the key or the value's form is no flag's.
+    """
+    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    action = actions.get(key)
+    if action is None or key in ("help", "config"):
+        near = difflib.get_close_matches(key, actions, n=1)
+        raise ValueError(f"{key} is no flag" + (f"; did you mean {near[0]}?" if near else ""))
+    flag, values = action.option_strings[0], value if isinstance(value, list) else [value]
+    if action.nargs == 0:
+        if value not in _SWITCHES:
+            raise ValueError(f"{key}: {value} is neither true nor false")
+        matching = [a for a in parser._actions if a.dest == key and a.const is _SWITCHES[value]]
+        # What is false by default needs no word for it.
+        return [matching[0].option_strings[0]] if matching else []
+    if value in ("null", "") or (action.nargs is not None and value == action.default):
+        return []
+    if any(not isinstance(part, str) for part in values):
+        raise ValueError(f"{key}: is no list of plain values")
+    if isinstance(action, argparse._AppendAction):
+        return [f"{flag}={part}" for part in values]
+    if action.nargs is None:
+        if isinstance(value, list):
+            raise ValueError(f"{key}: takes one value, not a list")
+        return [f"{flag}={value}"]
+    return [flag, *values]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML has it, and as its flag reads it."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return [_plain(part) for part in value]
+    return str(value)

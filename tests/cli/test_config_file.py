@@ -1,0 +1,105 @@
+"""Flags in a file: what they become, what is refused, and that a run's own file gives the same flags again."""
+
+import argparse
+
+import pytest
+import yaml
+
+from arlopti_openrlhf.cli import config_file, train_ppo_ray
+from arlopti_openrlhf.run import credentials
+
+FLAGS = """
+actor:
+  model_name_or_path: some/model   # nested
+  adam.lr: 1e-6                    # and dotted
+  eps_clip_low_high: [0.2, 0.24]
+  muon: {nesterov: false}
+algo.ar.alpha: 0.3
+algo.lopti: {eta: 0.5}
+algo.advantage.estimator: group_norm
+algo.kl: {estimator: k3, use_loss: true, target: null}
+rollout.n_samples_per_prompt: 8
+ds.packing_samples: true
+ds.adam_offload: false
+logger.probability_stats: off
+eval: {dataset: data.jsonl, steps: 10}
+reward.remote_url: kk
+eval.sampling: ["*:n=4,t=1", "aime:n=16,t=0.7"]
+"""
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """Return parse(text, *words), the flat namespace of a file and a command line."""
+
+    def of(text: str, *words: str) -> dict:
+        (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+        return vars(train_ppo_ray.parse([f"--config={tmp_path}/run.yaml", *words]))
+
+    return of
+
+
+def test_names_may_be_nested_or_dotted_and_values_keep_their_text(parse):
+    args = parse(FLAGS)
+    assert args["actor.model_name_or_path"] == "some/model"
+    assert args["actor.adam.lr"] == 1e-6 and args["actor.eps_clip_low_high"] == [0.2, 0.24]
+    assert args["actor.muon.nesterov"] is False
+    assert (args["algo.ar.alpha"], args["algo.lopti.eta"], args["algo.kl.target"]) == (0.3, 0.5, None)
+    assert args["algo.kl.use_loss"] is args["ds.packing_samples"] is True and args["ds.adam_offload"] is False
+    assert args["logger.probability_stats"] == "off"  # which YAML takes for a truth value
+    assert [str(sampling) for sampling in args["eval.sampling"][1:]] == ["*:n=4,t=1", "aime:n=16,t=0.7"]
+
+
+def test_the_command_line_wins(parse):
+    args = parse(FLAGS, "--algo.ar.alpha", "0.1", "--eval.sampling", "aime:n=1,t=0")
+    assert args["algo.ar.alpha"] == 0.1 and args["algo.lopti.eta"] == 0.5
+    assert str(args["eval.sampling"][-1]) == "aime:n=1,t=0"  # the last match counts
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("algo.ar.alhpa: 0.3", "algo.ar.alhpa is no flag; did you mean algo.ar.alpha?"),
+        ("algo: {ar: {beta: 1}}", "algo.ar.beta is no flag"),
+        ("help: true", "help is no flag"),
+        ("ds.packing_samples: yes", "ds.packing_samples: yes is neither true nor false"),
+        ("algo.ar.alpha: [0.1, 0.2]", "algo.ar.alpha: takes one value, not a list"),
+        ("actor.eps_clip_low_high: [[0.1], 0.2]", "actor.eps_clip_low_high: is no list of plain values"),
+        ("- 1", "holds no names of flags with values"),
+        ("a: [", "no YAML: "),
+        ("algo.ar.alpha: 7", "7 is not a number in"),
+        ("actor.policy_loss_type: dpo", "invalid choice: 'dpo'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(parse, capsys, text, problem):
+    with pytest.raises(SystemExit) as exit:
+        parse(text)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and problem in error and error.count("\n") == 1
+
+
+def test_a_file_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as exit:
+        train_ppo_ray.parse(["--conf", "nowhere.yaml"])  # argparse takes the beginnings of names
+    assert exit.value.code == 2 and "argument --config: nowhere.yaml: " in capsys.readouterr().err
+
+
+def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
+    monkeypatch.setenv(credentials.WANDB, "")
+    words = ["--logger.wandb.key", "secret", "--reward.clip_range", "-5", "5", "--vllm.num_engines", "1"]
+    (tmp_path / "run.yaml").write_text(FLAGS, encoding="utf-8")
+    first = train_ppo_ray.command_line.parse(["--config", str(tmp_path / "run.yaml"), *words], train_ppo_ray.add_flags)
+    credentials.hide(first)
+    config_file.keep(first, tmp_path / "folder" / "kept.yaml")
+    text = (tmp_path / "folder" / "kept.yaml").read_text(encoding="utf-8")
+    again = train_ppo_ray.command_line.parse(
+        ["--config", str(tmp_path / "folder" / "kept.yaml")], train_ppo_ray.add_flags
+    )
+    assert same(first) == same(again) and "secret" not in text
+    assert yaml.safe_load(text)["ds.lora.target_modules"] == "all-linear"
+
+
+def same(flat: argparse.Namespace) -> dict:
+    """The values, with lists for tuples and without the file's name."""
+    values = {name: list(v) if isinstance(v, tuple) else v for name, v in vars(flat).items()}
+    return {name: v for name, v in values.items() if name != "config"}
