@@ -39,7 +39,8 @@ def parse(script: Path, folder: Path, *flags: str, **variables: str) -> dict:
 def test_every_flag_is_known_and_trailing_flags_win(script, tmp_path):
     args = parse(script, tmp_path, "--train.seed", "7")
     assert args["train.seed"] == 7
-    assert args["reward.remote_url"] in REWARD_FILES
+    source = args["train.agent_func_path"] or args["reward.remote_url"]
+    assert source in REWARD_FILES or source.endswith("/get_reward") or (ROOT / source).is_file()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -113,3 +114,56 @@ def test_kk_refuses_unknown_values_in_one_line(name, value, tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(f"{name}={value}: ") and done.stderr.count("\n") == 1
     assert not (tmp_path / "argv").exists()
+
+
+def test_dapo_is_dapo_with_the_two_methods(tmp_path):
+    args = parse(ROOT / "examples/scripts/train_kk_dapo.sh", tmp_path)
+    assert (args["algo.ar.alpha"], args["algo.lopti.eta"]) == (0.3, 0.5)
+    assert args["actor.eps_clip_low_high"] == [0.2, 0.28] and args["actor.loss_agg_mode"] == "token-mean"
+    assert args["algo.dynamic_filtering_enable"] and args["reward.overlong_buffer_len"] == 1024
+    assert not args["algo.kl.use_loss"] and args["algo.kl.init_coef"] == 0
+
+
+def test_partial_rollouts_are_asked_for(tmp_path):
+    script = ROOT / "examples/scripts/train_kk_async.sh"
+    assert not parse(script, tmp_path)["train.partial_rollout_enable"]
+    assert parse(script, tmp_path, PARTIAL="1")["train.partial_rollout_enable"]
+
+
+def test_two_gpus(tmp_path):
+    args = parse(ROOT / "examples/scripts/train_kk_small.sh", tmp_path, GPUS="2")
+    assert (args["actor.num_gpus_per_node"], args["vllm.num_engines"], args["train.colocate_all"]) == (2, 2, True)
+
+
+def sweep(folder: Path, **variables: str) -> list[list[str]]:
+    """The commands of a sweep over runs that end at once."""
+    run = folder / "run.sh"
+    run.write_text('echo "$ALPHA $ETA $OUT $METHOD $*" >> "$(dirname "$0")/runs"\n')
+    env = {"PATH": os.environ["PATH"], "FOLDER": str(folder / "sweep")} | variables
+    script = ROOT / "examples/scripts/sweep.sh"
+    subprocess.run(["bash", script, "bash", run], env=env, check=True, capture_output=True, timeout=30)
+    lines = (folder / "runs").read_text().splitlines()
+    (folder / "runs").unlink()
+    return [line.split() for line in lines]
+
+
+def test_a_sweep_takes_all_values_and_leaves_out_what_is_done(tmp_path):
+    values = {"ALPHAS": "0.1 0.3", "ETAS": "0.3 0.5", "SEEDS": "1 2"}
+    runs = sweep(tmp_path, **values)
+    assert len(runs) == 8 and len({line[2] for line in runs}) == 8
+    assert ["0.3", "0.5", f"{tmp_path}/sweep/alpha-0.3-eta-0.5-seed-2", "both", "--train.seed", "2"] in runs
+    done = Path(runs[0][2], Path(runs[0][2]).name)
+    done.mkdir(parents=True)
+    (done / "config.json").touch()
+    assert sweep(tmp_path, **values) == runs[1:]
+
+
+def test_a_job_is_submitted_with_its_command(tmp_path):
+    (tmp_path / "ray").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {shlex.quote(str(tmp_path / 'argv'))}\n")
+    (tmp_path / "ray").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ADDRESS": "http://head:8265"}
+    script = ROOT / "examples/scripts/ray_job.sh"
+    subprocess.run(["bash", script, "bash", "train.sh", "--x", "1"], env=env, cwd=ROOT, check=True, timeout=30)
+    *flags, dashes, bash, name, flag, value = (tmp_path / "argv").read_text().splitlines()
+    assert flags[:5] == ["job", "submit", "--address", "http://head:8265", "--working-dir"]
+    assert [dashes, bash, name, flag, value] == ["--", "bash", "train.sh", "--x", "1"]

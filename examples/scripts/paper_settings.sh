@@ -1,5 +1,9 @@
-# The settings that the paper's runs share (arXiv 2505.12929, Tables 2 and 3), for train_kk.sh and train_math.sh.
-# METHOD, alpha and ETA become method_flags. paper_flags are the rest.
+# What the training scripts share. They set MODEL, DATA, EVAL_DATA, OUT, METHOD and alpha first, and get
+#   method_flags  AR and Lopti, by METHOD, alpha and ETA (arXiv 2505.12929, Table 3)
+#   grpo_flags    GRPO with the KL in the loss
+#   paper_flags   the paper's other settings (Table 2)
+#   hybrid_flags  one set of GPUs that all models share, in turn
+#   run_flags     the model, the data and the run's folders
 
 case $METHOD in
   both)  method_flags=(--algo.ar.alpha "$alpha" --algo.lopti.eta "${ETA:-0.5}") ;;
@@ -31,11 +35,7 @@ paper_flags=(
   --rollout.micro_batch_size 8
   --train.micro_batch_size 4
   --train.max_epochs 1
-  --train.colocate_all
   --vllm.tensor_parallel_size 1
-  --vllm.gpu_memory_utilization 0.6
-  --vllm.enable_sleep
-  --ds.enable_sleep
   --ds.zero_stage 3
   --ds.packing_samples
   --eval.steps 20
@@ -43,4 +43,21 @@ paper_flags=(
   --ckpt.save_hf
   # A run that was ended goes on from its newest whole checkpoint. Another OUT starts a new run.
   --ckpt.load_enable
+)
+
+hybrid_flags=(
+  --train.colocate_all
+  --vllm.gpu_memory_utilization 0.6
+  --vllm.enable_sleep
+  --ds.enable_sleep
+)
+
+run_flags=(
+  --actor.model_name_or_path "$MODEL"
+  --data.prompt_dataset "$DATA"
+  --eval.dataset "$EVAL_DATA"
+  --ckpt.path "$OUT/checkpoints"
+  --ckpt.output_dir "$OUT/$(basename "$OUT")"
+  --logger.tensorboard_dir "$OUT/tensorboard"
+  --logger.wandb.run_name "$(basename "$OUT")"
 )

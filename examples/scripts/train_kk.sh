@@ -39,8 +39,8 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${algo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \
-  --actor.model_name_or_path "$MODEL" \
-  --data.prompt_dataset "$DATA" \
+  "${hybrid_flags[@]}" \
+  "${run_flags[@]}" \
   --reward.remote_url kk \
   --rollout.batch_size 64 \
   --rollout.temperature 0.7 \
@@ -49,11 +49,6 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   --actor.num_gpus_per_node 4 \
   --ref.num_gpus_per_node 4 \
   --vllm.num_engines 4 \
-  --eval.dataset "$EVAL_DATA" \
   --eval.n_samples_per_prompt 4 \
   --eval.temperature 0.7 \
-  --ckpt.path "$OUT/checkpoints" \
-  --ckpt.output_dir "$OUT/$(basename "$OUT")" \
-  --logger.tensorboard_dir "$OUT/tensorboard" \
-  --logger.wandb.run_name "$(basename "$OUT")" \
   "$@"

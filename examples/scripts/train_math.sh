@@ -26,8 +26,8 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${grpo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \
-  --actor.model_name_or_path "$MODEL" \
-  --data.prompt_dataset "$DATA" \
+  "${hybrid_flags[@]}" \
+  "${run_flags[@]}" \
   --reward.remote_url math \
   --rollout.batch_size 128 \
   --rollout.temperature 1.0 \
@@ -36,10 +36,5 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   --actor.num_gpus_per_node 8 \
   --ref.num_gpus_per_node 8 \
   --vllm.num_engines 8 \
-  --eval.dataset "$EVAL_DATA" \
   --eval.sampling "*:n=1,t=0" --eval.sampling "amc:n=16,t=1" --eval.sampling "aime:n=16,t=1" \
-  --ckpt.path "$OUT/checkpoints" \
-  --ckpt.output_dir "$OUT/$(basename "$OUT")" \
-  --logger.tensorboard_dir "$OUT/tensorboard" \
-  --logger.wandb.run_name "$(basename "$OUT")" \
   "$@"

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Rewards from a server, which several runs may share, on one node with 4 GPUs of 80 GB. Start the server first, on any
+# machine that the nodes reach:
+#
+#   python -m arlopti_openrlhf.cli.serve_rewards --grader kk --host 0.0.0.0 --port 5000
+#   REWARD_URL=http://rewards:5000/get_reward bash examples/scripts/train_kk_server.sh
+#
+# Data: new puzzles of 3 to 7 people.
+#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
+set -euo pipefail
+
+MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
+DATA=${DATA:-data/kk/train.jsonl}
+EVAL_DATA=${EVAL_DATA:-data/kk/test.jsonl}
+METHOD=${METHOD:-both}  # both, ar, lopti, none
+alpha=${ALPHA:-0.3}
+OUT=${OUT:-outputs/kk-server-$(basename "$MODEL")-$METHOD}
+source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
+
+REWARD_URL=${REWARD_URL:-http://127.0.0.1:5000/get_reward}
+
+exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+  "${grpo_flags[@]}" \
+  "${method_flags[@]}" \
+  "${paper_flags[@]}" \
+  "${hybrid_flags[@]}" \
+  "${run_flags[@]}" \
+  --reward.remote_url "$REWARD_URL" \
+  --rollout.batch_size 64 \
+  --rollout.temperature 0.7 \
+  --train.batch_size 256 \
+  --train.num_episodes 5 \
+  --actor.num_gpus_per_node 4 \
+  --ref.num_gpus_per_node 4 \
+  --vllm.num_engines 4 \
+  --eval.sampling "*:n=4,t=0.7" \
+  "$@"
