@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from arlopti_openrlhf.cli import config_file
+from arlopti_openrlhf.cli import config_file, help
 from arlopti_openrlhf.preflight.finding import Finding
 from arlopti_openrlhf.preflight.seams.kinds import Module
 
@@ -39,6 +39,7 @@ def parse(argv: Sequence[str], add_flags: Callable[[argparse.ArgumentParser], No
             self.prog = "train_ppo_ray"
             add_flags(self)
             config_file.add_config_flag(self)
+            help.arrange(self)
             return super().parse_args(config_file.expanded(argv, self), namespace)
 
     block = _block()

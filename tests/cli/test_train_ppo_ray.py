@@ -1,5 +1,6 @@
 """The command line: what it refuses, in one line and before Ray starts, and what it adds to OpenRLHF's flags."""
 
+import re
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 import ray
 
-from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
 from arlopti_openrlhf.preflight import combinations
 from arlopti_openrlhf.preflight.batches import models_by_ranks
 from arlopti_openrlhf.preflight.combinations import is_selective
@@ -195,7 +196,7 @@ def test_where_the_update_is_selective(flags, selective):
 BUILT = """
 import sys
 import ray
-from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
 
 def init(*args, **kwargs):
     cli = next(f.f_globals for f in iter_frames() if "PolicyModelActor" in f.f_globals)
@@ -226,3 +227,16 @@ def test_upstreams_train_builds_our_classes(flags, actor):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     expected = str(["PolicyActor", "TokenUpdateTrainer", actor, actor])
     assert expected in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_the_help_is_sorted_by_topic_with_defaults_and_an_example_that_parses(capsys):
+    with pytest.raises(SystemExit) as exit:
+        train_ppo_ray.parse(["--help"])
+    text = capsys.readouterr().out
+    topics = ["token-level update", "policy:", "rewards:", "data:", "rollouts:", "checkpoints:", "vLLM:", "DeepSpeed:"]
+    places = [text.index(f"\n{topic}") for topic in topics]
+    assert exit.value.code == 0 and places == sorted(places)
+    assert re.search(r"--rollout\.n_samples_per_prompt \S+\s.+?\(default: 1\)", text, re.S)
+    command = help.EXAMPLE.replace("\\\n", " ").split("arlopti train ")[1].split("\n\n")[0]
+    args = vars(train_ppo_ray.parse(command.split()))
+    assert (args["algo.ar.alpha"], args["algo.lopti.eta"], args["reward.remote_url"]) == (0.3, 0.5, "kk")

@@ -1,0 +1,67 @@
+"""Puts the help of the training command in order: flags by topic, ours first, with defaults and an example."""
+
+import argparse
+
+# The first part of a flag's name -> what the help calls it, in the help's order.
+_TOPICS = {
+    "algo": "advantages, KL and other parts of the algorithm",
+    "actor": "policy",
+    "critic": "critic",
+    "ref": "reference",
+    "reward": "rewards",
+    "data": "data",
+    "rollout": "rollouts",
+    "train": "training",
+    "eval": "evaluation",
+    "ckpt": "checkpoints",
+    "logger": "logs and trackers",
+    "vllm": "vLLM",
+    "ds": "DeepSpeed",
+    "": "other",
+}
+
+DESCRIPTION = "OpenRLHF's train_ppo_ray with token methods. All of its flags are here, and work as they do there."
+EXAMPLE = """example: Knights and Knaves with GRPO, AR and Lopti on one GPU
+
+  arlopti data --generate --people 2 3 --train 2000 --test 100 --out data/kk
+  arlopti train --actor.model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --data.prompt_dataset data/kk/train.jsonl \\
+    --data.input_key prompt --data.label_key label --data.apply_chat_template --reward.remote_url kk \\
+    --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 --rollout.batch_size 32 \\
+    --train.batch_size 128 --train.colocate_all --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 \\
+    --vllm.num_engines 1 --algo.ar.alpha 0.3 --algo.lopti.eta 0.5
+
+examples/scripts has a script for each way to train. --dry-run checks the flags, the data and the reward, and trains
+nothing."""
+
+
+def arrange(parser: argparse.ArgumentParser) -> None:
+    """Sort the parser's flags into groups by the first part of their names, and add the defaults to their help.
+
+    Groups that exist, such as that of the token methods, come first and stay as they are.
+    """
+    loose = parser._optionals._group_actions  # all that were added to no group
+    for topic, title in _TOPICS.items():
+        found = [a for a in loose if _topic(a) == topic and not isinstance(a, argparse._HelpAction)]
+        if found:
+            parser.add_argument_group(title)._group_actions.extend(found)
+    loose[:] = [action for action in loose if isinstance(action, argparse._HelpAction)]
+    for action in parser._actions:
+        _show_default(action)
+        if action.metavar is None and action.choices is None and action.nargs != 0:
+            action.metavar = "INT" if action.type is int else "FLOAT" if action.type is float else "TEXT"
+    parser.usage = "%(prog)s [FLAGS]"
+    parser.description, parser.epilog = DESCRIPTION, EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def _topic(action: argparse.Action) -> str:
+    first, dot, _ = action.dest.partition(".")
+    return first if dot and first in _TOPICS else ""
+
+
+def _show_default(action: argparse.Action) -> None:
+    """Add the default to a flag's help, where it has one and does not say it already."""
+    has_default = action.default not in (None, False, argparse.SUPPRESS, []) and action.nargs != 0
+    if action.help is argparse.SUPPRESS or not has_default or "default" in (action.help or "").lower():
+        return
+    action.help = f"{action.help or ''} (default: %(default)s)".strip()
