@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test long quickstart lint chaos fuzz clean
+.PHONY: help setup test long quickstart lint chaos modes fuzz clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -22,10 +22,16 @@ help:
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
 	@echo "make lint        set up, then ruff (rules and format) and mypy"
 	@echo "make chaos       set up, then inject faults into 30 tiny trainings; ARGS=--short takes one run with five faults"
+	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server or data; ARGS='--seconds 600'"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
 setup: $(PROJECT)
+
+# The tests' models are too small for a second thread, and threads that wait for each other take the cores of others.
+test long: export OMP_NUM_THREADS := 1
+# Ray's workers would yield to everything else, and the tests wait for them.
+test long: export RAY_worker_niceness := 0
 
 ifneq ($(strip $(ARGS)),)
 test: setup
@@ -57,6 +63,9 @@ lint: setup
 
 chaos: setup
 	@.venv/bin/python -m chaos.run --seed $(SEED) $(ARGS)
+
+modes: setup
+	@.venv/bin/python -m modes.run $(ARGS)
 
 fuzz: setup
 	@.venv/bin/python -m fuzz.run --seed $(SEED) $(ARGS)

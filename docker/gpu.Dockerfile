@@ -12,7 +12,7 @@ WORKDIR /arlopti
 COPY . .
 # flash-attn is built with the PyTorch that it finds. --build-arg FLASH_ATTN=0 leaves it out: attention runs on SDPA then.
 ARG FLASH_ATTN=1
-RUN pip install --no-cache-dir uv==0.11.26 \
+RUN pip install --no-cache-dir uv==0.13.8 \
     && if [ "$FLASH_ATTN" = 1 ]; then \
         pip install --no-cache-dir setuptools wheel ninja packaging psutil \
         && pip install --no-cache-dir --no-build-isolation ".[gpu,analyze]"; \

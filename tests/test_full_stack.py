@@ -37,7 +37,9 @@ def train(tiny_model, tiny_data, tmp_path):
             --actor.adam.lr 1e-3 --ckpt.output_dir {tmp_path}/final --ckpt.path {tmp_path}/ckpt
             --logger.tensorboard_dir {tmp_path}/tensorboard --logger.wandb.run_name run
         """.split()
-        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        # vLLM's model in the engine's own process: one process less to start. The first test takes it as it is.
+        processes = {} if "--ds.zero_stage 3 --ds.packing" in flags else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", **processes}
         for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_ENABLED"):
             environment.pop(name, None)
         result = subprocess.run(
@@ -185,19 +187,6 @@ def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
     assert not steps(log)
 
 
-def test_async_partial_rollouts_dynamic_filtering(train, tiny_data, noisy_reward, tmp_path):
-    log = train(
-        f"""{GRPO} --algo.lopti.eta 0.5 --algo.lopti.scope minibatch --train.async_enable
-        --train.partial_rollout_enable --algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.01 0.99
-        --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 2 --train.colocate_all
-        --eval.dataset {tiny_data} --eval.steps 100 --eval.sampling kk_*:n=1,t=0""",
-        prompts=48,
-        reward=noisy_reward,
-    )
-    assert len(steps(log)) >= 2 and "nan" not in "".join(steps(log))
-    assert list(scalars(tmp_path, "eval/accuracy")) == [0, len(steps(log))]
-
-
 def test_token_methods_on_two_ranks_packed(train, noisy_reward, tmp_path):
     """A user's file and 80/20, whose tokens of weight 0 are not computed."""
     log = train(
@@ -213,13 +202,3 @@ def test_token_methods_on_two_ranks_packed(train, noisy_reward, tmp_path):
         ]
         assert all(list(share) == [1, 2] for share in shares)
     assert 0.19 < shares[1][1] < 0.25  # the effective share of a mask is what it keeps
-
-
-def test_gae_with_critic_dynamic_batches_kl_in_the_reward(train):
-    log = train(
-        """--algo.advantage.estimator gae --algo.kl.estimator k1 --algo.kl.init_coef 0.01 --algo.ar.alpha 0.1
-        --algo.lopti.eta 0.5 --train.dynamic_batch_enable --train.max_tokens_per_gpu 256 --ds.zero_stage 3
-        --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 2 --vllm.num_engines 2
-        --train.colocate_all"""
-    )
-    assert len(steps(log)) == 2 and "critic_loss" in steps(log)[0] and "nan" not in "".join(steps(log))

@@ -1,0 +1,251 @@
+"""Train two steps in every way that OpenRLHF has, with the token methods on, and say what worked.
+
+    python -m modes.run                       # all of them; --list names them
+    python -m modes.run --short               # the part that the gate takes
+    python -m modes.run --only "*LoRA*"
+    python -m modes.run --page docs/compatibility.md
+
+Each is the real command, with Ray, vLLM and DeepSpeed, and a policy of 1.0M parameters that is untrained. A mode holds
+where the run ends with status 0, logs two steps without a NaN, logs what only this mode logs, and saves its model.
+Exit status 1: some mode does not hold. Logs stay in --out.
+"""
+
+import argparse
+import fnmatch
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from arlopti_openrlhf import __version__
+from arlopti_openrlhf.data import tiny_policy
+from arlopti_openrlhf.data.rows import generate_rows, write_rows
+from modes.modes import MODES, Mode
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, PROMPTS, SAMPLES = 2, 8, 4  # PROMPTS with SAMPLES each are a step
+START, END = "<!-- table: python -m modes.run --page -->", "<!-- end of the table -->"
+OWN = ("flags", "estimator", "methods", "placement")  # what a mode may have of its own
+_LONGEST = 600  # seconds of one start
+
+# Rewards differ between the samples of a prompt, as the untrained policy's answers never would by K&K's rules.
+REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    rewards = [float(sum(map(ord, query)) % 7) - 3 for query in queries]
+    return {"rewards": rewards, "scores": [float(reward > 0) for reward in rewards]}
+"""
+
+
+class Outcome(NamedTuple):
+    """Holds how long a mode took, in seconds, and what was wrong. Nothing: it holds."""
+
+    seconds: float
+    wrong: list[str]
+
+
+def make_inputs(folder: Path) -> None:
+    """Write an untrained policy, a reward model, prompts and a reward file."""
+    rows = generate_rows((2,), 64, held_out=False, seed=0, names=tiny_policy.NAMES)
+    write_rows(rows, folder / "train.jsonl")
+    tokenizer = tiny_policy.make_tokenizer([json.dumps(row["prompt"]) for row in rows])
+    torch.manual_seed(0)
+    policy = tiny_policy.make_model(tokenizer)
+    policy.model.norm.weight.data.fill_(8.0)  # so that some tokens are likely, and Lopti has both groups
+    policy.generation_config.eos_token_id = policy.generation_config.pad_token_id = tokenizer.eos_token_id
+    config = Qwen2Config(**policy.config.to_dict() | {"num_labels": 1, "architectures": None})
+    for name, model in (("model", policy), ("reward_model", Qwen2ForSequenceClassification(config))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def command(mode: Mode, inputs: Path, folder: Path, url: str, steps: int) -> list[str]:
+    """Return the training's command line. A flag of the mode's own wins over a common one."""
+    common = f"""
+        {mode.estimator} {mode.methods} {mode.placement}
+        --actor.model_name_or_path {inputs}/model --data.prompt_dataset {inputs}/train.jsonl
+        --data.max_samples {steps * PROMPTS}
+        --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 256
+        --reward.remote_url {inputs}/reward.py
+        --rollout.batch_size {PROMPTS} --rollout.n_samples_per_prompt {SAMPLES} --rollout.max_new_tokens 24
+        --rollout.micro_batch_size 8 --train.batch_size {PROMPTS * SAMPLES // 2} --train.micro_batch_size 8
+        --actor.num_gpus_per_node {mode.ranks} --ref.num_gpus_per_node {mode.ranks}
+        --vllm.num_engines {mode.engines}
+        --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
+        --actor.adam.lr 1e-4 --ds.zero_stage 2 --ds.attn_implementation sdpa --ckpt.best_metric_key none
+        --ckpt.path {folder}/checkpoints --ckpt.output_dir {folder}/final
+        --logger.tensorboard_dir {folder}/tensorboard --logger.wandb.run_name run
+    """.split()
+    own = mode.flags.format(inputs=inputs, url=url).split()
+    return [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *common, *own]
+
+
+def run_mode(mode: Mode, inputs: Path, folder: Path) -> Outcome:
+    """Train in one mode, in an empty folder."""
+    folder.mkdir(parents=True)
+    start, wrong = time.monotonic(), list[str]()
+    with _server(mode, inputs, folder) as url:
+        for number in range(1, mode.starts + 1):
+            log = folder / f"start{number}.log"
+            status = _run(command(mode, inputs, folder, url, number * STEPS), log, folder)
+            text = log.read_text(encoding="utf-8", errors="replace")
+            steps = re.findall(r"Global step (\d+): (\{.*)", text)
+            first = (number - 1) * STEPS + 1
+            expected = [str(step) for step in range(first, first + max(STEPS, len(steps)))]
+            if status:
+                wrong.append(f"{log.name}: exit status {status}")
+            elif [step for step, _ in steps] != expected:
+                wrong.append(f"{log.name}: steps {', '.join(step for step, _ in steps) or 'none'}")
+            else:
+                for step, line in steps:
+                    wrong += [f"step {step} logs no {name}" for name in mode.logs if f"'{name}'" not in line]
+                wrong += [f"step {step} has a NaN" for step, line in steps if re.search(r"\bnan\b", line)]
+                wrong += [f"it does not say {words!r}" for words in mode.says if words not in text]
+    if not wrong:
+        wrong += [f"no {pattern}" for pattern in mode.saves if not list(folder.glob(pattern))]
+    return Outcome(time.monotonic() - start, wrong)
+
+
+def _run(command: list[str], log: Path, folder: Path) -> int:
+    """Run a training in a session of its own, from the repository's root, and return its exit status."""
+    variables = {
+        "PYTHONWARNINGS": "ignore",
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        # The policy is too small for a second thread, and vLLM's engine for a process that only computes.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "RAY_worker_niceness": "0",  # Ray's default yields to everything
+    }
+    with open(log, "w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | variables,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(_LONGEST)
+        except subprocess.TimeoutExpired:
+            return -1
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextmanager
+def _server(mode: Mode, inputs: Path, folder: Path) -> Iterator[str]:
+    """Run a reward server where the mode wants one, and yield its URL."""
+    if not mode.serves:
+        yield ""
+        return
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    module = "arlopti_openrlhf.cli.serve_rewards"
+    flags = ["--grader", str(inputs / "reward.py"), "--workers", "1", "--port", str(port)]
+    with open(folder / "server.log", "w", encoding="utf-8") as log:
+        server = subprocess.Popen([sys.executable, "-m", module, *flags], cwd=ROOT, stdout=log, stderr=log)
+        try:
+            yield f"http://127.0.0.1:{port}/get_reward"
+        finally:
+            server.kill()
+            server.wait()
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    """Return a Markdown table of the modes that were run."""
+    lines = ["| | mode | flags | tested with | works |", "|---|---|---|---|---|"]
+    for mode in MODES:
+        if mode.name in outcomes:
+            usual = MODES[0]
+            flags = [getattr(mode, name) for name in OWN if getattr(mode, name) != getattr(usual, name)]
+            shown = f"`{' '.join(flags).replace('{inputs}/', '').format(url='URL')}`" if flags else ""
+            ranks, engines = _count(mode.ranks, "rank"), _count(mode.engines, "engine")
+            wrong = outcomes[mode.name].wrong
+            verdict = f"**no**: {'; '.join(wrong)}" if wrong else "yes"
+            lines.append(f"| {mode.topic} | {mode.name} | {shown} | {ranks}, {engines} | {verdict} |")
+    return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
+
+
+def write_page(path: Path, outcomes: dict[str, Outcome]) -> None:
+    """Put the table between the page's two marks, under a line that says what it was made with."""
+    text = path.read_text(encoding="utf-8")
+    if text.count(START) != 1 or text.count(END) != 1:
+        raise SystemExit(f"{path}: needs the lines {START} and {END}, once each")
+    packages = ("openrlhf", "torch", "vllm", "deepspeed", "ray", "transformers")
+    made_with = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    works = sum(not outcome.wrong for outcome in outcomes.values())
+    head = f"{works} of {len(outcomes)} work, on a CPU, with arlopti_openrlhf {__version__}, {made_with}."
+    before, after = text.split(START)[0], text.split(END)[1]
+    path.write_text(f"{before}{START}\n\n{head}\n\n{table(outcomes)}\n\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    """Run the command. Bad input ends it with one line on standard error and exit status 2."""
+    parser = make_parser()
+    args = parser.parse_args()
+    modes = [m for m in MODES if fnmatch.fnmatchcase(m.name, args.only) and (m.is_short or not args.short)]
+    if not modes:
+        parser.error(f"argument --only: {args.only} matches no mode")
+    if args.list:
+        print("\n".join(f"{mode.topic:<14} {mode.name}" for mode in modes))
+        return
+    if args.page and len(modes) < len(MODES):
+        parser.error("argument --page: the page wants all modes")
+    # A shell lets the jobs in its background ignore SIGINT, and the trainings would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    shutil.rmtree(args.out, ignore_errors=True)
+    args.out.mkdir(parents=True)
+    out = args.out.resolve()
+    make_inputs(out)
+    outcomes = {}
+    for number, mode in enumerate(modes):
+        outcome = outcomes[mode.name] = run_mode(mode, out, out / f"{number:02d}")
+        wrong = "".join(f"; {words}" for words in outcome.wrong)
+        print(f"{'FAIL' if wrong else '  ok'}  {mode.name}{wrong} ({outcome.seconds:.0f} s)", flush=True)
+    (out / "table.md").write_text(table(outcomes) + "\n", encoding="utf-8")
+    if args.page:
+        write_page(args.page, outcomes)
+    failed = sum(bool(outcome.wrong) for outcome in outcomes.values())
+    minutes = sum(outcome.seconds for outcome in outcomes.values()) / 60
+    print(f"{len(modes) - failed} of {len(modes)} work, {minutes:.1f} minutes: {out}/table.md")
+    sys.exit(failed > 0)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m modes.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--short", action="store_true", help="the part that the gate takes")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help='modes by name, as in "*ZeRO*" (default: all)')
+    parser.add_argument("--list", action="store_true", help="name the modes, and run none")
+    parser.add_argument("--page", type=Path, help="page whose table is written")
+    parser.add_argument("--out", type=Path, default=Path("outputs/modes"), help="folder for everything; it is emptied")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The modes of OpenRLHF with the token methods on: `make modes` takes all of them, the gate the short ones."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arlopti_openrlhf.cli import train_ppo_ray
+from modes import run
+from modes.modes import MODES, Mode
+
+ROOT = Path(__file__).parents[1]
+SHORT = [mode for mode in MODES if mode.is_short]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    run.make_inputs(folder)
+    return folder
+
+
+@pytest.mark.whole_stack
+@pytest.mark.parametrize("mode", SHORT, ids=lambda mode: mode.name)
+def test_a_mode_trains(mode, inputs, tmp_path):
+    outcome = run.run_mode(mode, inputs, tmp_path / "run")
+    assert not outcome.wrong, (tmp_path / "run" / "start1.log").read_text(errors="replace")[-6000:]
+
+
+def test_names_are_their_own():
+    """And some are short. `test_full_stack.py` has more of the modes, in a few runs with many features on."""
+    assert len({mode.name for mode in MODES}) == len(MODES) and len(SHORT) >= 5
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_the_real_parser_takes_its_flags(mode, tmp_path):
+    command = run.command(mode, tmp_path, tmp_path / "out", "http://127.0.0.1:1/get_reward", steps=2)
+    args = vars(train_ppo_ray.parse(command[3:]))
+    assert args["ckpt.output_dir"] == f"{tmp_path}/out/final" and args["vllm.num_engines"] == mode.engines
+
+
+def test_a_mode_that_does_not_hold_is_named(inputs, tmp_path, monkeypatch):
+    log = "Global step 1: {'a': 1}\nGlobal step 2: {'a': nan}\n"
+    monkeypatch.setattr(run, "_run", lambda command, path, folder: path.write_text(log) and 0)
+    outcome = run.run_mode(Mode("topic", "name", logs=("a", "b"), says=("words",)), inputs, tmp_path / "run")
+    assert outcome.wrong == ["step 1 logs no b", "step 2 logs no b", "step 2 has a NaN", "it does not say 'words'"]
+    assert "**no**: step 1 logs no b" in run.table({MODES[0].name: outcome})
+
+
+def test_the_page_has_a_row_for_each_mode():
+    page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]*\| \d ranks?, \d engines? \| (.+) \|$", page, re.M)
+    assert dict(rows) == {mode.name: "yes" for mode in MODES}
+
+
+def modes(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "modes.run", *flags], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_list():
+    assert modes("--list", "--only", "*LoRA*").stdout.split() == ["DeepSpeed", "LoRA"]
+    result = modes("--only", "nothing")
+    assert result.returncode == 2 and "matches no mode" in result.stderr
