@@ -20,7 +20,7 @@ help:
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
 	@echo "make long        set up, then the tests that make test leaves out: stopped and resumed runs are equal bit for bit"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
-	@echo "make lint        set up, then ruff (rules and format) and mypy"
+	@echo "make lint        set up, then ruff (rules and format), mypy, and hadolint"
 	@echo "make chaos       set up, then inject faults into 30 tiny trainings; ARGS=--short takes one run with five faults"
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server or data; ARGS='--seconds 600'"
@@ -60,6 +60,7 @@ lint: setup
 	@.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/hadolint docker/*.Dockerfile
 
 chaos: setup
 	@.venv/bin/python -m chaos.run --seed $(SEED) $(ARGS)

