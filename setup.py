@@ -24,6 +24,7 @@ setup(
         "uvicorn",
         "httptools",
         "prometheus-client",
+        "shtab",
     ],
     extras_require={
         "gpu": ["openrlhf[vllm]>=0.11.2,<0.12"],

@@ -29,6 +29,12 @@ def parse(argv: Sequence[str], add_flags: Callable[[argparse.ArgumentParser], No
         SystemExit: with status 2 after one line on standard error, for a flag or a value that is refused, and with
             status 0 after the help.
     """
+    parser = make_parser(add_flags)
+    return argparse.ArgumentParser.parse_args(parser, config_file.expanded(argv, parser))
+
+
+def make_parser(add_flags: Callable[[argparse.ArgumentParser], None]) -> argparse.ArgumentParser:
+    """Return upstream's parser with our flags in it. It reads no file of flags; `parse` does."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str):
@@ -36,17 +42,18 @@ def parse(argv: Sequence[str], add_flags: Callable[[argparse.ArgumentParser], No
             self.exit(2, f"{self.prog}: error: {message}\n")
 
         def parse_args(self, args=None, namespace=None):
-            self.prog = "train_ppo_ray"
-            add_flags(self)
-            config_file.add_config_flag(self)
-            help.arrange(self)
-            return super().parse_args(config_file.expanded(argv, self), namespace)
+            return self  # in place of upstream's arguments, which nobody has asked for yet
 
     block = _block()
     names = block.names | {"argparse": SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})}
     for statement in block.parsing:
         _execute(statement, block.path, names)
-    return names["args"]
+    parser = names["args"]
+    parser.prog = "train_ppo_ray"
+    add_flags(parser)
+    config_file.add_config_flag(parser)
+    help.arrange(parser)
+    return parser
 
 
 class Checked(NamedTuple):

@@ -1,5 +1,6 @@
 """The console command `arlopti`: one word for each of the package's commands."""
 
+import argparse
 import difflib
 import importlib
 import importlib.metadata
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if word == "--version":
         print(f"arlopti_openrlhf {__version__}, {_openrlhf()}")
         raise SystemExit(0)
+    if word == "completion":
+        print(completion(words[1] if len(words) == 2 else ""))
+        raise SystemExit(0)
     if word not in COMMANDS:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
@@ -63,8 +67,31 @@ def usage() -> str:
             "arlopti COMMAND --help lists the flags of a command, and arlopti --version the versions. For example:",
             "",
             "  arlopti quickstart",
+            "",
+            "arlopti completion bash, or zsh or tcsh, prints what makes the shell complete all of them:",
+            "",
+            '  eval "$(arlopti completion bash)"',
         ]
     )
+
+
+def completion(shell: str) -> str:
+    """Return the script by which a shell completes the commands and their flags.
+
+    Raises:
+        SystemExit: with status 2 after one line on standard error, for another shell than these.
+    """
+    import shtab
+
+    if shell not in shtab.SUPPORTED_SHELLS:
+        print(f"arlopti: error: completion takes one of {', '.join(shtab.SUPPORTED_SHELLS)}", file=sys.stderr)
+        raise SystemExit(2)
+    parser = argparse.ArgumentParser(prog="arlopti")
+    words = parser.add_subparsers()
+    for word, (module, help) in COMMANDS.items():
+        own = importlib.import_module(f"arlopti_openrlhf.cli.{module}").make_parser()
+        words.add_parser(word, help=help, parents=[own], add_help=False)
+    return shtab.complete(parser, shell)
 
 
 def _openrlhf() -> str:

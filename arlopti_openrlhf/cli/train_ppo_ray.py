@@ -83,6 +83,11 @@ def train(args: SimpleNamespace) -> None:
         upstream.train(args)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    return command_line.make_parser(add_flags)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse `argv` with the command's real parser and return its flat namespace. Nothing starts.
 
