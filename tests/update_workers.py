@@ -315,6 +315,7 @@ OFF = {
     "algo.lopti.order": "low_first",
     "algo.token_method": [],
     "algo.token_method_args": [],
+    "algo.token_method_normalize": False,
     "ds.packing_samples": False,
     "actor.loss_agg_mode": "token-mean",
     "actor.policy_loss_type": "ppo",

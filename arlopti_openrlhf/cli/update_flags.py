@@ -68,6 +68,13 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
         help="Constants of token methods in place of the published ones, as in ar.alpha=-0.2 stapo.tau=0.01.",
     )
     group.add_argument(
+        "--algo.token_method_normalize",
+        action="store_true",
+        help="Divide the product of the token methods' weights by its mean over each rollout batch, so that its mean "
+        "is 1. That takes away what a method does by the mere size of its weights. --algo.ar.alpha and "
+        "--algo.lopti.* are refused beside it: give ar and lopti as token methods.",
+    )
+    group.add_argument(
         "--actor.update",
         choices=[STOCK, SELECTIVE, UNCHECKED],
         help="stock computes the update as OpenRLHF does, with logits of every position, each prompt once per "

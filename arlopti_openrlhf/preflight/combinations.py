@@ -122,6 +122,14 @@ def _check_token_methods(args: SimpleNamespace) -> list[Finding]:
         remedy = "give --algo.token_method"
         values = " ".join(args.algo.token_method_args)
         findings.append(Finding("--algo.token_method_args", values, "there is no token method", remedy))
+    if args.algo.token_method_normalize:
+        flag = "--algo.token_method_normalize"
+        if not names:
+            findings.append(Finding(flag, True, "there is no token method", "give --algo.token_method"))
+        for name, (other, is_on) in twice.items():
+            if is_on:
+                problem = f"the mean of the weights would be without {other}"
+                findings.append(Finding(flag, True, problem, f"give --algo.token_method {name} in place of {other}"))
     return findings
 
 

@@ -42,7 +42,8 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         self.ranks = Ranks(self.strategy)
         # Of the rollout batch that is being trained.
         self.statistics: UpdateStatistics | None = None
-        self.token_weights = TokenWeights(self.methods, self.actor_loss_fn.token_level_loss)
+        normalizes = self.args.algo.token_method_normalize
+        self.token_weights = TokenWeights(self.methods, self.actor_loss_fn.token_level_loss, normalizes)
         # What counts optimizer steps is shared out between the stages. At equal data the learning rate, the average of
         # the weights and the balancing loss are those without Lopti.
         num_stages = len(self.stages(eta=1.0 if self.uses_lopti else None))

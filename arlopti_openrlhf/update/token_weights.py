@@ -1,5 +1,6 @@
 """The weights that token methods give to the tokens of a rollout batch (`token_method.py`)."""
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -24,22 +25,29 @@ class TokenWeights:
         methods: the token methods, whose weights multiply.
         by_token: whether the loss is a mean over tokens, and not over responses. In a mean over responses each one is
             divided by its own tokens.
+        normalizes: whether the weights are divided by their mean (`_normalize`).
 
     Attributes:
         distributions: (2, A) entropies in nats and Σ_{j≠o} P_j² of each sample that a forward pass has shown, by the
             sample's id. None where no method asks for entropies.
+        mean_weight: what the weights have been divided by; None where they have not.
     """
 
-    def __init__(self, methods: Sequence[Method], by_token: bool) -> None:
-        self.methods, self.by_token = methods, by_token
+    def __init__(self, methods: Sequence[Method], by_token: bool, normalizes: bool = False) -> None:
+        self.methods, self.by_token, self.normalizes = methods, by_token, normalizes
+        self.mean_weight: float | None = None
         self.distributions: dict[int, Tensor] | None = {} if any(m.needs_entropies for m in methods) else None
         self._divides_by_kept = any(method.divides_by_kept for method in methods)
         self._statistics: list = [None] * len(methods)
         # By the sample's id, (passes, A) each: the weights, and which tokens the loss divides by.
         self._weights: dict[int, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
-        # For each method and pass: tokens, Σ w, Σ w², tokens of weight 0.
-        self._sums = [torch.zeros(method.passes, 4, dtype=torch.float64) for method in methods]
+        # For each method (passes, 4): tokens, Σ w, Σ w², tokens of weight 0.
+        self._sums: dict[int, list[Tensor]] = {}
+
+    def of_the_next(self) -> "TokenWeights":
+        """Return the same for the next rollout batch, of which nothing is known yet."""
+        return TokenWeights(self.methods, self.by_token, self.normalizes)
 
     def look_at_all(self, actor: Actor, items: list[Experience], args: SimpleNamespace, ranks: Ranks) -> None:
         """Compute what the methods have to know of the whole rollout batch. A collective call.
@@ -48,12 +56,45 @@ class TokenWeights:
         """
         if self.distributions is not None:
             old_log_probs.compute(actor, items, args, ranks, self.distributions)
-        if not any(method.has_statistic for method in self.methods):
+        if any(method.has_statistic for method in self.methods):
+            columns = torch.cat([torch.empty(4, 0), *(torch.stack(self._response(item)) for item in items)], dim=1)
+            tokens = Tokens(*ranks.gather(columns)[:, None])
+            if tokens.mask.numel():
+                self._statistics = [method.statistic(tokens) for method in self.methods]
+        if self.normalizes:
+            self._normalize(items, ranks)
+
+    def _normalize(self, items: list[Experience], ranks: Ranks) -> None:
+        """Divide the weights of a rollout batch by their mean over the tokens of all ranks. A collective call.
+
+        The mean is taken as the loss takes its own: over the tokens that it divides by, or over responses. Those of
+        several passes add up. So masks whose loss divides by what they keep, and Lopti, have a mean of 1 already.
+
+        Raises:
+            ValueError: the mean is 0.
+        """
+        own = torch.zeros(2, math.prod(method.passes for method in self.methods), dtype=torch.float64)
+        for item in items:
+            weights, counted = self._of_sample(item).double(), self._counted[id(item)].double()
+            if self.by_token:
+                own += torch.stack([weights.sum(dim=1), counted.sum(dim=1)])
+            else:  # such weights are scaled already for a division by all tokens of the response
+                tokens = item.action_mask.bool().sum().clamp(min=1)
+                own += torch.stack([weights.sum(dim=1) / tokens, counted.amax(dim=1)])
+        total, count = ranks.sum_tensor(own).cpu()
+        if not count.any():
             return
-        columns = torch.cat([torch.empty(4, 0), *(torch.stack(self._response(item)) for item in items)], dim=1)
-        tokens = Tokens(*ranks.gather(columns)[:, None])
-        if tokens.mask.numel():
-            self._statistics = [method.statistic(tokens) for method in self.methods]
+        # In float32 it does not show in which order the ranks' sums were added.
+        mean = (total / count.clamp(min=1)).sum().float().item()
+        if not 0 < mean < math.inf:
+            names = ", ".join(method.name for method in self.methods)
+            raise ValueError(
+                f"--algo.token_method_normalize: the mean weight of {names} is {mean:g} in this rollout batch, and "
+                "weights cannot be divided by it"
+            )
+        self.mean_weight = mean
+        for item in items:
+            self._weights[id(item)] /= mean
 
     def learn_entropies(self, samples: Sequence[Experience], output: ModelOutput) -> None:
         """Keep the entropies of samples that a first pass has computed, if a method asks for them.
@@ -106,14 +147,22 @@ class TokenWeights:
         log_probs, advantages, squared_rest = torch.cat(found, dim=1)
         return log_probs, advantages, squared_rest
 
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, samples: Sequence[Experience], ranks: Ranks) -> dict[str, float]:
         """Return each method's mean weight, share of tokens of weight 0, and effective share (Σw)² / (NΣw²).
 
-        They are over the samples that were trained on, on all ranks. A method of several passes has them for each.
+        A method of several passes has them for each. They are the method's own, before `_normalize`. What that divides
+        by is `token_method/mean_weight`.
+
+        Args:
+            samples: this rank's, which were trained on.
+            ranks: the data-parallel ranks.
         """
         found: dict[str, float] = {}
-        for method, sums in zip(self.methods, self._sums, strict=True):
-            for i, (tokens, total, squares, zeros) in enumerate(ranks.sum_tensor(sums).tolist()):
+        if self.mean_weight is not None:
+            found["token_method/mean_weight"] = self.mean_weight
+        for k, method in enumerate(self.methods):
+            own = sum((self._sums[id(sample)][k] for sample in samples), torch.zeros(method.passes, 4).double())
+            for i, (tokens, total, squares, zeros) in enumerate(ranks.sum_tensor(own).tolist()):
                 name = f"token_method/{method.name}" + (f"/pass{i + 1}" if method.passes > 1 else "")
                 if tokens:
                     found |= {f"{name}/mean_weight": total / tokens, f"{name}/zero_share": zeros / tokens}
@@ -132,11 +181,7 @@ class TokenWeights:
             of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, self._statistics, strict=True)]
         else:
             of_methods = [[torch.zeros_like(tokens.log_probs)] * method.passes for method in self.methods]
-        for sums, passes in zip(self._sums, of_methods, strict=True):
-            for total, w in zip(sums, passes, strict=True):
-                w = w.double()
-                sums_of_pass = [w.numel(), w.sum(), w.square().sum(), (w == 0).sum()]
-                total += torch.tensor(sums_of_pass, dtype=torch.float64)
+        self._sums[id(sample)] = [torch.stack([_sums(w.double()) for w in passes]) for passes in of_methods]
         is_counted = [
             [w != 0 if method.divides_by_kept else torch.ones_like(w).bool() for w in passes]
             for method, passes in zip(self.methods, of_methods, strict=True)
@@ -160,6 +205,12 @@ class TokenWeights:
         if self.distributions is None:
             return log_probs, advantages, ones, torch.zeros_like(ones)
         return log_probs, advantages, ones, self.distributions[id(sample)][0].float()[is_response]
+
+
+def _sums(weights: Tensor) -> Tensor:
+    """Return the number of weights, Σ w, Σ w², and how many are 0, (4,) float64."""
+    sums = [weights.numel(), weights.sum(), weights.square().sum(), (weights == 0).sum()]
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def reads_entropies(methods: Sequence[Method], actor: Actor) -> bool:

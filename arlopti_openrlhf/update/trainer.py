@@ -14,7 +14,6 @@ from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, method_m
 from arlopti_openrlhf.update.micro_batch import MicroBatchTrainer
 from arlopti_openrlhf.update.passes import MiniBatch, Pass, Place, Stage
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
-from arlopti_openrlhf.update.token_weights import TokenWeights
 
 logger = init_logger(__name__)
 
@@ -40,7 +39,8 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         balances_experts_in_stages = self.aux_loss and self.uses_lopti
         self.has_reported = False  # what the selective update saves
         can_defer = self.is_selective and old_log_probs.can_defer(self.args, self.actor, balances_experts_in_stages)
-        self.first_pass_gives_old_log_probs = can_defer and not any(m.needs_rollout_batch for m in self.methods)
+        needs_all = self.token_weights.normalizes or any(m.needs_rollout_batch for m in self.methods)
+        self.first_pass_gives_old_log_probs = can_defer and not needs_all
         # The forward pass that gives π_old gives the entropies too, which upstream's experience maker has no room for.
         computes_entropies = token_weights.reads_entropies(self.methods, self.actor)
         self.defers_old_log_probs = self.first_pass_gives_old_log_probs or (
@@ -71,7 +71,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             self.statistics = UpdateStatistics(torch.cuda.current_device(), by_quartile)
         eta = self._threshold() if self.uses_lopti else None
         items = self.replay_buffer.items
-        self.token_weights = TokenWeights(self.methods, self.actor_loss_fn.token_level_loss)
+        self.token_weights = self.token_weights.of_the_next()
         if self.methods and not self.first_pass_gives_old_log_probs:
             self.token_weights.look_at_all(self.actor, items, self.args, self.ranks)
         if self.uses_lopti or self.methods or (self.is_selective and self._fills_mini_batches()):
@@ -80,7 +80,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             if self.defers_old_log_probs:
                 old_log_probs.compute(self.actor, items, self.args, self.ranks)
             status = super().ppo_train(kl_ctl)
-        status |= method_metrics(items, self.alpha, eta, self.ranks) | self.token_weights.metrics(self.ranks)
+        status |= method_metrics(items, self.alpha, eta, self.ranks) | self.token_weights.metrics(items, self.ranks)
         return status | self._statistics_metrics()
 
     def _train_in_passes(self, kl_ctl: float, stages: list[Stage]) -> tuple[dict[str, float], list[Experience]]:

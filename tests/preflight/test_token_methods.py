@@ -19,6 +19,7 @@ def check(flags: str) -> list[str]:
         "--algo.token_method ar stapo --algo.token_method_args ar.alpha=-0.2 stapo.tau=0.01",
         "--algo.token_method examples/token_method.py",
         "--algo.token_method lopti --actor.lr_scheduler constant",
+        "--algo.token_method ar lopti --algo.token_method_normalize",
         "--algo.token_method ar --actor.update stock",
     ],
 )
@@ -70,6 +71,17 @@ def test_a_users_file_is_tried(tmp_path, monkeypatch, body, said):
         ("--algo.token_method lopti --algo.lopti.eta 0.5", "--algo.token_method", "--algo.lopti.* switches it on"),
         ("--algo.token_method stapo --actor.policy_loss_type gspo", "--algo.token_method", "gspo"),
         ("--algo.token_method_args ar.alpha=1", "--algo.token_method_args", "there is no token method"),
+        ("--algo.token_method_normalize", "--algo.token_method_normalize", "there is no token method"),
+        (
+            "--algo.token_method stapo --algo.token_method_normalize --algo.ar.alpha 0.3",
+            "--algo.token_method_normalize",
+            "give --algo.token_method ar in place of --algo.ar.alpha",
+        ),
+        (
+            "--algo.token_method stapo --algo.token_method_normalize --algo.lopti.quantile 0.3",
+            "--algo.token_method_normalize",
+            "give --algo.token_method lopti in place of --algo.lopti.*",
+        ),
         ("--algo.token_method ar --train.batch_size 24", "--train.batch_size", "= 32"),
         ("--algo.token_method ar --train.batch_size 24 --actor.update stock", "--train.batch_size", "= 32"),
     ],

@@ -162,6 +162,37 @@ def test_methods_multiply_and_lopti_divides_them_into_its_passes(group):
     assert relative_distance(whole, alone) > 0.9
 
 
+@pytest.mark.parametrize("loss", ["token-mean", "seq-mean-token-mean"])
+def test_normalized_weights_have_a_mean_of_one(group, loss):
+    """The gradient is the one without, divided by the mean weight. π_old is known before the first pass."""
+    overrides = {"actor.loss_agg_mode": loss, "algo.token_method_args": ["ar.alpha=0.9", "positive_weight.positive=3"]}
+    raw = run(group, "positive_weight", "ar", **overrides)
+    result = run(group, "positive_weight", "ar", **overrides, **{"algo.token_method_normalize": True})
+    mean = result.status["token_method/mean_weight"]
+    assert 0 < mean < 0.5 and "token_method/mean_weight" not in raw.status
+    divided = [gradient / mean for gradient in raw.gradients[0]]
+    assert (
+        relative_distance(result.gradients[0], divided)
+        < 1e-5
+        < relative_distance(result.gradients[0], raw.gradients[0])
+    )
+    if loss == "token-mean":  # the mean of the product, over all ranks
+        by_method = [result.status[f"token_method/{name}/mean_weight"] for name in ("positive_weight", "ar")]
+        assert mean == pytest.approx(math.prod(by_method), rel=1e-2)  # all probabilities are about 1/320
+    assert all(raw.unknown) and not any(result.unknown)
+
+
+def test_normalized_masks_train_as_they_are_to_the_last_bit(group):
+    """Lopti's masks add up to one, and 80/20 divides by what it keeps. With 80/20, both runs know π_old before."""
+    args = {"algo.token_method_args": ["lopti.eta=0.003"]}
+    raw, normalized = (
+        run(group, "eighty_twenty", "lopti", **args, **{"algo.token_method_normalize": on}) for on in (False, True)
+    )
+    assert normalized.status["token_method/mean_weight"] == 1 and len(raw.gradients) == 2
+    for a, b in zip(raw.gradients, normalized.gradients, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
 def test_only_tokens_with_a_weight_are_computed(group):
     """π_old and the entropies come from one forward pass. Without a statistic the first pass is that one."""
     run(group, "positive_weight")  # a model checks itself before its first pass

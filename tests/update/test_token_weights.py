@@ -1,5 +1,6 @@
 """The weights of a rollout batch do not depend on how it is divided among ranks or micro-batches."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ ARGUMENTS = {
 
 # Entropies and Σ P² of a sample of four response tokens, of which 80/20 keeps two at the threshold 2.
 TWO_OF_FOUR = torch.tensor([[9.0, 9.0, 0.1, 2.0, 0.1, 2.0], [9.0, 9.0, 0.5, 0.6, 0.7, 0.8]])
+ALONE = SimpleNamespace(sum_tensor=lambda tensor: tensor)  # the ranks, where there is one
 
 
 def samples(count: int) -> list[Experience]:
@@ -106,12 +108,87 @@ def test_a_mean_over_responses_divides_each_by_its_kept_tokens():
     assert weights.of([item], Stage(), torch.empty(0)).tolist() == [[0, 0, 0, 2, 0, 2]]
 
 
+def normalized(names: list[str], items: list[Experience], arguments=(), by_token=True, others=None) -> TokenWeights:
+    """The normalized weights of a rank's `items`, where another rank has those in `others`."""
+
+    def loaded(normalizes: bool) -> TokenWeights:
+        made = TokenWeights(token_method.load(names, arguments), by_token, normalizes)
+        if made.distributions is not None:
+            made.distributions = {id(item): TWO_OF_FOUR for item in items}
+        made._statistics = [2.0 if name == "eighty_twenty" else None for name in names]
+        return made
+
+    theirs: list[torch.Tensor] = []
+    if others is not None:
+        loaded(True)._normalize(others, SimpleNamespace(sum_tensor=lambda own: theirs.append(own) or own))
+    weights = loaded(True)
+    weights._normalize(items, SimpleNamespace(sum_tensor=lambda own: sum(theirs, own)))
+    return weights
+
+
+def test_the_mean_weight_is_one():
+    """AR with α = 0.5 and probabilities 0.5 and 0.1: weights 0.75 and 0.55. Three tokens of the first, one of the
+    other, so the mean is (3 · 0.75 + 0.55) / 4 = 0.7, and not that of the responses' means.
+    """
+    items = samples(36)[1:4:2]
+    items[0].action_log_probs[2:], items[1].action_log_probs[2:] = math.log(0.1), math.log(0.5)
+    weights = normalized(["ar"], items, ["ar.alpha=0.5"])
+    assert weights.mean_weight == pytest.approx(0.7)
+    found = weights.of(items, Stage(), torch.empty(0))
+    assert found[:, 2:].flatten().tolist() == pytest.approx([0.55 / 0.7, 0, 0] + [0.75 / 0.7] * 3)
+    # What is logged of a method is its own. Over responses, the mean is (0.75 + 0.55) / 2.
+    figures = weights.metrics(items, ALONE)
+    assert figures["token_method/mean_weight"] == weights.mean_weight == pytest.approx(0.7)
+    assert figures["token_method/ar/mean_weight"] == pytest.approx(0.7)
+    assert normalized(["ar"], items, ["ar.alpha=0.5"], by_token=False).mean_weight == pytest.approx(0.65)
+
+
+def test_the_mean_weight_is_that_of_all_ranks():
+    items = samples(36)
+    whole = normalized(["ar", "positive_weight"], items)
+    for own, others in ((items[::2], items[1::2]), (items[:1], items[1:])):
+        part = normalized(["ar", "positive_weight"], own, others=others)
+        assert part.mean_weight == whole.mean_weight != 1
+        like = torch.empty(0)
+        for item in own:
+            assert torch.equal(part.of([item], Stage(), like), whole.of([item], Stage(), like))
+    alone = normalized(["ar", "positive_weight"], items[::2])
+    assert alone.mean_weight != whole.mean_weight
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize(
+    ("names", "arguments"),
+    [(["lopti"], []), (["eighty_twenty"], []), (["lopti", "eighty_twenty"], []), (["ar"], ["ar.alpha=0"])],
+)
+def test_a_mean_weight_of_one_changes_no_bit(names, arguments, by_token):
+    """Lopti's masks add up to one. The loss of 80/20 divides by the tokens that it keeps."""
+    items = [s for s in samples(36) if len(s.action_mask) == 6]
+    weights = normalized(names, items, arguments, by_token)
+    raw = TokenWeights(weights.methods, by_token)
+    raw.distributions, raw._statistics = weights.distributions, weights._statistics
+    assert weights.mean_weight == 1
+    for i in range(weights.methods[0].passes):
+        stage = Stage(method_pass=i)
+        assert torch.equal(*(w.of(items, stage, torch.empty(0)) for w in (weights, raw)))
+        assert weights.denominators(items, stage) == raw.denominators(items, stage)
+
+
+def test_a_mean_weight_of_zero_is_refused():
+    items = samples(36)[4:5]
+    with pytest.raises(ValueError, match="--algo.token_method_normalize: the mean weight of surprisal_band is 0 in"):
+        normalized(["surprisal_band"], items, ["surprisal_band.lo=1e6", "surprisal_band.hi=1e7"])
+
+
 def test_no_response_has_a_token():
     items = samples(1)
     weights = TokenWeights(token_method.load(["clip_cov"], []), by_token=True)
     weights.look_at_all(None, items, None, SimpleNamespace(gather=lambda columns: columns))
     assert weights.of(items, Stage(), torch.empty(0)).tolist() == [[0, 0]]
-    assert weights.metrics(SimpleNamespace(sum_tensor=lambda tensor: tensor)) == {}
+    assert weights.metrics(items, ALONE) == {}
+    normalized = TokenWeights(token_method.load(["ar"], []), by_token=True, normalizes=True)
+    normalized.look_at_all(None, items, None, ALONE)
+    assert normalized.metrics(items, ALONE) == {}
 
 
 def test_the_tokens_that_are_left_out():
