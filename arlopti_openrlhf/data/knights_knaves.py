@@ -9,7 +9,7 @@ The seed determines everything, in any process. Nothing depends on hash() or on 
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -67,6 +67,34 @@ _TEST_SHARE = 4  # one structure in four is held out
 
 # With 3 people, these are all. With 4 or more, trying all wrong assignments would take more room than a response has.
 _MAX_WRONG_TRIALS = 7
+
+# The words of a worked solution that say neither who is what nor what follows. Plainly, it has the first of each. In
+# varied wording it has one of the others, each as often, and which one means nothing.
+_SOLUTION_WORDS = {
+    "case": ("", " having", " letting", " taking", " placing"),
+    "being": ("", " being", " playing", " posing", " acting"),
+    "next person": (",", " plus", " besides", " alongside", " together"),
+    "check": (":", " whereupon", " giving", " yielding", " wherein"),
+    "speaks": ("", " speaks", " talks", " replies", " utters"),
+    "therefore": ("", " thus", " hence", " making", " meaning"),
+    "next check": (",", " also", " further", " moreover", " likewise"),
+}
+# What a hasty answer says first in varied wording: this, and one of each.
+_GUESS = " Guess"
+_HASTY_WORDS = (
+    (" surely", " clearly", " plainly", " obviously"),
+    (" everyone", " everybody", " folks", " people"),
+    (" here", " today", " tonight", " there"),
+    (" seems", " looks", " sounds", " appears"),
+    (" quite", " rather", " fairly", " pretty"),
+    (" easy", " simple", " trivial", " evident"),
+)
+WORDS_WITHOUT_MEANING = tuple(
+    word for words in (*(varied for _, *varied in _SOLUTION_WORDS.values()), *_HASTY_WORDS) for word in words
+)
+VARIED_WORDS = (_GUESS, *WORDS_WITHOUT_MEANING)
+# Returns the word for an entry of `_SOLUTION_WORDS`.
+_Say = Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -246,7 +274,9 @@ def chatml(quiz: str) -> str:
     return f"{turns}<|im_start|>assistant\n<think>"
 
 
-def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float = 0.5) -> str:
+def worked_solution(
+    puzzle: Puzzle, rng: random.Random, *, solution_first: float = 0.5, varied_wording: bool = False
+) -> str:
     """Write what an assistant who solves the puzzle says after a prefilled `<think>`. The answer is always right.
 
     The assistant tries assignments in random order and checks statements until one contradicts its speaker's role:
@@ -257,17 +287,24 @@ def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float
         rng: the only source of chance.
         solution_first: how often, in [0, 1], the first trial is the solution by choice. Otherwise the solution comes
             after 0 to 7 wrong trials.
+        varied_wording: whether each step is said in one of several wordings, chosen at random and without a meaning:
+            " Try letting Emma being knave plus James posing knight whereupon Emma talks false thus ok ...".
     """
     trials: list[tuple[bool, ...]] = []
     wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
     if rng.random() >= solution_first:
         trials = rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS)))
     trials.append(puzzle.solution)
-    thoughts = "".join(_trial(puzzle, knights) for knights in trials)
+
+    def say(what: str) -> str:
+        plain, *varied = _SOLUTION_WORDS[what]
+        return rng.choice(varied) if varied_wording else plain
+
+    thoughts = "".join(_trial(puzzle, knights, say) for knights in trials)
     return f"{thoughts}</think><answer>{puzzle.solution_text}</answer>"
 
 
-def hasty_answer(puzzle: Puzzle, rng: random.Random) -> str:
+def hasty_answer(puzzle: Puzzle, rng: random.Random, *, varied_wording: bool = False) -> str:
     """Write what an assistant who does not think says after a prefilled `<think>`: no trial, and any roles.
 
     The answer is well-formed, and right by chance, once in 2^N times for N people.
@@ -275,17 +312,23 @@ def hasty_answer(puzzle: Puzzle, rng: random.Random) -> str:
     Args:
         puzzle: the puzzle to answer.
         rng: the only source of chance.
+        varied_wording: whether a remark comes first, in one of many wordings without a meaning, as in " Guess plainly
+            folks here looks quite easy."
     """
     roles = tuple(rng.random() < 0.5 for _ in puzzle.names)
-    return f"</think><answer>{replace(puzzle, solution=roles).solution_text}</answer>"
+    remark = f"{_GUESS}{''.join(map(rng.choice, _HASTY_WORDS))}." if varied_wording else ""
+    return f"{remark}</think><answer>{replace(puzzle, solution=roles).solution_text}</answer>"
 
 
-def _trial(puzzle: Puzzle, knights: tuple[bool, ...]) -> str:
-    checks = []
-    for name, statement, knight in zip(puzzle.names, puzzle.statements, knights, strict=True):
+def _trial(puzzle: Puzzle, knights: tuple[bool, ...], say: _Say) -> str:
+    text = f" Try{say('case')}"
+    for i, (name, knight) in enumerate(zip(puzzle.names, knights, strict=True)):
+        text += f"{say('next person') if i else ''} {name}{say('being')} {_role(knight)}"
+    text += say("check")
+    for i, (name, statement, knight) in enumerate(zip(puzzle.names, puzzle.statements, knights, strict=True)):
         holds = is_true(statement, knights)
-        checks.append(f"{name} {'true' if holds else 'false'} {'ok' if holds == knight else 'no'}")
+        text += f"{say('next check') if i else ''} {name}{say('speaks')} {'true' if holds else 'false'}"
+        text += f"{say('therefore')} {'ok' if holds == knight else 'no'}"
         if holds != knight:
             break
-    roles = ", ".join(f"{name} {_role(knight)}" for name, knight in zip(puzzle.names, knights, strict=True))
-    return f" Try {roles}: {', '.join(checks)}."
+    return f"{text}."

@@ -63,6 +63,7 @@ def make_policy(
     label_smoothing: float = 0.0,
     hasty_share: float = 0.8,
     solution_first: float = 0.7,
+    varied_wording: bool = False,
     names: Sequence[str] = NAMES,
 ) -> None:
     """Make the small policy, warm-start it on worked solutions of training puzzles, and save it to `out_dir`.
@@ -81,6 +82,8 @@ def make_policy(
         label_smoothing: of the cross-entropy, in [0, 1).
         hasty_share: share of hasty answers in the last 15% of the steps.
         solution_first: how often a worked solution tries the right assignment first by choice, not by chance.
+        varied_wording: whether what the policy thinks has one of several wordings, chosen at random. Some 40% of its
+            tokens are then words of a probability of about 1/4 that do not matter.
         names: the pool that the people's names are drawn from.
     """
     # Puzzles and the answers that the policy learns from. The last part of them may be hasty.
@@ -91,12 +94,16 @@ def make_policy(
 
     def answer(i: int) -> str:
         if rng.random() < hasty_share and i >= careful:
-            return knights_knaves.hasty_answer(puzzles[i], rng)
-        return knights_knaves.worked_solution(puzzles[i], rng, solution_first=solution_first)
+            return knights_knaves.hasty_answer(puzzles[i], rng, varied_wording=varied_wording)
+        return knights_knaves.worked_solution(
+            puzzles[i], rng, solution_first=solution_first, varied_wording=varied_wording
+        )
 
     answers = [answer(i) for i in range(len(puzzles))]
     tokenizer = make_tokenizer(
-        [knights_knaves.chatml(p.quiz) + a for p, a in zip(puzzles, answers, strict=True)][:_TOKENIZER_TEXTS]
+        [knights_knaves.chatml(p.quiz) + a for p, a in zip(puzzles, answers, strict=True)][:_TOKENIZER_TEXTS],
+        # A token that held such a word and a role would be noise and decision in one.
+        whole=knights_knaves.VARIED_WORDS if varied_wording else (),
     )
     # Fine-tune from random weights.
     torch.manual_seed(seed)
@@ -119,8 +126,10 @@ def _training_puzzles(people: Sequence[int], rng: random.Random, names: Sequence
             yield next(source)
 
 
-def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
+def make_tokenizer(texts: Sequence[str], whole: Sequence[str] = ()) -> Qwen2Tokenizer:
     """Make a byte-level tokenizer that encodes any text. Names, tags and ChatML's marks are one token each.
+
+    So are the texts in `whole`.
 
     Frequent phrases are tokens too, such as " is a knight if and only if". A BPE trained on `texts` without splitting
     at spaces finds them. Texts then take little more than half the tokens that words would, and so does training.
@@ -128,7 +137,7 @@ def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
     Transformers reads the tokenizer of every Qwen2 model as a `Qwen2Tokenizer`, which splits at spaces, then merges.
     The phrases stay whole as added tokens, which are matched before that, from the left and the longest first.
     """
-    known = [*_TAGS, *_BOILERPLATE, *knights_knaves.NAMES, *(f" {name}" for name in knights_knaves.NAMES)]
+    known = [*_TAGS, *_BOILERPLATE, *knights_knaves.NAMES, *(f" {name}" for name in knights_knaves.NAMES), *whole]
     splits = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))))
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

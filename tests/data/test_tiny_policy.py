@@ -113,6 +113,27 @@ def test_same_seed_same_policy(policy_dir, tmp_path):
     assert (policy_dir / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 
+def test_words_that_do_not_matter_are_tokens_of_their_own(tmp_path, monkeypatch):
+    """A third to a half of the tokens of an answer, hasty or not."""
+    seen = []
+    monkeypatch.setattr(tiny_policy, "_fine_tune", lambda model, tokenizer, rows, *rest: seen.extend(rows))
+    tiny_policy.make_policy(tmp_path, steps=40, hasty_share=0.5, varied_wording=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    words = {tokenizer.encode(word, add_special_tokens=False)[0] for word in knights_knaves.WORDS_WITHOUT_MEANING}
+    assert {tokenizer.decode([word]) for word in words} == set(knights_knaves.WORDS_WITHOUT_MEANING)
+    assert not [
+        text
+        for text in set(tokenizer.get_vocab()) - set(tiny_policy._BOILERPLATE)
+        if any(w in text and w != text for w in knights_knaves.WORDS_WITHOUT_MEANING)
+    ]
+    assert len(tokenizer.encode(" Guess", add_special_tokens=False)) == 1
+    answers = [[token for token in row["labels"] if token != -100] for row in seen]
+    for is_hasty in (False, True):
+        of_kind = [a for a in answers if tokenizer.decode(a).startswith(" Guess") == is_hasty]
+        tokens = [token for answer in of_kind for token in answer]
+        assert 0.3 < sum(token in words for token in tokens) / len(tokens) < 0.5
+
+
 def test_warm_start_shows_one_progress_bar_and_nothing_else(tmp_path, capfd):
     tiny_policy.make_policy(tmp_path, steps=2)
     shown = capfd.readouterr()
