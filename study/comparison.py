@@ -26,6 +26,23 @@ TITLES = {
     "rpp-lopti": "+ Lopti (η = 0.5)",
     "rpp-both": "+ AR + Lopti",
 }
+_METHODS = {
+    "ar": "AR (α = 0.3)",
+    "direction": "Direction (α = -0.2)",
+    "a3po": "A3PO",
+    "stare": "STARE",
+    "steer": "STEER",
+}
+_FAMILY = {
+    "grpo": "GRPO",
+    runs.CONTROL: "GRPO, twice as many steps",
+    "lopti": "Lopti (η = 0.5)",
+    "eighty-twenty": "80/20",
+    "stapo": "STAPO",
+    **_METHODS,
+    **{f"{name}-mean-one": f"{title}, mean weight one" for name, title in _METHODS.items()},
+}
+TITLES |= {f"{condition}-{name}": title for condition in runs.CONDITIONS for name, title in _FAMILY.items()}
 SOURCES = [f"kk_{people}ppl" for people in runs.PEOPLE]
 PASS = f"pass@{runs.EVAL_SAMPLES}"
 
@@ -34,7 +51,6 @@ class Row(NamedTuple):
     """Holds the results of one variant by seed. `planned` is the number of seeds that the study has for it."""
 
     name: str
-    baseline: str
     results: dict[int, dict]
     planned: int
 
@@ -43,9 +59,9 @@ def rows_of(variants: Sequence[str], results: dict[str, dict]) -> list[Row]:
     """Return the variants' rows, those without a result too."""
     rows = []
     for variant in variants:
-        planned = [run for run in runs.STUDY if run.variant == variant]
+        planned = [run for run in (*runs.STUDY, *runs.FAMILY) if run.variant == variant]
         found = {run.seed: results[run.name] for run in planned if run.name in results}
-        rows.append(Row(variant, runs.BASELINE[planned[0].family], found, len(planned)))
+        rows.append(Row(variant, found, len(planned)))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Draw the study's picture, docs/study.png."""
+"""Draw the pictures of the studies, docs/study.png and docs/study_family.png."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from statistics import fmean
 
 from study import runs
 from study.comparison import SOURCES, TITLES, Row, accuracy, differences, rows_of
+from study.family import COMPARISONS, compare
 from study.significance import interval
 
 
@@ -41,6 +42,38 @@ def picture(results: dict[str, dict], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def family_picture(results: dict[str, dict], path: Path) -> None:
+    """Draw the family's differences to GRPO in both conditions, and Lopti's to as many optimizer steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(runs.CONDITIONS), figsize=(11, 5.5), layout="constrained")
+    for axis, condition in zip(axes, runs.CONDITIONS, strict=True):
+        labels = []
+        for comparison in (c for c in COMPARISONS if c.condition == condition):
+            test = compare(comparison, results)
+            title = TITLES[f"{condition}-{comparison.name}"]
+            title += "" if comparison.baseline == "grpo" else " minus GRPO with as many"
+            labels.append(f"{title} ({test.difference.n if test else 0} of {_seeds(comparison.condition)})")
+            if test:
+                half = 0 if math.isnan(test.difference.half) else test.difference.half
+                color = "C1" if comparison.name.endswith("mean-one") else "C0"
+                axis.errorbar(test.difference.mean, len(labels) - 1, xerr=half, fmt="o", color=color, capsize=3)
+        axis.axvline(0, color="0.5", linewidth=1)
+        axis.set_yticks(range(len(labels)), labels, fontsize=8)
+        axis.set(title=f"{condition}: accuracy minus GRPO's (bars: 95%)", ylim=(len(labels) - 0.5, -0.5))
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _seeds(condition: str) -> int:
+    return len({run.seed for run in runs.FAMILY if run.condition == condition})
 
 
 def _plot_curve(axis, found: Sequence[dict], name: str, color: str, style: str, label: str) -> None:

@@ -4,6 +4,7 @@
     python -m study.run                    # whatever is not done yet, seed by seed
     python -m study.run --only "lopti-*"
     python -m study.run --tuning           # the baseline's learning rates
+    python -m study.run --family           # the family of token methods, in two conditions
 
 Run it in the repository's root. The runs share one Ray cluster, which lives as long as this process. Each leaves one
 small file in study/results. A run whose file is there, with the same configuration, is left out, so an interrupted
@@ -30,16 +31,14 @@ def main() -> None:
     """Run the command. Bad input ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args()
-    selected = [
-        run for run in (runs.TUNING if args.tuning else runs.STUDY) if fnmatch.fnmatchcase(run.name, args.only)
-    ]
+    selected = [run for run in args.selection if fnmatch.fnmatchcase(run.name, args.only)]
     if not selected:
         parser.error(f"argument --only: {args.only} matches no run")
     open_runs = [run for run in selected if not is_done(run, args.results)]
     print(f"{len(selected) - len(open_runs)} of {len(selected)} runs are done", flush=True)
     if args.dry_run:
         for run in selected:
-            print(f"{'open' if run in open_runs else 'done'}  {run.name:<16} {run.flags}")
+            print(f"{'open' if run in open_runs else 'done'}  {run.name:<28} {run.flags}")
     elif open_runs:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         most = max(1, int(memory // _GIB_PER_RUN))
@@ -58,7 +57,13 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", default="*", metavar="PATTERN", help='runs by name, as in "both-*" (default: all)')
-    parser.add_argument("--tuning", action="store_true", help="the runs that chose the baseline's learning rate")
+    which = parser.add_mutually_exclusive_group()
+    for name, selection, what in (
+        ("--tuning", runs.TUNING, "the runs that chose the baseline's learning rate"),
+        ("--family", runs.FAMILY, "the family of token methods, in two conditions (docs/study_family.md)"),
+    ):
+        which.add_argument(name, dest="selection", action="store_const", const=selection, help=what)
+    parser.set_defaults(selection=runs.STUDY)
     parser.add_argument("--dry-run", action="store_true", help="list the runs, and start none")
     parser.add_argument(
         "--parallel",

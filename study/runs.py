@@ -19,13 +19,29 @@ WARM_START: dict[str, Any] = {
     "hasty_share": 0.8,
     "solution_first": 0.7,
 }
+# The second condition of the family's study: what a policy thinks has one of several wordings, chosen at random. Rare
+# tokens are then mostly words that do not matter. The longest solution has 228 tokens with them, and 96 without.
+DECISIONS, NOISE = "decisions", "noise"
+
+
+class Condition(NamedTuple):
+    """Describes how a policy is warm-started, and how long its answers may get."""
+
+    warm_start: dict[str, Any]  # arguments of `tiny_policy.make_policy`
+    max_new_tokens: int
+
+
+CONDITIONS = {
+    DECISIONS: Condition(WARM_START, MAX_NEW_TOKENS),
+    NOISE: Condition(WARM_START | {"varied_wording": True}, 256),
+}
 LEARNING_RATE = 3e-4  # the best for GRPO alone among `TUNING`'s, see docs/study.md
 
 
 class Run(NamedTuple):
     """Describes one training run. Runs of one seed share puzzles, warm start, and the seeds of sampling and order."""
 
-    family: str  # which baseline it is compared with: "GRPO" or "REINFORCE++", or "tuning"
+    family: str  # which baseline it is compared with: "GRPO", "REINFORCE++", "tuning", or GRPO in one of `CONDITIONS`
     variant: str
     seed: int
     flags: str  # the estimator's and the methods'
@@ -36,6 +52,11 @@ class Run(NamedTuple):
     def name(self) -> str:
         """Return the run's name, which is also its result's."""
         return f"{self.variant}-{self.seed}"
+
+    @property
+    def condition(self) -> str:
+        """Return which of `CONDITIONS` the run has. Those of the first study have the first."""
+        return self.family if self.family in CONDITIONS else DECISIONS
 
 
 _GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3"
@@ -57,7 +78,25 @@ ABLATIONS = {
 }
 # Lopti takes twice as many optimizer steps, at equal data and learning rate. So does this, without it.
 CONTROL = "double-steps"
-BASELINE = {"GRPO": "grpo", "REINFORCE++": "rpp"}
+# The family of token methods, with their papers' constants. Each is also run with a mean weight of one, where that is
+# not what it has: Lopti's masks add up to one, and the loss of 80/20 and STAPO divides by the tokens that they keep.
+_MEAN_ONE = "--algo.token_method_normalize"
+_METHODS = {
+    "ar": "--algo.token_method ar --algo.token_method_args ar.alpha=0.3",
+    "direction": "--algo.token_method ar --algo.token_method_args ar.alpha=-0.2",
+    "a3po": "--algo.token_method a3po",
+    "stare": "--algo.token_method stare",
+    "steer": "--algo.token_method steer",
+}
+FAMILY_VARIANTS = {
+    "grpo": "",
+    "lopti": _LOPTI,
+    CONTROL: "",
+    "eighty-twenty": "--algo.token_method eighty_twenty",
+    "stapo": "--algo.token_method stapo",
+    **_METHODS,
+    **{f"{name}-mean-one": f"{given} {_MEAN_ONE}" for name, given in _METHODS.items()},
+}
 LEARNING_RATES = (1e-4, 3e-4, 1e-3)
 
 
@@ -76,6 +115,19 @@ STUDY = [
     *_of_each_seed("REINFORCE++", REINFORCE, _REINFORCE, 3),
     *(Run("GRPO", CONTROL, seed, _GRPO, mini_batches=4) for seed in range(3)),
     *_of_each_seed("GRPO", ABLATIONS, _GRPO, 3),
+]
+# The first study's results are not used again. They were made by earlier code, and on CPUs whose warm starts differ.
+FAMILY = [
+    Run(
+        condition,
+        f"{condition}-{name}",
+        seed,
+        f"{_GRPO} {given}".strip(),
+        mini_batches=4 if name == CONTROL else 2,
+    )
+    for seed in range(5)
+    for name, given in FAMILY_VARIANTS.items()
+    for condition in CONDITIONS
 ]
 
 
@@ -98,7 +150,8 @@ def flags(run: Run, inputs: Path, out: Path) -> list[str]:
         --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
         --ds.zero_stage 2 --ds.attn_implementation sdpa
         --rollout.batch_size {PROMPTS_PER_STEP} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
-        --rollout.micro_batch_size 128 --rollout.temperature {TEMPERATURE} --rollout.max_new_tokens {MAX_NEW_TOKENS}
+        --rollout.micro_batch_size 128 --rollout.temperature {TEMPERATURE}
+        --rollout.max_new_tokens {CONDITIONS[run.condition].max_new_tokens}
         --train.batch_size {PROMPTS_PER_STEP * SAMPLES_PER_PROMPT // run.mini_batches} --train.micro_batch_size 64
         --train.max_epochs 1 --train.num_episodes 1
         --train.seed {run.seed + 1}
@@ -117,14 +170,14 @@ def flags(run: Run, inputs: Path, out: Path) -> list[str]:
     ]
 
 
-def inputs_configuration(seed: int) -> dict:
-    """Return what the seed's puzzles and warm start are made from."""
+def inputs_configuration(condition: str, seed: int) -> dict:
+    """Return what the puzzles and the warm start of a seed are made from in one condition."""
     return {
         "people": list(PEOPLE),
         "train": STEPS * PROMPTS_PER_STEP,
         "held_out": HELD_OUT,
         "held_out_greedy": HELD_OUT_GREEDY,
-        "warm_start": WARM_START,
+        "warm_start": CONDITIONS[condition].warm_start,
         "seed": seed,
     }
 
@@ -136,6 +189,6 @@ def configuration(run: Run) -> dict:
     """
     here = Path("INPUTS"), Path("OUT")
     return {
-        "inputs": inputs_configuration(run.seed),
+        "inputs": inputs_configuration(run.condition, run.seed),
         "flags": " ".join(flags(run, *here)).replace(f"{ROOT}/", ""),
     }

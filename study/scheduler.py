@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from arlopti_openrlhf.analysis.scalars import read_scalars
 from study import runs
 from study.runs import ROOT, Run
-from study.stored import write, write_whole
+from study.stored import refuse_another_warm_start, write, write_whole
 from study.summary import step_seconds, summarize
 
 _STAMP = "configuration.json"  # in the folder of a seed's inputs; it says what they were made from
@@ -48,11 +48,13 @@ class Scheduler:
         signal.signal(signal.SIGINT, self._stop)
         failed = []
 
-        def attempt(run: Run) -> None:
+        def attempt(run: Run, made: Future) -> None:
+            wait([made])
             if self.stopped:
                 return
             start = time.time()
             try:
+                made.result()  # raises what its process did
                 result = self._train(run)
             except Exception as error:  # the others go on
                 failed.append(run.name)
@@ -63,9 +65,15 @@ class Scheduler:
                 print(f"{run.name}: {', '.join(after)}, {time.time() - start:.0f} s", flush=True)
 
         with ThreadPoolExecutor(self.parallel) as pool:
-            # All warm starts come first, because runs of one seed would wait for theirs side by side.
-            list(pool.map(self._make_inputs, sorted({run.seed for run in open_runs})))
-            list(pool.map(attempt, open_runs))
+            # A warm start is made just before the first run that needs it, so that a study that is cut short has runs.
+            made: dict[Path, Future] = {}
+            attempts = []
+            for run in open_runs:
+                if (folder := self._inputs(run)) not in made:
+                    made[folder] = pool.submit(self._make_inputs, run)
+                attempts.append(pool.submit(attempt, run, made[folder]))
+            for done in attempts:
+                done.result()
         print(f"{'stopped' if self.stopped else 'finished'}; failed: {', '.join(failed) or 'none'}", flush=True)
         return 1 if failed or self.stopped else 0
 
@@ -104,8 +112,10 @@ class Scheduler:
         os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]
 
     def _train(self, run: Run) -> dict:
-        inputs = self._inputs(run.seed)
+        inputs = self._inputs(run)
         made = json.loads((inputs / _STAMP).read_text("utf-8"))
+        warm_start = _sha256(inputs / "model" / "model.safetensors")
+        refuse_another_warm_start(run, warm_start, self.results)
         out = self.work / run.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
@@ -136,35 +146,40 @@ class Scheduler:
             "seconds": {"run": round(seconds, 1), "warm_start": made["seconds"]} | step_seconds(scalars),
             "commit": commit,
             "machine": _machine() | {"parallel": self.parallel},
-            "warm_start_sha256": _sha256(inputs / "model" / "model.safetensors"),
+            "warm_start_sha256": warm_start,
         }
 
-    def _inputs(self, seed: int) -> Path:
-        """Return the folder of the seed's puzzles and warm-started model."""
-        return self.work / f"inputs-{seed}"
+    def _inputs(self, run: Run) -> Path:
+        """Return the folder of the puzzles and the warm-started model that the runs of a seed and condition share."""
+        return self.work / f"inputs-{run.condition}-{run.seed}"
 
-    def _make_inputs(self, seed: int) -> None:
-        """Make the seed's inputs, unless they are there. If that fails, say so; the seed's runs will fail too."""
-        folder, configuration = self._inputs(seed), runs.inputs_configuration(seed)
+    def _make_inputs(self, run: Run) -> None:
+        """Make a run's inputs, unless they are there. If that fails, all runs that share them fail.
+
+        Raises:
+            RuntimeError: the process that makes them failed.
+        """
+        folder, configuration = self._inputs(run), runs.inputs_configuration(run.condition, run.seed)
         stamp = folder / _STAMP
         if self.stopped or (stamp.exists() and json.loads(stamp.read_text("utf-8"))["configuration"] == configuration):
             return
         shutil.rmtree(folder, ignore_errors=True)
         start = time.time()
         # In a process of its own, whose memory is free again once it ends.
-        maker = multiprocessing.get_context("spawn").Process(target=make_inputs, args=(seed, folder))
+        maker = multiprocessing.get_context("spawn").Process(
+            target=make_inputs, args=(run.condition, run.seed, folder)
+        )
         maker.start()
         maker.join(self.timeout)
         maker.kill()
         maker.join()
         if maker.exitcode:
-            print(f"the warm start of seed {seed} failed with status {maker.exitcode}", flush=True)
-            return
+            raise RuntimeError(f"the warm start failed with status {maker.exitcode}: {folder}")
         write_whole(json.dumps({"configuration": configuration, "seconds": round(time.time() - start, 1)}), stamp)
 
 
-def make_inputs(seed: int, folder: Path) -> None:
-    """Write a seed's training puzzles, held-out puzzles and warm-started model.
+def make_inputs(condition: str, seed: int, folder: Path) -> None:
+    """Write a seed's training puzzles, held-out puzzles and warm-started model, in one of `runs.CONDITIONS`.
 
     The greedy answers have held-out puzzles of their own: OpenRLHF's evaluation knows a puzzle by its prompt.
     """
@@ -181,7 +196,8 @@ def make_inputs(seed: int, folder: Path) -> None:
     sampled = runs.HELD_OUT * len(runs.PEOPLE)  # the sources alternate
     greedy = [row | {"datasource": f"{row['datasource']}_greedy"} for row in test[sampled:]]
     write_rows(test[:sampled] + greedy, folder / "test.jsonl")
-    tiny_policy.make_policy(folder / "model", people=runs.PEOPLE, seed=seed, **runs.WARM_START)
+    warm_start = runs.CONDITIONS[condition].warm_start
+    tiny_policy.make_policy(folder / "model", people=runs.PEOPLE, seed=seed, **warm_start)
 
 
 def _package_file() -> str:

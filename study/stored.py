@@ -25,6 +25,24 @@ def load(wanted: Iterable[Run], folder: Path) -> dict[str, dict]:
     }
 
 
+def refuse_another_warm_start(run: Run, sha256: str, folder: Path) -> None:
+    """Refuse to train from a warm start with which the run would make no pair with those that are stored.
+
+    Another kind of CPU may make another warm start from the same seed.
+
+    Raises:
+        RuntimeError: a result of the same inputs has another warm start.
+    """
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text("utf-8"))
+        is_same = result["configuration"]["inputs"] == runs.inputs_configuration(run.condition, run.seed)
+        if is_same and result["family"] == run.family and result["warm_start_sha256"] != sha256:
+            raise RuntimeError(
+                f"its warm start is not {path.stem}'s, as on another kind of CPU, so the two would make no pair: "
+                "train it where that was trained, or delete the seed's results"
+            )
+
+
 def write(result: dict, folder: Path) -> None:
     """Write a run's result."""
     folder.mkdir(parents=True, exist_ok=True)

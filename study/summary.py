@@ -1,5 +1,6 @@
 """Summarize a run's log: accuracy before and after, curves, gradient norms, times, and whether the run collapsed."""
 
+import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
@@ -40,6 +41,10 @@ def summarize(run: Run, scalars: Scalars) -> dict:
         curves["low_share"] = over_bins(scalars, LOW_BINS, "share")
         curves["low_grad_share"] = over_bins(scalars, LOW_BINS, "grad_share")
         curves["entropy"] = over_bins(scalars, LOW_BINS + HIGH_BINS, "entropy")
+    # Of a token method, before its weights are normalized. Each run has one at most.
+    for short in ("mean_weight", "zero_share"):
+        for name in fnmatch.filter(scalars, f"train/token_method/*/{short}"):
+            curves[short] = along(scalars, name)
     norms = {short: list(scalars[name].values()) for name, short in NORMS.items() if name in scalars}
     return {
         "run": run.name,

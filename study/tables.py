@@ -30,10 +30,16 @@ def tables(results: dict[str, dict]) -> str:
     parts += ["## The learning rate, chosen for GRPO alone\n", tuning_table(results)]
     missing = [run.name for run in [*runs.STUDY, *runs.TUNING] if run.name not in results]
     parts.append(f"Runs that are missing: {', '.join(missing) or 'none'}.\n")
+    return "\n".join([*parts, origin(results)])
+
+
+def origin(results: dict[str, dict]) -> str:
+    """Return on what machines and at which commits the results were made."""
     machines = sorted({_machine(r["machine"]) for r in results.values()})
-    parts.append(f"Run on: {'; '.join(machines) or 'nothing yet'}.\n")
-    parts.append(f"At the commits: {', '.join(sorted({r['commit'] for r in results.values()}))}.\n")
-    return "\n".join(parts)
+    commits = sorted({r["commit"] for r in results.values()})
+    return (
+        f"Run on: {'; '.join(machines) or 'nothing yet'}.\n\nAt the commits: {', '.join(commits) or 'nothing yet'}.\n"
+    )
 
 
 def _machine(machine: dict) -> str:
@@ -55,8 +61,8 @@ def setting() -> str:
     )
 
 
-def _cell(values: Sequence[float | None], digits: int = 3) -> str:
-    """Return mean ± half-width of the values that are known."""
+def cell(values: Sequence[float | None], digits: int = 3) -> str:
+    """Return mean ± half-width of the values of seeds, of those that are known."""
     known = [value for value in values if value is not None]
     if not known:
         return "-" if values else "missing"
@@ -74,11 +80,11 @@ def accuracy_table(rows: Sequence[Row]) -> str:
         found = [result[when] for result in row.results.values()]
         lines.append(
             [title, f"{len(found)} of {row.planned}"]
-            + [_cell([measured[source]["accuracy"][0] for measured in found]) for source in SOURCES]
-            + [_cell([average(measured, "accuracy") for measured in found])]
+            + [cell([measured[source]["accuracy"][0] for measured in found]) for source in SOURCES]
+            + [cell([average(measured, "accuracy") for measured in found])]
             + [f"{_by_puzzle(found):.3f}" if found else "missing"]
-            + [_cell([average(measured, measure) for measured in found]) for measure in ("greedy", PASS)]
-            + ["" if when == "before" else _cell([mean_reward(r) for r in row.results.values()])]
+            + [cell([average(measured, measure) for measured in found]) for measure in ("greedy", PASS)]
+            + ["" if when == "before" else cell([mean_reward(r) for r in row.results.values()])]
         )
     return markdown_table(lines)
 
@@ -92,20 +98,41 @@ def _by_puzzle(found: Sequence[dict]) -> float:
 def difference_table(rows: Sequence[Row]) -> str:
     """Return the differences to the baseline, paired by seed."""
     baseline, others = rows[0], rows[1:]
+    tests = [differences(row, baseline, accuracy) for row in others]
+    corrected = holm([test.p if test else math.nan for test in tests])
+    lines = [difference_line(TITLES[row.name], row, baseline, p) for row, p in zip(others, corrected, strict=True)]
+    return markdown_table([difference_head(f"minus {TITLES[baseline.name]}'s"), *lines])
+
+
+def difference_head(title: str) -> list[str]:
+    """Return the heads of the columns of `difference_line`."""
+    return [title, "pairs", "accuracy", "p", "p (Holm)", *_further_measures()]
+
+
+def difference_line(title: str, row: Row, baseline: Row, corrected: float) -> list[str]:
+    """Return the differences between two rows, paired by seed.
+
+    Args:
+        title: of the line.
+        row: what is compared.
+        baseline: with what.
+        corrected: the p-value of the accuracy's difference, corrected; nan where there is none.
+    """
+    test = differences(row, baseline, accuracy)
+    cells = [_difference(test), _p(test.p if test else math.nan), _p(corrected)]
+    cells += [_difference(differences(row, baseline, measure)) for measure in _further_measures().values()]
+    return [title, f"{test.difference.n if test else 0} of {row.planned}", *cells]
+
+
+def _further_measures() -> dict[str, Callable[[dict], float]]:
+    """Return the measures of a result beside accuracy, by their columns' heads."""
     further: dict[str, Callable[[dict], float]] = {
         f"{people} people": partial(accuracy, sources=[source])
         for people, source in zip(runs.PEOPLE, SOURCES, strict=True)
     }
     further |= {name: partial(_average_after, measure=name) for name in ("greedy", PASS)}
     further["reward over training"] = mean_reward
-    lines = [[f"minus {TITLES[baseline.name]}'s", "pairs", "accuracy", "p", "p (Holm)", *further]]
-    tests = [differences(row, baseline, accuracy) for row in others]
-    corrected = holm([test.p if test else math.nan for test in tests])
-    for row, test, p in zip(others, tests, corrected, strict=True):
-        cells = [_difference(test), _p(test.p if test else math.nan), _p(p)]
-        cells += [_difference(differences(row, baseline, measure)) for measure in further.values()]
-        lines.append([TITLES[row.name], f"{test.difference.n if test else 0} of {row.planned}", *cells])
-    return markdown_table(lines)
+    return further
 
 
 def _average_after(result: dict, measure: str) -> float:
@@ -148,10 +175,10 @@ def stability_table(rows: Sequence[Row]) -> str:
                 f"{sum(r['collapsed'] for r in found)} of {len(found)}",
             ]
             + [_norms(found, name) for name in ("median", "max")]
-            + [_cell([r["curves"].get(name, [None])[-1] for r in found]) for name in ("low_share", "entropy")]
-            + [_cell([r["curves"]["response_length"][-1] for r in found], 1)]
-            + [_cell([r["seconds"][name] for r in found], 2) for name in ("step", "update")]
-            + [_cell([r["seconds"]["run"] / 60 for r in found], 1)]
+            + [cell([r["curves"].get(name, [None])[-1] for r in found]) for name in ("low_share", "entropy")]
+            + [cell([r["curves"]["response_length"][-1] for r in found], 1)]
+            + [cell([r["seconds"][name] for r in found], 2) for name in ("step", "update")]
+            + [cell([r["seconds"]["run"] / 60 for r in found], 1)]
         )
     return markdown_table(lines)
 
@@ -159,7 +186,7 @@ def stability_table(rows: Sequence[Row]) -> str:
 def _norms(found: Sequence[dict], measure: str) -> str:
     """Return the gradient's norm; with Lopti, each stage's."""
     stages = {"grad_norm": "", "grad_norm_low": "low ", "grad_norm_high": "high "}
-    cells = [title + _cell([r[name][measure] for r in found], 2) for name, title in stages.items() if name in found[0]]
+    cells = [title + cell([r[name][measure] for r in found], 2) for name, title in stages.items() if name in found[0]]
     return ", ".join(cells)
 
 
@@ -169,8 +196,8 @@ def tuning_table(results: dict[str, dict]) -> str:
     for rate in runs.LEARNING_RATES:
         planned = [run for run in runs.TUNING if run.learning_rate == rate]
         found = [results[run.name] for run in planned if run.name in results]
-        cells = [_cell([average(r["before"], "accuracy") for r in found])]
-        cells += [_cell([average(r["after"], measure) for r in found]) for measure in ("accuracy", "greedy", PASS)]
+        cells = [cell([average(r["before"], "accuracy") for r in found])]
+        cells += [cell([average(r["after"], measure) for r in found]) for measure in ("accuracy", "greedy", PASS)]
         chosen = " (taken)" if rate == runs.LEARNING_RATE else ""
         collapses = f"{sum(r['collapsed'] for r in found)} of {len(found)}"
         lines.append([f"{rate:g}{chosen}", f"{len(found)} of {len(planned)}", *cells, collapses])

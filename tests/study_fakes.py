@@ -5,7 +5,7 @@ from study.summary import MEASURES, Scalars, summarize
 
 
 def of_name(name: str) -> runs.Run:
-    return next(r for r in runs.STUDY if r.name == name)
+    return next(r for r in (*runs.STUDY, *runs.FAMILY) if r.name == name)
 
 
 def scalars(reward=(1.0, 1.0, 2.0, 2.0), **more) -> Scalars:

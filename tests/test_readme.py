@@ -12,7 +12,7 @@ from arlopti_openrlhf.cli import command_line, train_ppo_ray
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-WITH_COMMANDS = ("README.md", "benchmarks/README.md", "docs/study.md")
+WITH_COMMANDS = ("README.md", "benchmarks/README.md", "docs/study.md", "docs/study_family.md")
 COMMAND = re.compile(r"^(?:\w+=\S+ )*python (?:-m (?P<module>[\w.]+)|(?P<file>[\w/]+\.py))(?P<flags>.*)$", re.M)
 
 

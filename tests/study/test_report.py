@@ -1,12 +1,14 @@
 """The report's tables equal arithmetic by hand, and it copes with an unfinished study."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from study_fakes import of_name, result
 
-from study import comparison, report, stored, tables
+from study import comparison, family, report, runs, stored, tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +49,51 @@ def test_report_of_nothing_says_so():
     assert page.count("0 of 5") >= 5 and "Run on: nothing yet." in page
 
 
-def test_the_page_has_its_marks():
-    page = (ROOT / "docs" / "study.md").read_text("utf-8")
+def test_report_of_an_unfinished_family(tmp_path):
+    accuracies = {
+        "noise-grpo": (0.50, 0.52, 0.54),
+        "noise-lopti": (0.55, 0.59),
+        "noise-double-steps": (0.55, 0.57),
+        "decisions-grpo": (0.4,),
+        "decisions-ar": (0.5,),
+    }
+    for variant, values in accuracies.items():
+        for seed, accuracy in enumerate(values):
+            made = result(of_name(f"{variant}-{seed}"), accuracy)
+            made["curves"] |= {"mean_weight": [0.8, 1.0], "zero_share": [0.0, 0.0]} if variant.endswith("-ar") else {}
+            stored.write(made, tmp_path)
+    (tmp_path / "study_family.md").write_text(f"Before.\n{report.START}\nold\n{report.END}\nAfter.\n")
+    command = [sys.executable, "-m", "study.report", "--family", "--results", tmp_path, "--docs", tmp_path]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert output.returncode == 0, output.stderr
+    page = (tmp_path / "study_family.md").read_text()
+    assert "**9 of 150 runs are done** (seed 0: 5 of 30, seed 1: 3 of 30, seed 2: 1 of 30, seed 3: 0 of 30," in page
+    # Differences 0.05 and 0.07, as above: p = 0.105, which 30 comparisons leave nothing of. 0.05 twice has p = 0.
+    assert "| Lopti (η = 0.5) minus GRPO | 2 of 5 | +0.060 ± 0.127 | 0.105 | 1.000 |" in page
+    assert "| GRPO, twice as many steps minus GRPO | 2 of 5 | +0.050 ± 0.000 | < 0.001 | < 0.001 |" in page
+    # 0 and 0.02: mean 0.01, s = 0.0141, so ± 0.127 and t = 1: p = 1/2.
+    assert "| Lopti (η = 0.5) minus GRPO, twice as many steps | 2 of 5 | +0.010 ± 0.127 | 0.500 | 1.000 |" in page
+    assert "| AR (α = 0.3) minus GRPO | 1 of 5 | +0.100 |  |  |" in page
+    assert "| A3PO, mean weight one minus GRPO | 0 of 5 | missing |" in page
+    assert "| AR (α = 0.3) | 1 of 5 | 0.900 | 0.000 |" in page
+    assert (tmp_path / "study_family.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_comparisons_of_both_conditions_are_corrected_together():
+    """30 of them: 14 with GRPO and one with doubled GRPO in each. One p of 0.001 becomes 0.03, whatever is missing."""
+    assert len(family.COMPARISONS) == 30
+    results = {}
+    for seed, (grpo, ar) in enumerate([(0.1, 0.2), (0.1, 0.21), (0.1, 0.19), (0.1, 0.2)]):
+        results |= {
+            f"noise-{n}-{seed}": result(of_name(f"noise-{n}-{seed}"), a) for n, a in (("grpo", grpo), ("ar", ar))
+        }
+    corrected = family.corrected_p(results)
+    (index,) = [i for i, p in enumerate(corrected) if not math.isnan(p)]
+    assert family.COMPARISONS[index] == (runs.NOISE, "ar", "grpo")
+    assert corrected[index] == pytest.approx(30 * family.compare(family.COMPARISONS[index], results).p)
+
+
+@pytest.mark.parametrize("name", ["study.md", "study_family.md"])
+def test_the_page_has_its_marks(name):
+    page = (ROOT / "docs" / name).read_text("utf-8")
     assert page.count(report.START) == page.count(report.END) == 1

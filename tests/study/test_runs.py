@@ -17,7 +17,7 @@ def test_the_study_is_what_it_says():
     assert all(seeds[variant] == set(range(5)) for variant in runs.GRPO)
     assert all(seeds[variant] == set(range(3)) for variant in (*runs.ABLATIONS, *runs.REINFORCE, runs.CONTROL))
     assert [r.variant for r in runs.STUDY[:5]] == ["grpo", "ar", "lopti", "both", "grpo"]  # seed by seed
-    assert set(TITLES) == set(seeds)
+    assert set(TITLES) == set(seeds) | {r.variant for r in runs.FAMILY}
     assert runs.LEARNING_RATE in runs.LEARNING_RATES
     assert {r.seed for r in runs.TUNING}.isdisjoint(r.seed for r in runs.STUDY)
     assert runs.HELD_OUT * len(runs.PEOPLE) >= 256 and runs.EVAL_SAMPLES == 8
@@ -50,6 +50,52 @@ def test_variants_of_a_seed_differ_in_their_method_alone():
         ("kk_*", 8, runs.TEMPERATURE),
         ("*_greedy", 1, 0.0),
     ]
+
+
+def test_the_family_is_balanced_wherever_it_is_cut_short():
+    names = [r.name for r in runs.FAMILY]
+    assert len(names) == len(set(names)) == 2 * 15 * 5 and not {r.name for r in runs.STUDY} & set(names)
+    assert names[:4] == ["decisions-grpo-0", "noise-grpo-0", "decisions-lopti-0", "noise-lopti-0"]
+    assert [r.seed for r in runs.FAMILY] == sorted(r.seed for r in runs.FAMILY)
+    for even, odd in zip(runs.FAMILY[::2], runs.FAMILY[1::2], strict=True):
+        assert (even.condition, odd.condition) == (runs.DECISIONS, runs.NOISE)
+        assert even.flags == odd.flags and even.mini_batches == odd.mini_batches
+    assert {r.condition for r in (*runs.STUDY, *runs.TUNING)} == {runs.DECISIONS}
+
+
+def test_every_method_of_the_family_parses_as_what_it_is():
+    family = {r.variant.removeprefix("noise-"): parsed(r) for r in runs.FAMILY[:30] if r.condition == runs.NOISE}
+    grpo = family.pop("grpo")
+    different = {
+        name: {key: value for key, value in values.items() if value != grpo[key]} for name, values in family.items()
+    }
+    assert different.pop(runs.CONTROL) == {"train.batch_size": 64} and grpo["train.batch_size"] == 128
+    assert different.pop("lopti") == {"algo.lopti.eta": 0.5}
+    sources = {name.removesuffix("-mean-one"): values["algo.token_method"] for name, values in different.items()}
+    assert sources == {
+        "ar": ["ar"],
+        "direction": ["ar"],
+        "eighty-twenty": ["eighty_twenty"],
+        **{name: [name] for name in ("stapo", "a3po", "stare", "steer")},
+    }
+    alpha = {name: values.get("algo.token_method_args") for name, values in different.items()}
+    assert {name: given for name, given in alpha.items() if given} == {
+        name + suffix: [f"ar.alpha={value}"]
+        for name, value in (("ar", 0.3), ("direction", -0.2))
+        for suffix in ("", "-mean-one")
+    }
+    for name, values in different.items():
+        assert ("algo.token_method_normalize" in values) == name.endswith("-mean-one")
+    allowed = {"algo.token_method", "algo.token_method_args", "algo.token_method_normalize"}
+    assert set().union(*different.values()) == allowed
+
+
+def test_conditions_differ_in_the_warm_start_and_in_room_for_it():
+    decisions, noise = (runs.configuration(of_name(f"{condition}-ar-1")) for condition in runs.CONDITIONS)
+    assert noise["inputs"]["warm_start"].pop("varied_wording") is True and noise["inputs"] == decisions["inputs"]
+    limits = [f"--rollout.max_new_tokens {c.max_new_tokens} " for c in runs.CONDITIONS.values()]
+    assert limits[0] != limits[1] and noise["flags"] == decisions["flags"].replace(*limits)
+    assert runs.configuration(of_name("grpo-1")) == runs.configuration(of_name("decisions-grpo-1"))
 
 
 def test_a_learning_rate_is_the_only_difference_in_the_tuning():

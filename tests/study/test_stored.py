@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from study_fakes import of_name, result
 
 from study import runs, stored
@@ -29,6 +30,20 @@ def test_a_run_is_done_with_its_own_configuration_only(tmp_path):
     assert len((tmp_path / "both-1.json").read_text()) < 6000
 
 
+def test_runs_that_would_make_no_pair_are_refused(tmp_path):
+    """The warm start of a seed and condition is the same for all its runs, which another kind of CPU may not make."""
+    wanted = of_name("noise-ar-1")
+    stored.refuse_another_warm_start(wanted, "b", tmp_path)
+    for name in ("noise-grpo-0", "decisions-grpo-1", "noise-grpo-1", "grpo-1"):
+        stored.write(result(of_name(name)), tmp_path)
+    stored.refuse_another_warm_start(wanted, "a", tmp_path)
+    with pytest.raises(RuntimeError, match="its warm start is not noise-grpo-1's"):
+        stored.refuse_another_warm_start(wanted, "b", tmp_path)
+    stored.refuse_another_warm_start(of_name("noise-ar-2"), "b", tmp_path)
+    (tmp_path / "decisions-grpo-1.json").unlink()
+    stored.refuse_another_warm_start(of_name("decisions-ar-1"), "b", tmp_path)  # no pair with the first study's
+
+
 def test_the_configuration_is_that_of_any_machine():
     text = json.dumps(runs.configuration(of_name("ar-0")))
     assert str(ROOT) not in text and "rewards/kk_reward.py" in text and "INPUTS/model" in text
@@ -40,3 +55,5 @@ def test_dry_run_lists_and_starts_nothing():
     assert output.returncode == 0, output.stderr
     listed = [line.split()[1] for line in output.stdout.splitlines()[1:]]
     assert listed == [f"only-{group}-{seed}" for seed in range(3) for group in ("low", "high")]
+    family = subprocess.run([*command[:-1], "*-stapo-1", "--family"], capture_output=True, text=True, cwd=ROOT)
+    assert [line.split()[1] for line in family.stdout.splitlines()[1:]] == ["decisions-stapo-1", "noise-stapo-1"]

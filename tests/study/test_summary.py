@@ -44,6 +44,15 @@ def test_one_group_alone_has_no_statistics_of_all_tokens():
     assert not {"entropy", "low_grad_share"} & summary["curves"].keys()
 
 
+def test_a_token_methods_weights_are_its_own():
+    """Beside the mean that they are divided by."""
+    shares = {"train/token_method/ar/mean_weight": [1.0, 2.0, 3.0, 4.0], "train/token_method/ar/zero_share": [0.0] * 4}
+    found = scalars(**shares, **{"train/token_method/mean_weight": [9.0] * 4})
+    curves = summarize(of_name("noise-ar-mean-one-0"), found)["curves"]
+    assert curves["mean_weight"] == [1.0, 2.0, 3.0, 4.0] and curves["zero_share"] == [0.0] * 4
+    assert "mean_weight" not in summarize(of_name("noise-grpo-0"), scalars())["curves"]
+
+
 def test_shares_and_means_over_the_bins():
     # Step 0: 20% of the tokens below 0.25 with entropy 2, 80% above 0.75 with 0.5: 0.4 + 0.4. Step 1: all above.
     found = {

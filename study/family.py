@@ -1,0 +1,98 @@
+"""Write the tables of the study of the family: each condition, both controls, one correction for all comparisons."""
+
+import math
+from statistics import fmean
+from typing import NamedTuple
+
+from arlopti_openrlhf.scoring.tables import markdown_table
+from study import runs
+from study.comparison import TITLES, Row, accuracy, differences, rows_of
+from study.significance import PairedTest, holm
+from study.tables import accuracy_table, cell, difference_head, difference_line, origin, stability_table
+
+
+class Comparison(NamedTuple):
+    """Names what is compared with what in one of `runs.CONDITIONS`."""
+
+    condition: str
+    name: str  # of `runs.FAMILY_VARIANTS`
+    baseline: str
+
+
+# Everything with GRPO, and Lopti with what takes as many optimizer steps.
+COMPARISONS = [
+    Comparison(condition, name, baseline)
+    for condition in runs.CONDITIONS
+    for name, baseline in [*((n, "grpo") for n in runs.FAMILY_VARIANTS if n != "grpo"), ("lopti", runs.CONTROL)]
+]
+
+
+def tables(results: dict[str, dict]) -> str:
+    """Return the whole generated part of docs/study_family.md."""
+    parts = [f"**{len(results)} of {len(runs.FAMILY)} runs are done** ({_progress(results)}).\n", _setting()]
+    corrected = dict(zip(COMPARISONS, corrected_p(results), strict=True))
+    for condition in runs.CONDITIONS:
+        rows = {name: _row(condition, name, results) for name in runs.FAMILY_VARIANTS}
+        parts += [f"## Condition: {condition}\n", _low_share(rows["grpo"]), accuracy_table(list(rows.values()))]
+        lines = [difference_head("accuracy minus")]
+        for comparison, p in corrected.items():
+            if comparison.condition == condition:
+                row, baseline = rows[comparison.name], rows[comparison.baseline]
+                title = f"{TITLES[row.name]} minus {TITLES[baseline.name]}"
+                lines.append(difference_line(title, row, baseline, p))
+        parts += [markdown_table(lines), _weights_table(list(rows.values())), stability_table(list(rows.values()))]
+    return "\n".join([*parts, origin(results)])
+
+
+def corrected_p(results: dict[str, dict]) -> list[float]:
+    """Return the p-value of each of `COMPARISONS` with Holm's correction for all of them; nan where there is none.
+
+    One that cannot be tested yet counts with p = 1, so an unfinished study is corrected for as many as a finished one.
+    """
+    tests = [compare(comparison, results) for comparison in COMPARISONS]
+    p_values = [test.p if test else math.nan for test in tests]
+    corrected = holm([1.0 if math.isnan(p) else p for p in p_values])
+    return [math.nan if math.isnan(p) else c for p, c in zip(p_values, corrected, strict=True)]
+
+
+def compare(comparison: Comparison, results: dict[str, dict]) -> PairedTest | None:
+    """Test a comparison's difference in accuracy; None where no seed has both."""
+    row, baseline = (_row(comparison.condition, name, results) for name in comparison[1:])
+    return differences(row, baseline, accuracy)
+
+
+def _row(condition: str, name: str, results: dict[str, dict]) -> Row:
+    return rows_of([f"{condition}-{name}"], results)[0]
+
+
+def _progress(results: dict[str, dict]) -> str:
+    """Return how many runs of each seed are done, of both conditions together."""
+    seeds = sorted({run.seed for run in runs.FAMILY})
+    counts = {seed: [run.name in results for run in runs.FAMILY if run.seed == seed] for seed in seeds}
+    return ", ".join(f"seed {seed}: {sum(done)} of {len(done)}" for seed, done in counts.items())
+
+
+def _setting() -> str:
+    limits = ", ".join(f"{c.max_new_tokens} ({name})" for name, c in runs.CONDITIONS.items())
+    return (
+        f"Puzzles, steps, evaluation and learning rate are those of docs/study.md. The answers have at most so many "
+        f"tokens: {limits}. p (Holm) is corrected for the {len(COMPARISONS)} comparisons of both conditions, of which "
+        "those that cannot be tested yet count with p = 1.\n"
+    )
+
+
+def _low_share(grpo: Row) -> str:
+    """Return a sentence on how many tokens are rare at the start."""
+    first = [r["curves"]["low_share"][0] for r in grpo.results.values()]
+    return f"Share of tokens with π_old < 0.5 in GRPO's first two steps: {cell(first)}.\n"
+
+
+def _weights_table(rows: list[Row]) -> str:
+    """Return each method's own weights, as means over steps and seeds, before a mean of one is made of them."""
+    lines = [["the method's own weights", "seeds", "mean weight", "share of weight 0"]]
+    for row in rows:
+        found = [r["curves"] for r in row.results.values()]
+        if found and all("mean_weight" in curves for curves in found):
+            means = [[fmean(curves[name]) for curves in found] for name in ("mean_weight", "zero_share")]
+            lines.append([TITLES[row.name], f"{len(found)} of {row.planned}", *map(cell, means)])
+    return markdown_table(lines)
