@@ -39,11 +39,11 @@ test: setup
 else
 # Two processes: one for the tests that start the whole stack, one after the other, and one for the rest.
 test: setup
-	@.venv/bin/python -m pytest -m whole_stack >.venv/whole-stack.log 2>&1 &
+	@.venv/bin/python -m pytest -m whole_stack --durations 25 >.venv/whole-stack.log 2>&1 &
 	whole_stack=$$!
 	trap 'kill $$whole_stack 2>/dev/null || true' EXIT
 	rest=0
-	.venv/bin/python -m pytest -m "not whole_stack and not long" || rest=$$?
+	.venv/bin/python -m pytest -m "not whole_stack and not long" --durations 25 || rest=$$?
 	status=0
 	wait $$whole_stack || status=$$?
 	cat .venv/whole-stack.log
