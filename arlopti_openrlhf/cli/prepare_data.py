@@ -83,6 +83,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="--generate: how many different names occur (default: all; the quickstart's policy knows 12)",
     )
     parser.add_argument(
+        "--solutions",
+        action="store_true",
+        help="--generate: give training puzzles a column `response` with a worked solution, to fine-tune a model on",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="--generate: seed; the same seed writes the same bytes (default: 0)"
     )
     return parser
@@ -99,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.max_prompt_tokens is not None and not args.tokenizer:
         parser.error("argument --max-prompt-tokens: needs --tokenizer")
+    if args.solutions and not args.generate:
+        parser.error("argument --solutions: only with --generate, since published puzzles have none")
     for flag in ("exclude", "tokenizer", "strict"):
         if args.generate and getattr(args, flag):
             parser.error(f"argument --{flag}: not with --generate, because its puzzles are new, short and all usable")
@@ -117,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     seed=args.seed,
                     prompt_format=args.prompt_format,
                     names=knights_knaves.NAMES[: args.names],
+                    solutions=args.solutions and not held_out,
                 )
                 write_rows(rows, Path(args.out) / f"{name}.jsonl")
         else:

@@ -25,11 +25,12 @@ def generate_rows(
     seed: int,
     prompt_format: str = "messages",
     names: Sequence[str] = knights_knaves.NAMES,
+    solutions: bool = False,
 ) -> list[Row]:
     """Make `count` rows of distinct new puzzles for each number of people, with the sources in turn.
 
     Rows with `held_out` have other statement structures than those without, at every seed. A larger count continues a
-    smaller one.
+    smaller one. With `solutions` each row also has a `response`, which is a worked solution to fine-tune a model on.
 
     Raises:
         ValueError: a number of people outside 2 to 8.
@@ -38,18 +39,23 @@ def generate_rows(
     for num_people in people:
         rng = random.Random(f"{seed}/{num_people}/{held_out}")
         puzzles = knights_knaves.generate(num_people, rng, held_out=held_out, names=names)
-        sources.append(_distinct_rows(puzzles, count, prompt_format))
+        sources.append(_distinct_rows(puzzles, count, prompt_format, solutions))
     return [row for rows in zip(*sources, strict=True) for row in rows]
 
 
-def _distinct_rows(puzzles: Iterator[knights_knaves.Puzzle], count: int, prompt_format: str) -> list[Row]:
+def _distinct_rows(
+    puzzles: Iterator[knights_knaves.Puzzle], count: int, prompt_format: str, solutions: bool
+) -> list[Row]:
     # Two people have only some hundred structures, so a puzzle counts as new by its wording.
     chosen: dict[str, Row] = {}
     make_prompt = knights_knaves.messages if prompt_format == "messages" else knights_knaves.chatml
     while len(chosen) < count:
         for puzzle in islice(puzzles, count - len(chosen)):
             prompt = make_prompt(puzzle.quiz)
-            chosen[puzzle.quiz] = {"prompt": prompt, "label": puzzle.solution_text, "datasource": puzzle.datasource}
+            row = {"prompt": prompt, "label": puzzle.solution_text, "datasource": puzzle.datasource}
+            if solutions:
+                row["response"] = knights_knaves.worked_solution(puzzle, random.Random(puzzle.quiz))
+            chosen[puzzle.quiz] = row
     return list(chosen.values())
 
 

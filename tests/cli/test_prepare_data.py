@@ -275,3 +275,20 @@ def test_a_data_set_that_cannot_be_had(tmp_path, capsys, monkeypatch):
         main(["--dataset", "math500", "--out", str(tmp_path / "out.jsonl")])
     error = capsys.readouterr().err
     assert "HuggingFaceH4/MATH-500" in error and error.count("\n") == 1
+
+
+def test_training_puzzles_with_solutions_are_the_same_puzzles(tmp_path):
+    make = ["--generate", "--people", "3", "--train", "20", "--test", "5"]
+    main([*make, "--out", str(tmp_path / "plain")])
+    main([*make, "--out", str(tmp_path / "solved"), "--solutions"])
+    plain, solved = (read_lines(tmp_path / name / "train.jsonl") for name in ("plain", "solved"))
+    for row, with_solution in zip(plain, solved, strict=True):
+        assert grade("<think>" + with_solution.pop("response"), row["label"]).score == 1
+        assert row == with_solution
+    assert (tmp_path / "plain/test.jsonl").read_bytes() == (tmp_path / "solved/test.jsonl").read_bytes()
+    with pytest.raises(SystemExit):
+        main(["--from", "x.parquet", "--solutions", "--out", str(tmp_path / "x.jsonl")])
+
+
+def read_lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
