@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test long quickstart lint chaos modes fuzz clean
+.PHONY: help setup test long quickstart lint chaos modes fuzz docs clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -10,6 +10,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # The stamps say what .venv holds. Another lock, or a repository that was moved, builds it anew.
 STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(LOCK); } | sha256sum | cut -c1-12)
 PROJECT := .venv/.project
+DOCS := .venv-docs/.stamp-$(shell { echo '$(CURDIR)'; cat requirements/docs.txt; } | sha256sum | cut -c1-12)
 
 # PyTorch looks for ninja on the PATH whenever DeepSpeed loads a C++ op, and the ops belong to this .venv's headers.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -24,6 +25,7 @@ help:
 	@echo "make chaos       set up, then inject faults into 30 tiny trainings; ARGS=--short takes one run with five faults"
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server or data; ARGS='--seconds 600'"
+	@echo "make docs        build the documentation into site/ (its packages go into .venv-docs)"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
 setup: $(PROJECT)
@@ -71,8 +73,20 @@ modes: setup
 fuzz: setup
 	@.venv/bin/python -m fuzz.run --seed $(SEED) $(ARGS)
 
+# An environment of its own: what builds the site is not what is trained with. It reads the sources, and imports none.
+docs: $(DOCS)
+	@PATH="$(CURDIR)/.venv-docs/bin:$$PATH" NO_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs build --strict --quiet
+	echo "docs: site/index.html"
+
+$(DOCS): requirements/docs.txt
+	@rm -rf .venv-docs
+	python=$$(command -v python3.11 || command -v python3)
+	$$python -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --no-input --disable-pip-version-check --quiet --no-deps --requirement $<
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-docs site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(STACK): export VIRTUAL_ENV := $(CURDIR)/.venv
 $(STACK):

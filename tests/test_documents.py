@@ -1,4 +1,4 @@
-"""The documents name only what exists, and the citation and the changelog are of this version."""
+"""The documents name only what exists, their links resolve, and the citation and the changelog are of this version."""
 
 import re
 from pathlib import Path
@@ -9,55 +9,75 @@ import yaml
 import arlopti_openrlhf
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "AGENTS.md", *PAGES)
+LINKED = (*DOCUMENTS, "CHANGELOG.md", "benchmarks/README.md")
 FOLDERS = ("arlopti_openrlhf", "benchmarks", "docs", "examples", "requirements", "rewards", "study", "tests", r"\.ci")
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text("utf-8")
 
 
 def named_paths(text: str) -> set[str]:
     """Return the paths that a text names: those below a folder of the repository, and files in code or links."""
-    below = re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*", text)
+    below = re.findall(rf"(?<![\w/.:-])(?:{'|'.join(FOLDERS)})/[\w./-]*", text)
     files = re.findall(r"(?:`|\]\()([\w./-]+\.(?:py|md|sh|cff|toml|png|txt))(?:`|\))", text)
     return {path.rstrip("./") for path in (*below, *files)}
 
 
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a text's headings."""
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", without_code, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_path_exists(document):
-    found = named_paths((ROOT / document).read_text("utf-8"))
-    assert found
-    # Within the package, a document may leave out the package's name.
-    missing = [path for path in found if not any((base / path).exists() for base in (ROOT, ROOT / "arlopti_openrlhf"))]
+    found = named_paths(text_of(document)) - {"my_reward.py", "my_agent.py"}  # the reader's own
+    # Within the package, a document may leave out the package's name. Links lead from where they stand.
+    bases = (ROOT, ROOT / "arlopti_openrlhf", (ROOT / document).parent)
+    missing = [path for path in found if not any((base / path).exists() for base in bases)]
     assert not missing, f"{document} names {', '.join(sorted(missing))}"
+
+
+@pytest.mark.parametrize("document", LINKED)
+def test_every_link_resolves(document):
+    text = re.sub(r"^```.*?^```|`[^`]*`", "", text_of(document), flags=re.M | re.S)
+    for path, _, anchor in (link.partition("#") for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text)):
+        target = (ROOT / document).parent / path if path else ROOT / document
+        assert target.exists(), f"{document} links to {path}"
+        assert not anchor or anchor in anchors(target.read_text("utf-8")), f"{document} links to {path}#{anchor}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_module_that_is_run_exists(document):
-    modules = re.findall(r"python -m ((?:arlopti_openrlhf|study)[\w.]*\w)", (ROOT / document).read_text("utf-8"))
+    modules = re.findall(r"python -m ((?:arlopti_openrlhf|study)[\w.]*\w)", text_of(document))
     missing = [name for name in modules if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()]
     assert not missing, f"{document} runs {', '.join(missing)}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_make_target_exists(document):
-    text = (ROOT / document).read_text("utf-8")
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
-    named = set(re.findall(r"(?:^|`|\d )make ([a-z]+)\b", text, re.M))
-    assert named and named <= targets, f"{document} names make {', '.join(sorted(named - targets))}"
+    targets = set(re.findall(r"^([a-z]+):", text_of("Makefile"), re.M))
+    named = set(re.findall(r"(?:^|`|\d )make ([a-z]+)\b", text_of(document), re.M))
+    assert named <= targets, f"{document} names make {', '.join(sorted(named - targets))}"
 
 
 def test_contributing_names_the_constant_that_a_new_version_changes():
-    [name, path] = re.search(
-        r"Change `([A-Z]+)` in `([\w/.]+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    ).groups()
-    assert re.search(rf"^{name} = ", (ROOT / path).read_text("utf-8"), re.M)
+    [name, path] = re.search(r"Change `([A-Z]+)` in `([\w/.]+)`", text_of("CONTRIBUTING.md")).groups()
+    assert re.search(rf"^{name} = ", text_of(path), re.M)
 
 
-def test_paths_are_found_where_they_are_named():
+def test_what_documents_name_is_found():
     text = "See `AGENTS.md`, [the study](docs/study.md), rewards/kk_reward.py. Not outputs/x.py or `lopti/low/...`."
     assert named_paths(text) == {"AGENTS.md", "docs/study.md", "rewards/kk_reward.py"}
+    assert anchors("# A b\n```bash\n# no\n```\n## The paper's `x_y`, twice") == {"a-b", "the-papers-x_y-twice"}
 
 
 def test_the_citation_is_valid_and_of_this_version():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    citation = yaml.safe_load(text_of("CITATION.cff"))
     assert {"cff-version", "message", "title", "authors"} <= citation.keys() and citation["cff-version"] == "1.2.0"
     assert citation["version"] == arlopti_openrlhf.__version__ and citation["license"] == "Apache-2.0"
     (paper,) = citation["references"]
@@ -66,5 +86,7 @@ def test_the_citation_is_valid_and_of_this_version():
 
 
 def test_the_changelog_has_this_version():
-    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    assert re.findall(r"^## \[(.+?)\]", text, re.M)[:2] == ["Unreleased", arlopti_openrlhf.__version__]
+    assert re.findall(r"^## \[(.+?)\]", text_of("CHANGELOG.md"), re.M)[:2] == [
+        "Unreleased",
+        arlopti_openrlhf.__version__,
+    ]

@@ -1,4 +1,4 @@
-"""What README.md says of the code is so: names in its table, the tree of files, commands and flags."""
+"""What README.md and the pages say of the code is so: names in tables, the tree of files, commands and flags."""
 
 import ast
 import importlib
@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.cli import command_line, main, train_ppo_ray
+from arlopti_openrlhf.grading.reward_answers import normalise
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text("utf-8")
-WITH_COMMANDS = ("README.md", "benchmarks/README.md", "docs/study.md", "docs/study_family.md")
+PAGES = ["README.md", "benchmarks/README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"^(?:\w+=\S+ )*python (?:-m (?P<module>[\w.]+)|(?P<file>[\w/]+\.py))(?P<flags>.*)$", re.M)
 
 
-def section(title: str) -> str:
-    """Return the text below a heading, up to the next one."""
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def section(page: str, title: str) -> str:
+    """Return the text of a page below a heading, up to the next one."""
+    return text_of(page).split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def located(path: str) -> Path:
@@ -62,49 +66,80 @@ def tree_paths(tree: str) -> list[str]:
     return paths
 
 
-def commands(document: str) -> list[tuple[str, list[str]]]:
-    """Return (module or file, arguments) for each Python command in the blocks of shell code of a document."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text("utf-8"), re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ")
+def blocks(page: str, language: str) -> list[str]:
+    """Return the blocks of code of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", text_of(page), re.DOTALL)
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """Return (module or file, arguments) for each Python command in the blocks of shell code of a page."""
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
     return [
         (found["module"] or found["file"], shlex.split(found["flags"], comments=True))
         for found in COMMAND.finditer(lines)
     ]
 
 
+def test_the_readme_is_short():
+    assert len(text_of("README.md").splitlines()) <= 150
+
+
+def test_the_readmes_results_are_the_studys():
+    rows = re.findall(r"^\| ([^|]+) \| (\d\.\d+ ± .*) \|$", section("README.md", "Results"), re.M)
+    assert len(rows) == 5
+    study = [[cell.strip() for cell in line.split("|")] for line in section("docs/study.md", "GRPO").splitlines()]
+    for name, values in rows:
+        mine = [cell.strip() for cell in values.split("|")]
+        [accuracies] = [line for line in study if line[1:2] == [name] and "of 5" in line[2] and "0." in line[5]][:1]
+        assert mine[:3] == [accuracies[5], accuracies[7], accuracies[8]], name
+        differences = [line[3] for line in study if line[1:2] == [name] and line[3][:1] in "+-" and line[3]]
+        assert mine[3:] == differences or mine[3:] == [""], name
+
+
 def test_every_name_from_the_paper_to_the_code_exists():
-    pairs = names_in_rows(section("From the paper to the code"))
+    pairs = names_in_rows(text_of("docs/paper_to_code.md"))
     assert len(pairs) >= 15
     missing = [f"{file}: {name}" for file, name in pairs if name not in defined_names(located(file))]
-    assert not missing, f"README.md names {', '.join(missing)}"
+    assert not missing, f"paper_to_code.md names {', '.join(missing)}"
 
 
 def test_the_tree_of_files_is_there():
-    paths = tree_paths(re.search(r"```\n(.*?)```", section("Files"), re.DOTALL)[1])
+    paths = tree_paths(re.search(r"```\n(.*?)```", section("docs/architecture.md", "The house"), re.DOTALL)[1])
     assert "arlopti_openrlhf/update/micro_batch.py" in paths
     missing = [path for path in paths if not (ROOT / path).exists()]
-    assert not missing, f"README.md's tree has {', '.join(missing)}"
+    assert not missing, f"the tree has {', '.join(missing)}"
     rooms = {path.parent.name for path in (ROOT / "arlopti_openrlhf").glob("*/__init__.py")}
     shown = {Path(path).name for path in paths if path.endswith("/") and path.startswith("arlopti_openrlhf/")}
     assert shown == rooms | {"arlopti_openrlhf"}
 
 
-@pytest.mark.parametrize("document", WITH_COMMANDS)
-def test_commands_parse(document, tmp_path, monkeypatch):
-    found = commands(document)
-    assert found
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_reward.py").touch()  # the reader's own
-    for name, flags in found:
+    for name, flags in commands(page):
         path = ROOT / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
-        assert path.exists(), f"{document} runs {name}"
+        assert path.exists(), f"{page} runs {name}"
         if name == "arlopti_openrlhf.cli.train_ppo_ray":  # "...your flags..." stand for what the parser needs
             assert {flag for flag in flags if flag.startswith("--")} <= training_flags()
         elif "make_parser" in defined_names(path):
             importlib.import_module(name).make_parser().parse_args(flags)
         else:
             source = path.read_text("utf-8")
-            assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--")), f"{document}: {name} {flags}"
+            assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--")), f"{page}: {name} {flags}"
+
+
+def test_commands_are_found():
+    """Most pages have some, over several lines and with variables too."""
+    assert {name for page in PAGES for name, _ in commands(page)} > {
+        "arlopti_openrlhf.cli.train_ppo_ray",
+        "arlopti_openrlhf.cli.evaluate",
+        "benchmarks/update_phase.py",
+        "study.run",
+    }
+    assert sum(bool(commands(page)) for page in PAGES) > 9
+    words = {word for page in PAGES for word in re.findall(r"`arlopti (\w+)", text_of(page))}
+    assert words and words <= main.COMMANDS.keys()
 
 
 def training_flags() -> set[str]:
@@ -119,13 +154,52 @@ def training_flags() -> set[str]:
     return flags
 
 
-def test_every_training_flag_is_known():
-    named = set(re.findall(r"--[a-z]+(?:\.\w+)+", README))
+def test_every_training_flag_is_known_and_ours_are_explained():
+    named = {flag for page in PAGES for flag in re.findall(r"--[a-z]+(?:\.\w+)+", text_of(page))}
     known = training_flags()
-    assert len(named) > 10 and named <= known, f"README.md names {', '.join(sorted(named - known))}"
+    assert len(named) > 40 and named <= known, f"the pages name {', '.join(sorted(named - known))}"
+    upstream: set[str] = set()
+    command_line.parse([], lambda parser: upstream.update(f for a in parser._actions for f in a.option_strings))
+    explained = set(re.findall(r"^\| `(--[\w.-]+)`", text_of("docs/flags.md"), re.M))
+    explained -= {"--reward.remote_url"}  # OpenRLHF's own, which takes two values more
+    assert explained == known - upstream, explained ^ (known - upstream)
 
 
-def test_what_the_readme_names_is_found():
+def test_the_reward_of_the_guide_rewards():
+    [code] = blocks("docs/rewards.md", "python")
+    names: dict = {}
+    exec(code, names)
+    queries, prompts = ["What is 1 + 1?\nIt is 2", "What is 1 + 1?\nIt is 3"], ["What is 1 + 1?\n"] * 2
+    answer = normalise(names["reward_func"](queries, prompts, ["2", "2"]), 2)
+    assert (answer["rewards"], answer["scores"]) == ([1.0, -1.0], [1.0, 0.0])
+    assert answer["extra_logs"] == {"response_chars": [7.0, 7.0]}
+
+
+def constants(node: ast.AST) -> list[str]:
+    """Return the texts in a piece of code. Those of one f-string are joined, with … for what it fills in."""
+    if isinstance(node, ast.JoinedStr):
+        filled_in = [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
+        inner = [text for value in filled_in for text in constants(value)]
+        return inner + ["".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)]
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    return [text for child in ast.iter_child_nodes(node) for text in constants(child)]
+
+
+def test_troubleshooting_quotes_what_the_command_prints():
+    """`…` stands for what differs. Findings join a problem and a remedy by "; ", so the pieces are looked for."""
+    files = (ROOT / "arlopti_openrlhf").rglob("*.py")
+    printed = "\n".join(text for file in files for text in constants(ast.parse(file.read_text("utf-8"))))
+    lines = "".join(blocks("docs/troubleshooting.md", "text")).splitlines()
+    assert len(lines) > 30
+    for line in lines:
+        pieces = [piece.strip(" .") for piece in re.split(r"^alarm \w+: |…|; |: |(?:error|warning): ", line)]
+        long = [piece for piece in pieces if len(piece) > 9]
+        assert long, line
+        assert all(piece in printed for piece in long), f"{line}: {[p for p in long if p not in printed]}"
+
+
+def test_what_the_pages_name_is_found():
     """Names follow their file, methods are `Class.method`, and a tree's folders go on until it leaves them."""
     assert names_in_rows("| Eq. 4 | `a.py`, `f`, `C.m`, by `b/c.py` |\n| x | `--flag low`, `high` |") == [
         ("a.py", "f"),
@@ -136,3 +210,4 @@ def test_what_the_readme_names_is_found():
         "TokenUpdateTrainer",
         "TokenUpdateTrainer.ppo_train",
     }
+    assert constants(ast.parse('f"{name} is {x:.1f} GiB" + "!"')) == ["… is … GiB", "!"]

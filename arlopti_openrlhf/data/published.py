@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
         yield _read(f"{path}: row {number}", _from_prepared if prepared else _from_verl, record, prompt_format)
 
 
-def read_data_set(name: str, prompt_format: str, load=None) -> Iterator[Read]:
+def read_data_set(name: str, prompt_format: str, load: Callable | None = None) -> Iterator[Read]:
     """Yield the rows of one of `DATA_SETS`, downloaded or from Hugging Face's cache.
 
     Args:
