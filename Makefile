@@ -10,7 +10,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # The stamps say what .venv holds. Another lock, or a repository that was moved, builds it anew.
 STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(LOCK); } | sha256sum | cut -c1-12)
 PROJECT := .venv/.project
-DOCS := .venv-docs/.stamp-$(shell { echo '$(CURDIR)'; cat requirements/docs.txt; } | sha256sum | cut -c1-12)
+DOCS := .venv-docs/.stamp
 
 # PyTorch looks for ninja on the PATH whenever DeepSpeed loads a C++ op, and the ops belong to this .venv's headers.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -75,7 +75,7 @@ fuzz: setup
 
 # An environment of its own: what builds the site is not what is trained with. It reads the sources, and imports none.
 docs: $(DOCS)
-	@PATH="$(CURDIR)/.venv-docs/bin:$$PATH" NO_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs build --strict --quiet
+	@PATH="$(CURDIR)/.venv-docs/bin:$$PATH" NO_MKDOCS_2_WARNING=true .venv-docs/bin/python -m mkdocs build --strict --quiet
 	echo "docs: site/index.html"
 
 $(DOCS): requirements/docs.txt

@@ -1,5 +1,6 @@
 """What README.md and the pages say of the code is so: names in tables, the tree of files, commands and flags."""
 
+import argparse
 import ast
 import importlib
 import re
@@ -121,7 +122,7 @@ def test_commands_parse(page, tmp_path, monkeypatch):
         path = ROOT / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
         assert path.exists(), f"{page} runs {name}"
         if name == "arlopti_openrlhf.cli.train_ppo_ray":  # "...your flags..." stand for what the parser needs
-            assert {flag for flag in flags if flag.startswith("--")} <= training_flags()
+            assert {flag for flag in flags if flag.startswith("--")} <= training_flags()[0]
         elif "make_parser" in defined_names(path):
             importlib.import_module(name).make_parser().parse_args(flags)
         else:
@@ -142,24 +143,28 @@ def test_commands_are_found():
     assert words and words <= main.COMMANDS.keys()
 
 
-def training_flags() -> set[str]:
-    """Return the flags of the training command's real parser."""
-    flags: set[str] = set()
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings}
 
-    def collect(parser) -> None:
+
+def training_flags() -> tuple[set[str], set[str]]:
+    """Return the flags of the training command's real parser, and those that OpenRLHF's has without us."""
+    upstream: set[str] = set()
+    parsers = []
+
+    def collect(parser: argparse.ArgumentParser) -> None:
+        upstream.update(flags_of(parser))
         train_ppo_ray.add_flags(parser)
-        flags.update(flag for action in parser._actions for flag in action.option_strings)
+        parsers.append(parser)
 
     command_line.parse([], collect)
-    return flags
+    return flags_of(parsers[0]), upstream
 
 
 def test_every_training_flag_is_known_and_ours_are_explained():
     named = {flag for page in PAGES for flag in re.findall(r"--[a-z]+(?:\.\w+)+", text_of(page))}
-    known = training_flags()
+    known, upstream = training_flags()
     assert len(named) > 40 and named <= known, f"the pages name {', '.join(sorted(named - known))}"
-    upstream: set[str] = set()
-    command_line.parse([], lambda parser: upstream.update(f for a in parser._actions for f in a.option_strings))
     explained = set(re.findall(r"^\| `(--[\w.-]+)`", text_of("docs/flags.md"), re.M))
     explained -= {"--reward.remote_url"}  # OpenRLHF's own, which takes two values more
     assert explained == known - upstream, explained ^ (known - upstream)

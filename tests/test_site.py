@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
-MKDOCS = ROOT / ".venv-docs/bin/mkdocs"
+PYTHON = ROOT / ".venv-docs/bin/python"
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +89,11 @@ class Loaded(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    if not MKDOCS.exists():
+    if not PYTHON.exists():
         pytest.skip("make docs has not installed what builds the site")
     site = tmp_path_factory.mktemp("site")
-    command = [str(MKDOCS), "build", "--strict", "--quiet", "--site-dir", str(site)]
-    environment = {**os.environ, "PATH": f"{MKDOCS.parent}:{os.environ['PATH']}", "NO_MKDOCS_2_WARNING": "true"}
+    command = [str(PYTHON), "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    environment = {**os.environ, "PATH": f"{PYTHON.parent}:{os.environ['PATH']}", "NO_MKDOCS_2_WARNING": "true"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stdout + done.stderr
