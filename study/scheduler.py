@@ -65,13 +65,14 @@ class Scheduler:
                 print(f"{run.name}: {', '.join(after)}, {time.time() - start:.0f} s", flush=True)
 
         with ThreadPoolExecutor(self.parallel) as pool:
-            # A warm start is made just before the first run that needs it, so that a study that is cut short has runs.
+            # Those of a seed are made side by side, before its first run. So a study that is cut short has runs.
             made: dict[Path, Future] = {}
             attempts = []
             for run in open_runs:
-                if (folder := self._inputs(run)) not in made:
-                    made[folder] = pool.submit(self._make_inputs, run)
-                attempts.append(pool.submit(attempt, run, made[folder]))
+                for other in (r for r in open_runs if r.seed == run.seed):
+                    if (folder := self._inputs(other)) not in made:
+                        made[folder] = pool.submit(self._make_inputs, other)
+                attempts.append(pool.submit(attempt, run, made[self._inputs(run)]))
             for done in attempts:
                 done.result()
         print(f"{'stopped' if self.stopped else 'finished'}; failed: {', '.join(failed) or 'none'}", flush=True)

@@ -1,5 +1,6 @@
 """The scheduler makes a warm start once, just before the runs that share it."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def test_a_warm_start_is_made_once_and_before_the_runs_that_share_it(tmp_path):
         assert study.events.index(f"inputs-{run.condition}-{run.seed}") < study.events.index(run.name)
     # Those of seed 1 come after most runs of seed 0, so a study that is cut short has runs.
     assert study.events.index("inputs-decisions-1") > study.events.index("decisions-grpo-0")
+
+
+def test_the_warm_starts_of_a_seed_are_made_side_by_side(tmp_path):
+    """No run waits for one while another could be made."""
+    both = threading.Barrier(2, timeout=20)
+
+    class Meeting(WithoutTraining):
+        def _make_inputs(self, run):
+            both.wait()
+
+    assert Meeting(tmp_path).run(RUNS) == 0
 
 
 def test_where_a_warm_start_fails_the_other_runs_go_on(tmp_path, capsys):
