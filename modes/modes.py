@@ -186,7 +186,7 @@ MODES = [
         logs=_STAGES,
         is_short=True,
     ),
-    Mode("rewards", "agent of two turns", "--train.agent_func_path examples/kk_agent.py", logs=_STAGES, is_short=True),
+    Mode("rewards", "agent of two turns", "--train.agent_func_path {inputs}/agent.py", logs=_STAGES, is_short=True),
     Mode("rewards", "overlong penalty", "--reward.overlong_buffer_len 8", logs=_STAGES),
     # --- around it ---
     Mode(

@@ -6,7 +6,8 @@
     python -m modes.run --page docs/compatibility.md
 
 Each is the real command, with Ray, vLLM and DeepSpeed, and a policy of 1.0M parameters that is untrained. A mode holds
-where the run ends with status 0, logs two steps without a NaN, logs what only this mode logs, and saves its model.
+where the run ends with status 0, logs two steps with a gradient and without a NaN, logs what only this mode logs, and
+saves its model.
 Exit status 1: some mode does not hold. Logs stay in --out.
 """
 
@@ -49,6 +50,26 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
+# The package's own agent, with rewards that differ.
+AGENT = f"""
+import runpy
+from openrlhf.utils.agent import MultiTurnAgentExecutor
+
+Puzzle = runpy.run_path("{ROOT}/examples/kk_agent.py")["Puzzle"]
+
+
+class NoisyPuzzle(Puzzle):
+    async def step(self, state_dict, **kwargs):
+        answer = await super().step(state_dict, **kwargs)
+        return answer | {{"rewards": answer["rewards"] + float(sum(map(ord, state_dict["action_text"])) % 7)}}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(NoisyPuzzle)
+"""
+
+
 class Outcome(NamedTuple):
     """Holds how long a mode took, in seconds, and what was wrong. Nothing: it holds."""
 
@@ -57,7 +78,7 @@ class Outcome(NamedTuple):
 
 
 def make_inputs(folder: Path) -> None:
-    """Write an untrained policy, a reward model, prompts and a reward file."""
+    """Write an untrained policy, a reward model, prompts, a reward file and an agent."""
     rows = generate_rows((2,), 64, held_out=False, seed=0, names=tiny_policy.NAMES)
     write_rows(rows, folder / "train.jsonl")
     tokenizer = tiny_policy.make_tokenizer([json.dumps(row["prompt"]) for row in rows])
@@ -70,6 +91,7 @@ def make_inputs(folder: Path) -> None:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    (folder / "agent.py").write_text(AGENT, encoding="utf-8")
 
 
 def command(mode: Mode, inputs: Path, folder: Path, url: str, steps: int) -> list[str]:
@@ -113,6 +135,8 @@ def run_mode(mode: Mode, inputs: Path, folder: Path) -> Outcome:
                 for step, line in steps:
                     wrong += [f"step {step} logs no {name}" for name in mode.logs if f"'{name}'" not in line]
                 wrong += [f"step {step} has a NaN" for step, line in steps if re.search(r"\bnan\b", line)]
+                norms = re.findall(r"actor_grad_norm': ([-+.e\d]+)", text)
+                wrong += [] if any(float(norm) > 0 for norm in norms) else ["nothing is trained: no gradient"]
                 wrong += [f"it does not say {words!r}" for words in mode.says if words not in text]
     if not wrong:
         wrong += [f"no {pattern}" for pattern in mode.saves if not list(folder.glob(pattern))]

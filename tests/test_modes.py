@@ -45,7 +45,13 @@ def test_a_mode_that_does_not_hold_is_named(inputs, tmp_path, monkeypatch):
     log = "Global step 1: {'a': 1}\nGlobal step 2: {'a': nan}\n"
     monkeypatch.setattr(run, "_run", lambda command, path, folder: path.write_text(log) and 0)
     outcome = run.run_mode(Mode("topic", "name", logs=("a", "b"), says=("words",)), inputs, tmp_path / "run")
-    assert outcome.wrong == ["step 1 logs no b", "step 2 logs no b", "step 2 has a NaN", "it does not say 'words'"]
+    assert outcome.wrong == [
+        "step 1 logs no b",
+        "step 2 logs no b",
+        "step 2 has a NaN",
+        "nothing is trained: no gradient",
+        "it does not say 'words'",
+    ]
     assert "**no**: step 1 logs no b" in run.table({MODES[0].name: outcome})
 
 
