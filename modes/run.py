@@ -3,7 +3,7 @@
     python -m modes.run                       # all of them; --list names them
     python -m modes.run --short               # the part that the gate takes
     python -m modes.run --only "*LoRA*"
-    python -m modes.run --page docs/compatibility.md
+    python -m modes.run --record              # and into the table of docs/compatibility.md
 
 Each is the real command, with Ray, vLLM and DeepSpeed, and a policy of 1.0M parameters that is untrained. A mode holds
 where the run ends with status 0, logs two steps with a gradient and without a NaN, logs what only this mode logs, and
@@ -31,14 +31,14 @@ from typing import NamedTuple
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from arlopti_openrlhf import __version__
 from arlopti_openrlhf.data import tiny_policy
 from arlopti_openrlhf.data.rows import generate_rows, write_rows
 from modes.modes import MODES, Mode
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, PROMPTS, SAMPLES = 2, 8, 4  # PROMPTS with SAMPLES each are a step
-START, END = "<!-- table: python -m modes.run --page -->", "<!-- end of the table -->"
+RESULTS, PAGE = ROOT / "modes" / "results.json", ROOT / "docs" / "compatibility.md"
+START, END = "<!-- table: python -m modes.run --record -->", "<!-- end of the table -->"
 OWN = ("flags", "estimator", "methods", "placement")  # what a mode may have of its own
 _LONGEST = 600  # seconds of one start
 
@@ -195,17 +195,18 @@ def _server(mode: Mode, inputs: Path, folder: Path) -> Iterator[str]:
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """Return a Markdown table of the modes that were run."""
+    """Return a Markdown table of all modes, with the outcomes that there are."""
     lines = ["| | mode | flags | tested with | works |", "|---|---|---|---|---|"]
+    usual = MODES[0]
     for mode in MODES:
+        flags = [getattr(mode, name) for name in OWN if getattr(mode, name) != getattr(usual, name)]
+        shown = f"`{' '.join(flags).replace('{inputs}/', '').format(url='URL')}`" if flags else ""
+        ranks, engines = _count(mode.ranks, "rank"), _count(mode.engines, "engine")
+        verdict = "not run"
         if mode.name in outcomes:
-            usual = MODES[0]
-            flags = [getattr(mode, name) for name in OWN if getattr(mode, name) != getattr(usual, name)]
-            shown = f"`{' '.join(flags).replace('{inputs}/', '').format(url='URL')}`" if flags else ""
-            ranks, engines = _count(mode.ranks, "rank"), _count(mode.engines, "engine")
             wrong = outcomes[mode.name].wrong
             verdict = f"**no**: {'; '.join(wrong)}" if wrong else "yes"
-            lines.append(f"| {mode.topic} | {mode.name} | {shown} | {ranks}, {engines} | {verdict} |")
+        lines.append(f"| {mode.topic} | {mode.name} | {shown} | {ranks}, {engines} | {verdict} |")
     return "\n".join(lines)
 
 
@@ -213,17 +214,41 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number > 1 else ''}"
 
 
-def write_page(path: Path, outcomes: dict[str, Outcome]) -> None:
-    """Put the table between the page's two marks, under a line that says what it was made with."""
-    text = path.read_text(encoding="utf-8")
-    if text.count(START) != 1 or text.count(END) != 1:
-        raise SystemExit(f"{path}: needs the lines {START} and {END}, once each")
+def recorded(path: Path = RESULTS) -> dict[str, Outcome]:
+    """Return the recorded outcomes of the modes that are still described as they were."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {
+        mode.name: Outcome(kept[mode.name]["seconds"], kept[mode.name]["wrong"])
+        for mode in MODES
+        if mode.name in kept and kept[mode.name]["mode"] == _described(mode)
+    }
+
+
+def record(outcomes: dict[str, Outcome], path: Path = RESULTS, page: Path = PAGE) -> None:
+    """Add outcomes to those that are recorded, and put the table of all into the page, between its two marks."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     packages = ("openrlhf", "torch", "vllm", "deepspeed", "ray", "transformers")
-    made_with = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    works = sum(not outcome.wrong for outcome in outcomes.values())
-    head = f"{works} of {len(outcomes)} work, on a CPU, with arlopti_openrlhf {__version__}, {made_with}."
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    for mode in MODES:
+        if mode.name in outcomes:
+            seconds, wrong = outcomes[mode.name]
+            kept[mode.name] = dict(mode=_described(mode), seconds=round(seconds), wrong=wrong, versions=versions)
+    kept = {mode.name: kept[mode.name] for mode in MODES if mode.name in kept}
+    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    if text.count(START) != 1 or text.count(END) != 1:
+        raise SystemExit(f"{page}: needs the lines {START} and {END}, once each")
+    found = recorded(path)
+    works = sum(not outcome.wrong for outcome in found.values())
+    made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
+    head = f"{works} of {len(MODES)} modes work, and {len(MODES) - len(found)} have not been run. CPU, {made_with}."
     before, after = text.split(START)[0], text.split(END)[1]
-    path.write_text(f"{before}{START}\n\n{head}\n\n{table(outcomes)}\n\n{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{START}\n\n{head}\n\n{table(found)}\n\n{END}{after}", encoding="utf-8")
+
+
+def _described(mode: Mode) -> dict:
+    """Return the mode as JSON gives it back."""
+    return json.loads(json.dumps(mode._asdict()))
 
 
 def main() -> None:
@@ -233,11 +258,11 @@ def main() -> None:
     modes = [m for m in MODES if fnmatch.fnmatchcase(m.name, args.only) and (m.is_short or not args.short)]
     if not modes:
         parser.error(f"argument --only: {args.only} matches no mode")
+    if args.open:
+        modes = [mode for mode in modes if recorded().get(mode.name, Outcome(0, ["not run"])).wrong]
     if args.list:
         print("\n".join(f"{mode.topic:<14} {mode.name}" for mode in modes))
         return
-    if args.page and len(modes) < len(MODES):
-        parser.error("argument --page: the page wants all modes")
     # A shell lets the jobs in its background ignore SIGINT, and the trainings would too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     shutil.rmtree(args.out, ignore_errors=True)
@@ -249,12 +274,11 @@ def main() -> None:
         outcome = outcomes[mode.name] = run_mode(mode, out, out / f"{number:02d}")
         wrong = "".join(f"; {words}" for words in outcome.wrong)
         print(f"{'FAIL' if wrong else '  ok'}  {mode.name}{wrong} ({outcome.seconds:.0f} s)", flush=True)
-    (out / "table.md").write_text(table(outcomes) + "\n", encoding="utf-8")
-    if args.page:
-        write_page(args.page, outcomes)
+        if args.record:
+            record({mode.name: outcome})
     failed = sum(bool(outcome.wrong) for outcome in outcomes.values())
     minutes = sum(outcome.seconds for outcome in outcomes.values()) / 60
-    print(f"{len(modes) - failed} of {len(modes)} work, {minutes:.1f} minutes: {out}/table.md")
+    print(f"{len(modes) - failed} of {len(modes)} work, {minutes:.1f} minutes; logs: {out}")
     sys.exit(failed > 0)
 
 
@@ -266,7 +290,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--short", action="store_true", help="the part that the gate takes")
     parser.add_argument("--only", default="*", metavar="PATTERN", help='modes by name, as in "*ZeRO*" (default: all)')
     parser.add_argument("--list", action="store_true", help="name the modes, and run none")
-    parser.add_argument("--page", type=Path, help="page whose table is written")
+    parser.add_argument("--open", action="store_true", help="only modes that are not recorded as working")
+    parser.add_argument("--record", action="store_true", help=f"keep the results, and write the table of {PAGE.name}")
     parser.add_argument("--out", type=Path, default=Path("outputs/modes"), help="folder for everything; it is emptied")
     return parser
 

@@ -1,6 +1,6 @@
 """The modes of OpenRLHF with the token methods on: `make modes` takes all of them, the gate the short ones."""
 
-import re
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -55,10 +55,25 @@ def test_a_mode_that_does_not_hold_is_named(inputs, tmp_path, monkeypatch):
     assert "**no**: step 1 logs no b" in run.table({MODES[0].name: outcome})
 
 
-def test_the_page_has_a_row_for_each_mode():
+def test_the_page_is_made_of_what_is_recorded():
+    """And what is recorded works."""
     page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]*\| \d ranks?, \d engines? \| (.+) \|$", page, re.M)
-    assert dict(rows) == {mode.name: "yes" for mode in MODES}
+    assert f"\n{run.table(run.recorded())}\n" in page
+    assert run.recorded() and not any(outcome.wrong for outcome in run.recorded().values())
+
+
+def test_a_result_belongs_to_the_mode_as_it_was(tmp_path):
+    page, results = tmp_path / "page.md", tmp_path / "results.json"
+    page.write_text(f"before\n{run.START}\nold\n{run.END}\nafter\n")
+    run.record({MODES[0].name: run.Outcome(1.0, [])}, results, page)
+    run.record({MODES[1].name: run.Outcome(1.0, ["wrong"])}, results, page)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert f"1 of {len(MODES)} modes work, and {len(MODES) - 2} have not been run" in text and "**no**: wrong" in text
+    kept = json.loads(results.read_text())
+    kept[MODES[0].name]["mode"]["flags"] = "--other"
+    results.write_text(json.dumps(kept))
+    assert list(run.recorded(results)) == [MODES[1].name]
 
 
 def modes(*flags: str) -> subprocess.CompletedProcess:
