@@ -1,4 +1,4 @@
-"""Analyse models one by one: sample and grade responses, then compute what Fig. 1-3 and 5 show of them."""
+"""Analyse models one by one: sample and grade responses, then compute what the figures show of them."""
 
 import gc
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from arlopti_openrlhf.analysis import figures, rollouts, suggest, updates, words
+from arlopti_openrlhf.analysis import agreement, figures, method_effects, rollouts, suggest, updates, words
 from arlopti_openrlhf.analysis.policy import Policy
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     learning_rate: float | None  # None stands for the one at which GRPO's update changes log π by STEP
     layers: Sequence[int] | None  # of Fig. 2, from 1; None stands for first, middle and last
     micro_batch_tokens: int
+    cells: str  # of the agreement: "probability" or "entropy"
 
 
 def check_models(models: Iterable[str], layers: Sequence[int] | None) -> None:
@@ -47,7 +48,7 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
     """Analyse one model's responses to the rows.
 
     Returns:
-        The model's summary, {figure: data} for Fig. 1-3, and the data of Fig. 5.
+        The model's summary, {figure: data} for Fig. 1-3 and the agreement, and the data of Fig. 5.
     """
     print(f"{name}: {len(rows)} prompts, {settings.samples} responses each", flush=True)
     sampled = rollouts.sample(
@@ -69,6 +70,7 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
         "learning_rate": settings.learning_rate,
         "parameters": sum(p.numel() for p in policy.parameters),
         "suggestion": None,
+        "agreement": None,
         "notices": [],
     }
     # Fig. 2 needs no advantage. The rest needs an update, and so some prompt whose rewards differ.
@@ -76,6 +78,15 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
     if batch.advantages.any():
         summary["suggestion"] = suggest.suggest(batch, tokens)
         summary |= {key: summary["suggestion"][key] for key in ("low_tokens", "low_gradient")}
+        found = agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
+        if found:
+            data["agreement"] = found
+            summary["agreement"] = method_effects.sentences(found)
+        else:
+            summary["notices"].append(
+                f"Fewer than {agreement.LEAST_PROMPTS} prompts have responses of different reward, too few to ask "
+                "whether their gradients agree. More --prompts would help."
+            )
         summary["learning_rate"], updated = _analyze_update(policy, batch, tokens, settings)
         data |= updated
         summary["notices"] += empty_bins(data)
@@ -130,7 +141,8 @@ def describe(summary: dict) -> list[str]:
         )
         values = [(n, found[k]) for n, k in (("α", "alpha"), ("η", "eta")) if found[k]["value"] is not None]
         lines.append(
-            "  to start from: "
+            "  by the shares of the gradient, a setting as strong as the paper's: "
             + ", ".join(f"{n} ≈ {v['value']:.2f} ({v['low']:.2f}-{v['high']:.2f})" for n, v in values)
         )
+    lines += [f"  {sentence}" for sentence in summary["agreement"] or ()]
     return lines + [f"  {notice}" for notice in summary["notices"]]

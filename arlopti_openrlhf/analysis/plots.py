@@ -177,6 +177,39 @@ def _figure_5(data: dict) -> Figure:
     return figure
 
 
+def _agreement(data: dict) -> Figure:
+    figure, (shares, cosines, contributions) = plt.subplots(
+        1, 3, figsize=(11, 0.8 + 0.36 * len(data["cells"])), layout="constrained", sharey=True
+    )
+    colours = {"agrees": _COLOURS[2], "opposes": _COLOURS[1], "no agreement": _COLOURS[-1]}
+    ink = plt.rcParams["text.color"]
+    for y, cell in enumerate(data["cells"]):
+        if cell["found"] not in colours:
+            cosines.text(0, y, "no gradient", va="center", ha="center", fontsize=7)
+            continue
+        colour = colours[cell["found"]]
+        shares.barh(y, cell["share"], 0.7, color=colour)
+        for axis, value, prefix in ((cosines, "cosine", ""), (contributions, "contribution", "contribution_")):
+            middle, low, high = cell[value], cell[f"{prefix}low"], cell[f"{prefix}high"]
+            # A percentile interval need not hold the value.
+            error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
+            axis.errorbar(middle, y, xerr=error, fmt="o", color=colour, markersize=4, capsize=2)
+    whole, half = data["whole"], f"{data['prompts'] / 2:g}"
+    if whole:
+        cosines.axvline(whole["cosine"], color=ink, linewidth=0.8, linestyle=":")
+    for axis in (shares, cosines, contributions):
+        axis.axvline(0, color=ink, linewidth=0.8)
+    shares.set_yticks(range(len(data["cells"])), [f"{c['name']} ({c['tokens']:,})" for c in data["cells"]])
+    shares.invert_yaxis()
+    shares.set(title="share of the gradient\n(adds up to 1)", xlabel="⟨g_c, g⟩ / ‖g‖²")
+    cosines.set(title=f"agreement: cosine with the whole\ngradient of {half} other prompts", xlabel="cosine (95%)")
+    contributions.set(title="part of that agreement\n(adds up to the dotted line)", xlabel="contribution (95%)")
+    for name, colour in colours.items():
+        shares.barh([], [], color=colour, label=name)
+    figure.legend(*shares.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
 def _curves(data: list[dict]) -> Figure:
     one_unit = len({panel["unit"] for panel in data}) == 1
     figure, axes = plt.subplots(
@@ -204,6 +237,7 @@ def _draw_curves(axis: Axes, panel: dict, labels: list[str], handles: dict[str, 
 
 
 _DRAW: dict[str, Callable[..., Figure]] = {
+    "agreement": _agreement,
     "fig1": _figure_1,
     "fig2": _figure_2,
     "fig3": _figure_3,

@@ -11,6 +11,16 @@ from arlopti_openrlhf.analysis.suggest import GAIN, PAPER_ETA
 # {figure: (title, what it shows, alternative text)}
 _SEEDS = "Mean over seeds; the band is their range."
 _CAPTIONS = {
+    "agreement": (
+        "Which tokens' gradients agree between prompts",
+        """The tokens by the sign of their advantage and by probability or entropy, and how many there are. Left:
+        their share of the gradient in this batch, signal and noise together. Middle: the cosine of their gradient on
+        one half of the prompts with the whole gradient on the other half, over all ways to halve them (dotted: the
+        whole gradient's own). Right: how much of the whole's cosine comes from them. Where the interval holds 0, the
+        gradient is noise as far as this batch can tell.""",
+        """Three panels with one row for each cell of tokens: share of the gradient, cosine with the gradient of other
+        prompts, and contribution to the cosine of the whole.""",
+    ),
     "fig1": (
         "Fig. 1: what low-probability tokens do to an update",
         """(a) Probabilities of the sampled tokens. (b) Their advantages. (d) Gradient norm of each quarter of the
@@ -98,7 +108,11 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
         body += [f"<p class='notice'>{escape(notice)}</p>" for notice in summary["notices"]]
         if summary["suggestion"]:
             body.append(_advice(summary["suggestion"], figures[name]["fig3"]))
+        if summary["agreement"]:
+            body.append(_agreement_in_words(summary["agreement"]))
         body += [_figure(figure, data) for figure, data in figures[name].items()]
+        if "agreement" in figures[name]:
+            body += _agreement_tables(figures[name]["agreement"])
         if "fig1" in figures[name]:
             body.append(_quarters_table(figures[name]["fig1"]))
         if "fig3" in figures[name]:
@@ -184,8 +198,9 @@ def _advice(suggestion: dict, directions: dict) -> str:
         )
     lines += [
         f"<p>{escape(_direction(directions))}</p>",
-        "<p>These are starting points from one batch and one set of weights. They say how strong the paper's settings "
-        "are on this policy. Only training tells which value trains best. The intervals cover the choice of prompts, "
+        "<p>These come from one batch and one set of weights. They say which values are as strong here as the paper's "
+        "are there. They do not say that low-probability tokens should be lowered. What follows asks whether their "
+        "gradient is noise. Only training tells which value trains best. The intervals cover the choice of prompts, "
         "not the rules.</p>",
         "</section>",
         _shares_table(
@@ -196,6 +211,51 @@ def _advice(suggestion: dict, directions: dict) -> str:
         _shares_table("η", suggestion["low_gradient_by_eta"], "Lopti: share of the gradient that its first step has."),
     ]
     return "<section class='advice'>\n<h3>α and η for this policy</h3>\n" + "\n".join(lines)
+
+
+def _agreement_in_words(sentences: Sequence[str]) -> str:
+    lines = [
+        "<section class='advice'>\n<h3>Noise, signal and the token methods, on this batch</h3>",
+        *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+        "<p>This is one batch, one set of weights and the plain gradient, without AdamW's scaling of each parameter. "
+        "A cell may agree, and this batch be too small to show it. What a method does to entropy, exploration or "
+        "later steps is not in it. A method that lowers noise here is worth a try, and no more than that.</p>",
+        "</section>",
+    ]
+    return "\n".join(lines)
+
+
+def _agreement_tables(data: dict) -> list[str]:
+    rows = []
+    whole = {"name": "all", "tokens": None, "logit_share": None, "found": ""} | (data["whole"] or {})
+    for cell in [*data["cells"], whole]:
+        known = "cosine" in cell
+        rows.append(
+            [cell["name"], _number(cell["tokens"], "{:,}"), _number(cell["logit_share"], "{:.1%}")]
+            + [f"{cell[key]:.3f}" if known else "-" for key in ("share", "norm")]
+            + [f"{cell['cosine']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})" if known else "-"]
+            + [f"{cell['contribution']:.4f}" if known else "-", cell["found"]]
+        )
+    head = ["", "tokens", "share at the logits", "share ⟨g_c, g⟩ / ‖g‖²", "norm ‖g_c‖ / ‖g‖"]
+    head += ["cosine with other prompts (95%)", "contribution", ""]
+    tables = [_table(head, rows, "The agreement in numbers.")]
+    methods = [
+        [name, found["lowers"]]
+        + [f"{found[key]:.1%}" for key in ("noise", "signal", "agreeing_before", "agreeing_after")]
+        + [_number(weight, "{:.2f}") for weight in found["weights"]]
+        for name, found in data["methods"].items()
+    ]
+    if methods:
+        caption = (
+            "What each token method does at its default constants: which cells' share of the gradient at the logits "
+            "it lowers, by how much, and its mean weight in each cell."
+        )
+        if data["left_out"]:
+            caption += " Left out: " + "; ".join(data["left_out"].values()) + "."
+        head = ["", "lowers", "noise by", "signal by", "cells that agree have", "and with the method"]
+        head += [cell["name"] for cell in data["cells"]]
+        tables.append(_table(head, methods, caption))
+    return tables
 
 
 def _shares_table(symbol: str, shares: dict[str, float], caption: str) -> str:

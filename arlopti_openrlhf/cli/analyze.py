@@ -3,9 +3,10 @@
     python -m arlopti_openrlhf.cli.analyze --model CHECKPOINT --data kk_train.jsonl --out analysis --report
     python -m arlopti_openrlhf.cli.analyze --runs GRPO=run1,run2 "AR + Lopti=run3,run4" --out analysis
 
---model gives fig1-fig3 (one update: gradients and changes by probability) and fig5 (words); --runs gives fig6-fig8
-(training curves). Each figure is a picture (fig1.png) and its data (fig1.json). Several models, or a folder that holds
-several checkpoints, all get the same prompts. Each then has a folder of its own, and fig5 shows them together.
+--model gives fig1-fig3 (one update: gradients and changes by probability), agreement (which tokens' gradients agree
+between prompts, and which token methods lower the others) and fig5 (words); --runs gives fig6-fig8 (training curves).
+Each figure is a picture (fig1.png) and its data (fig1.json). Several models, or a folder that holds several
+checkpoints, all get the same prompts. Each then has a folder of its own, and fig5 shows them together.
 """
 
 import argparse
@@ -143,6 +144,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=integer(1),
         default=4096,
         help="tokens of one forward and backward pass; fewer take less memory (default: 4096)",
+    )
+    update.add_argument(
+        "--cells",
+        choices=("probability", "entropy"),
+        default="probability",
+        help="what divides the tokens, beside the sign of the advantage, where it is asked whose gradients agree "
+        "between prompts (default: probability)",
     )
     parser.add_argument(
         "--runs",

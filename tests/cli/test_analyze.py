@@ -10,7 +10,7 @@ from browser import CHROMIUM, chromium
 from arlopti_openrlhf.analysis import report, rollouts
 from arlopti_openrlhf.cli import analyze
 
-FIGURES = ["fig1", "fig2", "fig3", "fig5", "fig6", "fig7", "fig8"]
+FIGURES = ["agreement", "fig1", "fig2", "fig3", "fig5", "fig6", "fig7", "fig8"]
 
 
 def run(monkeypatch, *arguments: object) -> None:
@@ -38,7 +38,7 @@ def analysis(tiny_model, tiny_data, logs, tmp_path_factory) -> Path:
 
 
 def test_every_figure_is_a_picture_and_its_data(analysis):
-    assert sorted(path.stem for path in analysis.glob("fig*.png")) == FIGURES
+    assert sorted(path.stem for path in analysis.glob("*.png")) == FIGURES
     for name in FIGURES:
         png = (analysis / f"{name}.png").read_bytes()
         assert png.startswith(b"\x89PNG\r\n\x1a\n") and len(png) > 5000, name
