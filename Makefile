@@ -82,7 +82,7 @@ $(DOCS): requirements/docs.txt
 	@rm -rf .venv-docs
 	python=$$(command -v python3.11 || command -v python3)
 	$$python -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --no-input --disable-pip-version-check --quiet --no-deps --requirement $<
+	.venv-docs/bin/python -m pip install --no-input --disable-pip-version-check --quiet --no-compile --no-deps --requirement $<
 	touch $@
 
 clean:

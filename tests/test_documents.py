@@ -59,6 +59,11 @@ def test_every_module_that_is_run_exists(document):
     assert not missing, f"{document} runs {', '.join(missing)}"
 
 
+def test_every_launch_script_is_in_the_guide():
+    scripts = {path.name for path in (ROOT / "examples/scripts").glob("*.sh")} - {"paper_settings.sh"}
+    assert scripts <= named_paths(text_of("docs/getting_started.md")), "docs/getting_started.md"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_make_target_exists(document):
     targets = set(re.findall(r"^([a-z]+):", text_of("Makefile"), re.M))
