@@ -75,7 +75,8 @@ fuzz: setup
 
 # An environment of its own: what builds the site is not what is trained with. It reads the sources, and imports none.
 docs: $(DOCS)
-	@PATH="$(CURDIR)/.venv-docs/bin:$$PATH" NO_MKDOCS_2_WARNING=true .venv-docs/bin/python -m mkdocs build --strict --quiet
+	@# Not --quiet, which keeps warnings from --strict too.
+	PATH="$(CURDIR)/.venv-docs/bin:$$PATH" NO_MKDOCS_2_WARNING=true .venv-docs/bin/python -m mkdocs build --strict
 	echo "docs: site/index.html"
 
 $(DOCS): requirements/docs.txt

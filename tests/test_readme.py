@@ -124,7 +124,9 @@ def test_commands_parse(page, tmp_path, monkeypatch):
         if name == "arlopti_openrlhf.cli.train_ppo_ray":  # "...your flags..." stand for what the parser needs
             assert {flag for flag in flags if flag.startswith("--")} <= training_flags()[0]
         elif "make_parser" in defined_names(path):
-            importlib.import_module(name).make_parser().parse_args(flags)
+            parser = importlib.import_module(name).make_parser()
+            parser.parse_args(flags)
+            assert {flag for flag in flags if flag.startswith("--")} <= flags_of(parser)  # not abbreviated
         else:
             source = path.read_text("utf-8")
             assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--")), f"{page}: {name} {flags}"

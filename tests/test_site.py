@@ -92,11 +92,10 @@ def site(tmp_path_factory) -> Path:
     if not PYTHON.exists():
         pytest.skip("make docs has not installed what builds the site")
     site = tmp_path_factory.mktemp("site")
-    command = [str(PYTHON), "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    command = [str(PYTHON), "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     environment = {**os.environ, "PATH": f"{PYTHON.parent}:{os.environ['PATH']}", "NO_MKDOCS_2_WARNING": "true"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stdout + done.stderr
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
     return site
 
 
