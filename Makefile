@@ -83,7 +83,8 @@ $(DOCS): requirements/docs.txt
 	@rm -rf .venv-docs
 	python=$$(command -v python3.11 || command -v python3)
 	$$python -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --no-input --disable-pip-version-check --quiet --no-compile --no-deps --requirement $<
+	.venv-docs/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile --no-deps \
+		--requirement $< >.venv-docs/install.log 2>&1 || { tail -n 25 .venv-docs/install.log >&2; exit 1; }
 	touch $@
 
 clean:
