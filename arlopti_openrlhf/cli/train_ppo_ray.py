@@ -127,6 +127,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
         is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"
         line = is_loaded if combinations.loads_reference(args) else is_policy
         print(f"arlopti_openrlhf: --ds.lora.rank {args.ds.lora.rank}: {line}.", flush=True)
+    value["reward.remote_url"] = value["reward.remote_url"] or None  # OpenRLHF would ask a server without a name
     # The workers, which load these files, have a working directory of their own.
     sources = value["algo.token_method"]
     value["algo.token_method"] = [str(Path(s).absolute()) if s.endswith(".py") else s for s in sources]

@@ -241,3 +241,7 @@ def test_the_help_is_sorted_by_topic_with_defaults_and_an_example_that_parses(ca
     command = help.EXAMPLE.replace("\\\n", " ").split("arlopti train ")[1].split("\n\n")[0]
     args = vars(train_ppo_ray.parse(command.split()))
     assert (args["algo.ar.alpha"], args["algo.lopti.eta"], args["reward.remote_url"]) == (0.3, 0.5, "kk")
+
+
+def test_an_empty_source_of_rewards_is_none():
+    assert nested([*FITTING, "--reward.remote_url", "", "--reward.model_name_or_path", "x"]).reward.remote_url is None
