@@ -2,7 +2,7 @@
 
 import argparse
 import ast
-import importlib
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -204,6 +204,20 @@ def test_troubleshooting_quotes_what_the_command_prints():
         long = [piece for piece in pieces if len(piece) > 9]
         assert long, line
         assert all(piece in printed for piece in long), f"{line}: {[p for p in long if p not in printed]}"
+
+
+def test_every_metric_of_the_page_is_logged():
+    """By us, or by OpenRLHF. A metric's name is put together from parts, so its last one is looked for."""
+    upstream = Path(importlib.util.find_spec("openrlhf").origin).parent
+    code = "".join(
+        f.read_text("utf-8") for folder in (ROOT / "arlopti_openrlhf", upstream) for f in folder.rglob("*.py")
+    )
+    table = re.findall(r"^\| (`.*?) \|", text_of("docs/metrics.md"), re.M)
+    names = {name.split("/")[-1] for cell in table for name in re.findall(r"`([\w/]+)`", cell)}
+    assert len(names) > 20
+    # An f-string may fill in the last word of a name.
+    missing = [n for n in names if not re.search(rf"""["'/]({n}["'/]|{n.rpartition("_")[0] or "-"}_{{)""", code)]
+    assert not missing
 
 
 def test_what_the_pages_name_is_found():
