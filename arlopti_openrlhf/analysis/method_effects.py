@@ -13,7 +13,8 @@ from arlopti_openrlhf.update.token_statistics import logit_gradient_norm
 
 # Of the whole gradient at the logits. A cell whose share falls by less is left as it is.
 LEAST_CHANGE = 0.005
-DIRECTION = "ar.alpha=-0.2"  # "On the Direction of RLVR Updates" is AR with the opposite sign
+# {name in the report: (method, arguments)} of what is no file of its own.
+RELATIVES = {"ar alpha=-0.2 (Direction)": ("ar", ["ar.alpha=-0.2"])}
 LOWERS = ("noise", "signal", "both", "neither")
 
 
@@ -27,8 +28,8 @@ def method_weights(batch: Batch, tokens: Tokens) -> tuple[dict[str, Tensor], dic
     seen = token_method.Tokens(tokens.log_probs, batch.advantages, mask, tokens.entropy)
     row = token_method.Tokens(*(values[mask][None] for values in seen))
     weights, left_out = {}, {}
-    for name, arguments in [*((name, []) for name in built_in()), ("ar", [DIRECTION])]:
-        label = " ".join([name, *(argument.removeprefix(f"{name}.") for argument in arguments)])
+    asked: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in built_in()} | RELATIVES
+    for label, (name, arguments) in asked.items():
         try:
             (method,) = token_method.load([name], arguments)
         except ValueError as error:  # a constant that has no default
@@ -92,20 +93,22 @@ def effect(before: Sequence[float], after: Sequence[float] | None, agrees: Seque
 
 def sentences(data: dict) -> list[str]:
     """Return in words what `agreement.analyze` found."""
-    whole, half = data["whole"], f"{data['prompts'] / 2:g}"
+    whole = data["whole"]
     if whole is None:
         return ["No cell of tokens has a gradient."]
     said = [
-        f"The gradients of {half} prompts and of {half} others have a cosine of {whole['cosine']:.2f} "
-        f"(95%: {whole['low']:.2f} to {whole['high']:.2f})."
+        f"{data['prompts']} prompts have a gradient. Between that of one half of them and that of the other the "
+        f"cosine is {whole['cosine']:.2f} (95%: {whole['low']:.2f} to {whole['high']:.2f})."
     ]
     if not data["methods"]:
         no_verdict = "Too little agrees to tell signal from noise, so no token method is judged. Give more --prompts."
         return [*said, no_verdict]
-    signal = sum(cell["logit_share"] for cell in data["cells"] if cell["found"] == "agrees")
+    agreeing = [cell for cell in data["cells"] if cell["found"] == "agrees"]
+    whole_share, logit_share = (sum(cell[key] for cell in agreeing) for key in ("share", "logit_share"))
     said.append(
-        f"Cells that agree on other prompts carry {signal:.0%} of the gradient. The rest is noise, as far as this "
-        "batch can tell."
+        f"Cells that agree on other prompts carry {whole_share:.0%} of the gradient over all parameters, and "
+        f"{logit_share:.0%} token by token at the logits. The others are noise or oppose them, as far as this batch "
+        "can tell."
     )
     found = [f"{names} lower {kind}" for kind in LOWERS if (names := _named(data["methods"], kind))]
     return [*said, f"At their default constants, {'; '.join(found)}."]
@@ -115,4 +118,7 @@ def _named(methods: dict[str, dict], kind: str) -> str:
     chosen = {name: found for name, found in methods.items() if found["lowers"] == kind}
     if kind != "both":
         return ", ".join(chosen)
-    return ", ".join(f"{name} (noise by {f['noise']:.1%}, signal by {f['signal']:.1%})" for name, f in chosen.items())
+    return ", ".join(
+        f"{name} (noise by {100 * found['noise']:.1f} points, signal by {100 * found['signal']:.1f})"
+        for name, found in chosen.items()
+    )

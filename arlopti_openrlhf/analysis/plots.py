@@ -11,6 +11,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 _DPI = 130
@@ -194,19 +195,18 @@ def _agreement(data: dict) -> Figure:
             # A percentile interval need not hold the value.
             error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
             axis.errorbar(middle, y, xerr=error, fmt="o", color=colour, markersize=4, capsize=2)
-    whole, half = data["whole"], f"{data['prompts'] / 2:g}"
-    if whole:
-        cosines.axvline(whole["cosine"], color=ink, linewidth=0.8, linestyle=":")
+    if data["whole"]:
+        cosines.axvline(data["whole"]["cosine"], color=ink, linewidth=0.8, linestyle=":")
     for axis in (shares, cosines, contributions):
         axis.axvline(0, color=ink, linewidth=0.8)
     shares.set_yticks(range(len(data["cells"])), [f"{c['name']} ({c['tokens']:,})" for c in data["cells"]])
     shares.invert_yaxis()
-    shares.set(title="share of the gradient\n(adds up to 1)", xlabel="⟨g_c, g⟩ / ‖g‖²")
-    cosines.set(title=f"agreement: cosine with the whole\ngradient of {half} other prompts", xlabel="cosine (95%)")
+    shares.set(title="share of the gradient\n(adds up to 1)", xlabel="⟨$g_c$, g⟩ / ‖g‖²")
+    halves = f"gradient of the other half of {data['prompts']} prompts"
+    cosines.set(title=f"agreement: cosine with the whole\n{halves}", xlabel="cosine (95%)")
     contributions.set(title="part of that agreement\n(adds up to the dotted line)", xlabel="contribution (95%)")
-    for name, colour in colours.items():
-        shares.barh([], [], color=colour, label=name)
-    figure.legend(*shares.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 

@@ -35,10 +35,10 @@ def test_shares_of_cells_ignore_a_common_factor():
 def test_every_built_in_method_is_asked(batch, tokens):
     weights, left_out = method_effects.method_weights(batch, tokens)
     assert set(left_out) == {"surprisal_band"} and "needs lo, hi" in left_out["surprisal_band"]
-    assert {"ar", "ar alpha=-0.2", "lopti", "eighty_twenty", "clip_cov"} <= set(weights)
+    assert {"ar", "ar alpha=-0.2 (Direction)", "lopti", "eighty_twenty", "clip_cov"} <= set(weights)
     probabilities, mask = tokens.log_probs.exp(), batch.action_mask
     assert torch.allclose(weights["ar"][mask], 0.3 * probabilities[mask] + 0.7)
-    assert torch.allclose(weights["ar alpha=-0.2"][mask], 1.2 - 0.2 * probabilities[mask])
+    assert torch.allclose(weights["ar alpha=-0.2 (Direction)"][mask], 1.2 - 0.2 * probabilities[mask])
     assert torch.equal(weights["lopti"], mask.float())  # its two passes share the tokens
     # A fifth of the response's tokens, and none of the padding, whose entropy is 0.
     assert weights["eighty_twenty"].sum() >= 0.2 * mask.sum() and not weights["eighty_twenty"][~mask].any()
@@ -46,7 +46,10 @@ def test_every_built_in_method_is_asked(batch, tokens):
 
 def data(**methods) -> dict:
     whole = {"cosine": 0.5, "low": 0.25, "high": 0.625}
-    cells = [{"logit_share": 0.75, "found": "agrees"}, {"logit_share": 0.25, "found": "no agreement"}]
+    cells = [
+        {"share": 0.875, "logit_share": 0.75, "found": "agrees"},
+        {"share": 0.125, "logit_share": 0.25, "found": "no agreement"},
+    ]
     return {"prompts": 24, "whole": whole, "cells": cells, "methods": methods}
 
 
@@ -55,11 +58,17 @@ def test_sentences():
         effect([0.75, 0.25], after, [True, False]) for after in ([1.0, 0.0], [0.5, 0.5], None, [0.75, 0.25])
     )
     first, second, third = sentences(data(stapo=noise, ar=signal, a=both, lopti=neither, steer=noise))
-    assert first == "The gradients of 12 prompts and of 12 others have a cosine of 0.50 (95%: 0.25 to 0.62)."
-    assert second.startswith("Cells that agree on other prompts carry 75% of the gradient.")
+    assert first == (
+        "24 prompts have a gradient. Between that of one half of them and that of the other the cosine is 0.50 "
+        "(95%: 0.25 to 0.62)."
+    )
+    assert second.startswith(
+        "Cells that agree on other prompts carry 88% of the gradient over all parameters, and 75% token by token "
+        "at the logits."
+    )
     assert third == (
         "At their default constants, stapo, steer lower noise; ar lower signal; "
-        "a (noise by 25.0%, signal by 75.0%) lower both; lopti lower neither."
+        "a (noise by 25.0 points, signal by 75.0) lower both; lopti lower neither."
     )
 
 
