@@ -186,7 +186,7 @@ def _agreement(data: dict) -> Figure:
     ink = plt.rcParams["text.color"]
     for y, cell in enumerate(data["cells"]):
         if cell["found"] not in colours:
-            cosines.text(0, y, "no gradient", va="center", ha="center", fontsize=7)
+            cosines.text(0, y, "  no gradient", va="center", fontsize=7)
             continue
         colour = colours[cell["found"]]
         shares.barh(y, cell["share"], 0.7, color=colour)

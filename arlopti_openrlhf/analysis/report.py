@@ -199,9 +199,9 @@ def _advice(suggestion: dict, directions: dict) -> str:
     lines += [
         f"<p>{escape(_direction(directions))}</p>",
         "<p>These come from one batch and one set of weights. They say which values are as strong here as the paper's "
-        "are there. They do not say that low-probability tokens should be lowered. What follows asks whether their "
-        "gradient is noise. Only training tells which value trains best. The intervals cover the choice of prompts, "
-        "not the rules.</p>",
+        "are there. They do not say that low-probability tokens should be lowered. Whether their gradient is noise is "
+        "another question, which the agreement between prompts answers as far as this batch allows. Only training "
+        "tells which value trains best. The intervals cover the choice of prompts, not the rules.</p>",
         "</section>",
         _shares_table(
             "α",
