@@ -68,7 +68,7 @@ def test_a_result_belongs_to_the_mode_as_it_was(tmp_path):
     run.record({MODES[0].name: run.Outcome(1.0, [])}, results, page)
     run.record({MODES[1].name: run.Outcome(1.0, ["wrong"])}, results, page)
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text
     assert f"1 of {len(MODES)} modes work, and {len(MODES) - 2} have not been run" in text and "**no**: wrong" in text
     kept = json.loads(results.read_text())
     kept[MODES[0].name]["mode"]["flags"] = "--other"
