@@ -1,13 +1,13 @@
 """Raise the rarest tokens of right answers and the most certain ones of wrong answers (A3PO).
 
-Paper: arXiv 2512.21625.
-Formula: s⁺ on the rarest share of a response's tokens where A > 0, s⁻ on the most probable share where A < 0, else 1.
-The share of n tokens is max(1, ⌊share · n⌋).
-Code read: github.com/txy77/Sample-Polarity-of-RLVR at 24a37f7 and 12eaa47 (`core_algos.py`).
-Constants: s⁺ = s⁻ = 2, from which the paper lets them decay to 1. The README's ablation has a share of 0.2 and a scale
-of 5.
-Deviations: s stays as it is, since a token method does not know the step.
-Open: the law of the decay, and the share of the paper's main runs.
+- Paper: arXiv 2512.21625.
+- Formula: s⁺ on the rarest share of a response's tokens where A > 0, s⁻ on the most probable share where A < 0, else
+  1. The share of n tokens is max(1, ⌊share · n⌋).
+- Code read: github.com/txy77/Sample-Polarity-of-RLVR at 24a37f7 and 12eaa47 (`core_algos.py`).
+- Constants: s⁺ = s⁻ = 2, from which the paper lets them decay to 1. The README's ablation has a share of 0.2 and a
+  scale of 5.
+- Deviations: s stays as it is, since a token method does not know the step.
+- Open: the law of the decay, and the share of the paper's main runs.
 """
 
 import torch

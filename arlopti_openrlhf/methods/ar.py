@@ -1,10 +1,11 @@
 """Advantage Reweighting, and with a negative α the reweighting of "On the Direction of RLVR Updates".
 
-Papers: arXiv 2505.12929, Eq. 4, and arXiv 2603.22117.
-Formula: w = α · π_old + 1 − α. With α = −c that is 1 + c · (1 − π_old), Direction's.
-Code read: github.com/zhyang2226/AR-Lopti at cbeb333, github.com/Hesse73/RLVR-Directions at af8f20a.
-Constants: AR takes α = 0.3 for K&K and 0.1 for math; Direction c = 0.2 (7B, math) and 0.1 (8B), so α = −0.2 and −0.1.
-Deviations: none known. Neither renormalises, and neither do we.
+- Papers: arXiv 2505.12929, Eq. 4, and arXiv 2603.22117.
+- Formula: w = α · π_old + 1 − α. With α = −c that is 1 + c · (1 − π_old), Direction's.
+- Code read: github.com/zhyang2226/AR-Lopti at cbeb333, github.com/Hesse73/RLVR-Directions at af8f20a.
+- Constants: AR takes α = 0.3 for K&K and 0.1 for math; Direction c = 0.2 (7B, math) and 0.1 (8B), so α = −0.2 and
+  −0.1.
+- Deviations: none known. Neither renormalises, and neither do we.
 """
 
 from torch import Tensor

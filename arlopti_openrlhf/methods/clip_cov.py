@@ -1,13 +1,13 @@
 """Leave out a few tokens whose log-prob goes with their advantage (Clip-Cov).
 
-Paper: arXiv 2505.22617.
-Formula: w = 0 on max(⌊share · N⌋, 1) tokens drawn from those with low < cov < high, else 1, where
-cov = (A − mean A) · (ln π − mean ln π).
-Code read: verl at b178a3c, `core_algos.py`.
-Constants: share 2e-4, low 1, high 5.
-Deviations: verl draws in each call of the loss, from the policy of that moment, without the tokens that PPO clips.
-Here the draw is from the rollout batch, by π_old, where none is clipped yet. Tokens of equal A and π are drawn
-together. The same tokens are drawn however they are divided among ranks.
+- Paper: arXiv 2505.22617.
+- Formula: w = 0 on max(⌊share · N⌋, 1) tokens drawn from those with low < cov < high, else 1, where
+  cov = (A − mean A) · (ln π − mean ln π).
+- Code read: verl at b178a3c, `core_algos.py`.
+- Constants: share 2e-4, low 1, high 5.
+- Deviations: verl draws in each call of the loss, from the policy of that moment, without the tokens that PPO clips.
+  Here the draw is from the rollout batch, by π_old, where none is clipped yet. Tokens of equal A and π are drawn
+  together. The same tokens are drawn however they are divided among ranks.
 """
 
 from typing import NamedTuple

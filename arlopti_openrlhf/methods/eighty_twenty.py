@@ -1,12 +1,12 @@
 """Update the tokens of highest entropy alone ("Beyond the 80/20 Rule").
 
-Paper: arXiv 2506.01939.
-Formula: w = 1 on the k = ⌈ρN⌉ tokens of highest entropy, else 0.
-Code read: github.com/Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR at 6f5dda6; TRL at f2cd577, `grpo_trainer.py`.
-Constants: ρ = 0.2. The loss divides by the selected tokens, as in the authors' code. TRL divides by all of them.
-Deviations: the authors' code takes the k tokens of each micro-batch, TRL those of each forward pass over all ranks.
-Here they are those of the rollout batch. Tokens that tie with the k-th are selected too.
-Open: which of the scopes the paper's own runs had.
+- Paper: arXiv 2506.01939.
+- Formula: w = 1 on the k = ⌈ρN⌉ tokens of highest entropy, else 0.
+- Code read: github.com/Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR at 6f5dda6; TRL at f2cd577, `grpo_trainer.py`.
+- Constants: ρ = 0.2. The loss divides by the selected tokens, as in the authors' code. TRL divides by all of them.
+- Deviations: the authors' code takes the k tokens of each micro-batch, TRL those of each forward pass over all ranks.
+  Here they are those of the rollout batch. Tokens that tie with the k-th are selected too.
+- Open: which of the scopes the paper's own runs had.
 """
 
 from torch import Tensor

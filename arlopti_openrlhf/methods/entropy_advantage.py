@@ -1,11 +1,11 @@
 """Add a share of the entropy to the advantage ("Reasoning with Exploration").
 
-Paper: arXiv 2506.14758.
-Formula: A + min(αH, |A| / κ), so w = 1 + sign(A) · min(αH / |A|, 1 / κ).
-Code read: ports of it, and a note with the whole formula; not the authors' code.
-Constants: α = 0.4 (for GRPO), κ = 2.
-Deviations: none known. A token with A = 0 stays at 0.
-Open: the formula in the authors' own code.
+- Paper: arXiv 2506.14758.
+- Formula: A + min(αH, |A| / κ), so w = 1 + sign(A) · min(αH / |A|, 1 / κ).
+- Code read: ports of it, and a note with the whole formula; not the authors' code.
+- Constants: α = 0.4 (for GRPO), κ = 2.
+- Deviations: none known. A token with A = 0 stays at 0.
+- Open: the formula in the authors' own code.
 """
 
 import torch

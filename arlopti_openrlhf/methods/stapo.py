@@ -1,11 +1,11 @@
 """Leave out rare tokens of right answers where the policy was certain of others (STAPO).
 
-Paper: arXiv 2602.15620, versions 4 and 5. Version 1 differs.
-Formula: w = 0 where A > 0, π_old < τ and H < the κ-quantile of H over {A > 0, π_old < τ}; else 1.
-Code read: none is public.
-Constants: τ = 0.002, κ = 0.75. The loss divides by the tokens that are left.
-Deviations: the paper's quantile is a mini-batch's, ours the rollout batch's.
-Open: how the paper interpolates the quantile. Ours is the ⌈κn⌉-th smallest value.
+- Paper: arXiv 2602.15620, versions 4 and 5. Version 1 differs.
+- Formula: w = 0 where A > 0, π_old < τ and H < the κ-quantile of H over {A > 0, π_old < τ}; else 1.
+- Code read: none is public.
+- Constants: τ = 0.002, κ = 0.75. The loss divides by the tokens that are left.
+- Deviations: the paper's quantile is a mini-batch's, ours the rollout batch's.
+- Open: how the paper interpolates the quantile. Ours is the ⌈κn⌉-th smallest value.
 """
 
 from torch import Tensor

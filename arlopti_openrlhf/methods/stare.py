@@ -1,13 +1,13 @@
 """Raise the rarest tokens of right answers while the policy's entropy is low (STARE).
 
-Paper: arXiv 2606.19236.
-Formula: w⁺ on the ⌈0.1 · n⌉ rarest of the n tokens with A > 0, and in variant C2 also w⁻ on those with A < 0, while
-the mean entropy lies below 0.3 nats; else 1.
-Code read: github.com/hp-luo/STARE at 3ad99d9, `compute_stare_token_weights`.
-Constants: w⁺ = 1.1, with which variant O1 is complete (w⁻ = 1). C2 takes w⁻ = 0.9. From 14B on 1.05 and 0.95.
-Deviations: the authors take the rarest of a micro-batch, by the policy of that moment. Here they are those of the
-rollout batch, by π_old, with all that tie. Their controller may also adapt w⁺ and w⁻, and ours does not.
-Open: which tokens the mean of the authors' gate is over. Ours is over the rollout batch.
+- Paper: arXiv 2606.19236.
+- Formula: w⁺ on the ⌈0.1 · n⌉ rarest of the n tokens with A > 0, and in variant C2 also w⁻ on those with A < 0, while
+  the mean entropy lies below 0.3 nats; else 1.
+- Code read: github.com/hp-luo/STARE at 3ad99d9, `compute_stare_token_weights`.
+- Constants: w⁺ = 1.1, with which variant O1 is complete (w⁻ = 1). C2 takes w⁻ = 0.9. From 14B on 1.05 and 0.95.
+- Deviations: the authors take the rarest of a micro-batch, by the policy of that moment. Here they are those of the
+  rollout batch, by π_old, with all that tie. Their controller may also adapt w⁺ and w⁻, and ours does not.
+- Open: which tokens the mean of the authors' gate is over. Ours is over the rollout batch.
 """
 
 import math

@@ -1,11 +1,11 @@
 """Update the tokens alone whose surprisal is a normal multiple of the entropy (after RSI-S).
 
-Paper: arXiv 2606.31575.
-Formula: w = 1[lo ≤ −ln π_old / H ≤ hi].
-Code read: four ports, which agree on the ratio and on nothing else.
-Constants: open, so that both have to be given.
-Deviations: unknown. The loss divides by all tokens, which is our choice.
-Open: lo, hi and the denominator.
+- Paper: arXiv 2606.31575.
+- Formula: w = 1[lo ≤ −ln π_old / H ≤ hi].
+- Code read: four ports, which agree on the ratio and on nothing else.
+- Constants: open, so that both have to be given.
+- Deviations: unknown. The loss divides by all tokens, which is our choice.
+- Open: lo, hi and the denominator.
 """
 
 import torch
