@@ -5,6 +5,7 @@ import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ray import launcher, ppo_actor
 
+from arlopti_openrlhf import cpu
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor, UncheckedSelectiveActor
 from arlopti_openrlhf.update import guard, lora, old_log_probs, partition
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
@@ -12,11 +13,27 @@ from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
 @ray.remote(num_gpus=1)
 class PolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.__ray_actor_class__):
-    """`PolicyModelActor` with two changes.
+    """`PolicyModelActor` with three changes.
 
     1. log π_old is NaN where the trainer learns it in its first pass.
     2. Without its LoRA adapter, the policy computes the reference's log-probs too.
+    3. On a machine without CUDA it refuses a sync backend that would fail after the first rollout.
     """
+
+    def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
+        """Do as upstream, with its arguments.
+
+        Raises:
+            ValueError: this rank is on a CPU, and the weights would travel by a backend for GPUs. The pre-flight knows
+                the driver's machine alone.
+        """
+        backend = strategy.args.vllm.sync_backend
+        if vllm_engines and cpu.uses_cpu() and backend != "gloo":
+            raise ValueError(
+                f"--vllm.sync_backend {backend}: the policy is on a machine without a CUDA device, where weights "
+                "travel by gloo; give gloo"
+            )
+        super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
 
     def forward(self, sequences, action_mask=None, *args, **kwargs) -> torch.Tensor:
         if self.trainer.defers_old_log_probs:

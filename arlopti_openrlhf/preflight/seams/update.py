@@ -76,6 +76,12 @@ SEAMS: list[Seam] = [
         PPO_ACTOR, "", "@ray.remote(num_gpus=1) class PolicyModelActor(BaseModelActor):", "update.policy_actor.install"
     ),
     Text(PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "ActorPPOTrainer(", "update.policy_actor.install"),
+    Signature(
+        PPO_ACTOR,
+        "PolicyModelActor.init_model_from_pretrained",
+        "self strategy pretrain max_steps vllm_engines",
+        "update.policy_actor.PolicyActor.init_model_from_pretrained",
+    ),
     Text(
         PPO_ACTOR,
         "PolicyModelActor.init_model_from_pretrained",
