@@ -1,6 +1,7 @@
 """The modes of OpenRLHF with the token methods on: `make modes` takes all of them, the gate the short ones."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -42,17 +43,20 @@ def test_the_real_parser_takes_its_flags(mode, tmp_path):
 
 
 def test_a_mode_that_does_not_hold_is_named(inputs, tmp_path, monkeypatch):
-    log = "Global step 1: {'a': 1}\nGlobal step 2: {'a': nan}\n"
-    monkeypatch.setattr(run, "_run", lambda command, path, folder: path.write_text(log) and 0)
+    scalars = {"train/policy_loss": {1: 0.0}, "train/a": {1: math.nan}, "train/actor_grad_norm": {1: 0.0}}
+    monkeypatch.setattr(run, "read_scalars", lambda folder: scalars)
+    monkeypatch.setattr(run, "_run", lambda command, path, folder: path.write_text("log") and 0)
     outcome = run.run_mode(Mode("topic", "name", logs=("a", "b"), says=("words",)), inputs, tmp_path / "run")
     assert outcome.wrong == [
+        "start1.log does not say 'words'",
+        "step 2 is missing",
         "step 1 logs no b",
-        "step 2 logs no b",
-        "step 2 has a NaN",
+        "train/a is NaN",
         "nothing is trained: no gradient",
-        "it does not say 'words'",
     ]
-    assert "**no**: step 1 logs no b" in run.table({MODES[0].name: outcome})
+    assert "**no**: start1.log does not say 'words'" in run.table({MODES[0].name: outcome})
+    monkeypatch.setattr(run, "_run", lambda command, path, folder: 3)
+    assert run.run_mode(MODES[0], inputs, tmp_path / "again").wrong == ["start1.log: exit status 3"]
 
 
 def test_the_page_is_made_of_what_is_recorded():
