@@ -19,7 +19,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 help:
 	@echo "make setup       .venv with the whole CPU stack (Python 3.11 and its headers, a C++ compiler)"
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
-	@echo "make long        set up, then the tests that make test leaves out: stopped and resumed runs are equal bit for bit"
+	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, a run survives five faults"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
 	@echo "make lint        set up, then ruff (rules and format), mypy, and hadolint"
 	@echo "make chaos       set up, then inject faults into 30 tiny trainings; ARGS=--short takes one run with five faults"

@@ -1,7 +1,7 @@
 """Inject faults into tiny real trainings, one case after the other, and say what each cost.
 
     python -m chaos.run                     # all 30
-    python -m chaos.run --short             # one run that five faults hit, as in CI
+    python -m chaos.run --short             # one run that five faults hit, as in `make long`
     python -m chaos.run --only "*SIGTERM*"
 
 A case starts the training, injects its fault, and looks how the start ends: with the exit status and the cause that it
@@ -169,7 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--short", action="store_true", help="the run that CI makes, which five faults hit")
+    parser.add_argument("--short", action="store_true", help="one run, which five faults hit, as in make long")
     parser.add_argument("--only", default="*", metavar="PATTERN", help='cases by name, as in "kill*" (default: all)')
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the damage (default: 0)")
     parser.add_argument(

@@ -88,7 +88,6 @@ MODES = [
         ranks=2,
         engines=2,
         logs=_STAGES,
-        is_short=True,
     ),
     Mode("batches", "gradient checkpointing", "--actor.gradient_checkpointing_enable", logs=_STAGES),
     Mode("batches", "FlexAttention", "--ds.attn_implementation flex_attention", logs=_STAGES),

@@ -106,7 +106,7 @@ def test_the_table_says_what_went_wrong():
     assert lines[2:] == ["| a | 1.2 s | 2 | yes |", "| b | - | 0 | **no**: no final model |"]
 
 
-@pytest.mark.whole_stack
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_run_survives_five_faults(tmp_path):
     """The short list of `make chaos`, on the real stack."""

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from arlopti_openrlhf.run import cluster, reaper, stopping
 _ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
 _EXIT = 3.0  # seconds that Python gets to end
 _TELL = 5.0  # seconds that the watch gets to say why an actor has died
+_LAST_LINES = 2.0  # seconds in which Ray hands on the last lines that the workers have printed
 _SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends those that are left
 
 
@@ -70,6 +72,8 @@ class Driver:
             self._code = 0
             if self.folder:
                 (self.folder / reaper.COMPLETE).touch()
+            if ray.is_initialized():
+                time.sleep(_LAST_LINES)
             _shut_down(0)
         except SystemExit:
             raise
