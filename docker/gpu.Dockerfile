@@ -1,5 +1,5 @@
 # OpenRLHF with the token methods on GPUs: docker build -f docker/gpu.Dockerfile -t arlopti-gpu .
-# Then, for a run: docker run --rm --gpus all --shm-size 16g -v "$PWD:/work" arlopti-gpu bash examples/scripts/train_kk.sh
+# Then, for a run: docker run --rm --gpus all --shm-size 16g -v "$PWD:/runs" arlopti-gpu bash examples/scripts/train_kk.sh
 # hadolint global ignore=DL3008,DL3013
 # vLLM's image has CUDA with its compiler, PyTorch and vLLM, which are the larger part of the stack.
 FROM vllm/vllm-openai:v0.29.0
@@ -20,6 +20,6 @@ RUN pip install --no-cache-dir uv==0.13.8 \
         uv pip install --system --no-cache --override requirements/without_flash_attn.txt ".[gpu,analyze]"; \
     fi
 
-WORKDIR /work
+WORKDIR /runs
 ENTRYPOINT []
 CMD ["arlopti", "--help"]

@@ -104,7 +104,7 @@ MODES = [
     ),
     Mode("DeepSpeed", "optimizer on the CPU", "--ds.adam_offload", logs=_STAGES),
     Mode("DeepSpeed", "Muon", "--actor.optim muon --actor.muon.lr 1e-3", logs=_STAGES),
-    Mode("DeepSpeed", "EMA", "--train.enable_ema", logs=_STAGES, saves=("final/model.safetensors",)),
+    Mode("DeepSpeed", "EMA", "--train.enable_ema", logs=_STAGES),
     Mode(
         "DeepSpeed",
         "LoRA",

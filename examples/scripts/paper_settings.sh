@@ -1,9 +1,17 @@
-# What the training scripts share. They set MODEL, DATA, EVAL_DATA, OUT, METHOD and alpha first, and get
+# What the training scripts share. They set MODEL first, and whatever else is to differ from the values below, and get
 #   method_flags  AR and Lopti, by METHOD, alpha and ETA (arXiv 2505.12929, Table 3)
 #   grpo_flags    GRPO with the KL in the loss
 #   paper_flags   the paper's other settings (Table 2)
 #   hybrid_flags  one set of GPUs that all models share, in turn
 #   run_flags     the model, the data and the run's folders
+#   kk_flags      Knights and Knaves: 64 questions x 8 answers, two updates of 256 samples each
+DATA=${DATA:-data/kk/train.jsonl}
+EVAL_DATA=${EVAL_DATA:-data/kk/test.jsonl}
+METHOD=${METHOD:-both}  # both, ar, lopti, none
+alpha=${alpha:-${ALPHA:-0.3}}
+script=$(basename "${BASH_SOURCE[1]}" .sh)  # train_kk_lora
+script=${script#train_}
+OUT=${OUT:-outputs/${script//_/-}-$(basename "$MODEL")-$METHOD}
 
 case $METHOD in
   both)  method_flags=(--algo.ar.alpha "$alpha" --algo.lopti.eta "${ETA:-0.5}") ;;
@@ -60,4 +68,12 @@ run_flags=(
   --ckpt.output_dir "$OUT/$(basename "$OUT")"
   --logger.tensorboard_dir "$OUT/tensorboard"
   --logger.wandb.run_name "$(basename "$OUT")"
+)
+
+kk_flags=(
+  --rollout.batch_size 64
+  --rollout.temperature 1.0
+  --train.batch_size 256
+  --train.num_episodes 5
+  --eval.sampling "*:n=4,t=1"
 )

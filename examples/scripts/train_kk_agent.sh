@@ -10,11 +10,6 @@
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
-DATA=${DATA:-data/kk/train.jsonl}
-EVAL_DATA=${EVAL_DATA:-data/kk/test.jsonl}
-METHOD=${METHOD:-both}  # both, ar, lopti, none
-alpha=${ALPHA:-0.3}
-OUT=${OUT:-outputs/kk-agent-$(basename "$MODEL")-$METHOD}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 exec python -m arlopti_openrlhf.cli.train_ppo_ray \
@@ -22,16 +17,12 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \
   "${run_flags[@]}" \
+  "${kk_flags[@]}" \
   --train.agent_func_path "$(dirname "${BASH_SOURCE[0]}")/../kk_agent.py" \
   --train.async_enable \
   --train.colocate_actor_ref \
-  --rollout.batch_size 64 \
-  --rollout.temperature 1.0 \
-  --train.batch_size 256 \
-  --train.num_episodes 5 \
   --actor.num_gpus_per_node 4 \
   --ref.num_gpus_per_node 4 \
   --vllm.num_engines 4 \
   --vllm.gpu_memory_utilization 0.9 \
-  --eval.sampling "*:n=4,t=1" \
   "$@"

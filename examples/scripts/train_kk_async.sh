@@ -10,11 +10,6 @@
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
-DATA=${DATA:-data/kk/train.jsonl}
-EVAL_DATA=${EVAL_DATA:-data/kk/test.jsonl}
-METHOD=${METHOD:-both}  # both, ar, lopti, none
-alpha=${ALPHA:-0.3}
-OUT=${OUT:-outputs/kk-async-$(basename "$MODEL")-$METHOD}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 partial_flags=()
@@ -27,6 +22,8 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \
   "${run_flags[@]}" \
+  "${kk_flags[@]}" \
+  --reward.remote_url kk \
   "${partial_flags[@]}" \
   --train.async_enable \
   --train.async_queue_size 1 \
@@ -34,14 +31,8 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   --algo.advantage.is_correction_level token \
   --algo.advantage.is_correction_mode clip \
   --algo.advantage.is_correction_threshold 0 2 \
-  --reward.remote_url kk \
-  --rollout.batch_size 64 \
-  --rollout.temperature 1.0 \
-  --train.batch_size 256 \
-  --train.num_episodes 5 \
   --actor.num_gpus_per_node 4 \
   --ref.num_gpus_per_node 4 \
   --vllm.num_engines 4 \
   --vllm.gpu_memory_utilization 0.9 \
-  --eval.sampling "*:n=4,t=1" \
   "$@"

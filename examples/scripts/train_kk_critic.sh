@@ -9,11 +9,6 @@
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
-DATA=${DATA:-data/kk/train.jsonl}
-EVAL_DATA=${EVAL_DATA:-data/kk/test.jsonl}
-METHOD=${METHOD:-both}  # both, ar, lopti, none
-alpha=${ALPHA:-0.3}
-OUT=${OUT:-outputs/kk-critic-$(basename "$MODEL")-$METHOD}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 # The critic starts as the policy with a new head, and learns alone for the first ten steps.
@@ -22,20 +17,16 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${paper_flags[@]}" \
   "${hybrid_flags[@]}" \
   "${run_flags[@]}" \
+  "${kk_flags[@]}" \
+  --reward.remote_url kk \
   --algo.advantage.estimator gae \
   --algo.advantage.gamma 1 \
   --algo.advantage.lambd 1 \
   --algo.kl.estimator k1 \
   --critic.adam.lr 1e-5 \
   --critic.freezing_steps 10 \
-  --reward.remote_url kk \
-  --rollout.batch_size 64 \
-  --rollout.temperature 1.0 \
-  --train.batch_size 256 \
-  --train.num_episodes 5 \
   --actor.num_gpus_per_node 8 \
   --ref.num_gpus_per_node 8 \
   --critic.num_gpus_per_node 8 \
   --vllm.num_engines 8 \
-  --eval.sampling "*:n=4,t=1" \
   "$@"

@@ -10,11 +10,6 @@
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
-DATA=${DATA:-data/kk/train.jsonl}
-EVAL_DATA=${EVAL_DATA:-data/kk/test.jsonl}
-METHOD=${METHOD:-both}  # both, ar, lopti, none
-alpha=${ALPHA:-0.3}
-OUT=${OUT:-outputs/kk-lora-$(basename "$MODEL")-$METHOD}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 # An adapter takes a higher learning rate than all weights do. Its checkpoints are small, whole models are not saved.
@@ -24,16 +19,12 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${paper_flags[@]}" \
   "${hybrid_flags[@]}" \
   "${run_flags[@]}" \
+  "${kk_flags[@]}" \
+  --reward.remote_url kk \
   --ds.lora.rank 32 \
   --ds.lora.alpha 64 \
   --actor.adam.lr 1e-5 \
-  --reward.remote_url kk \
-  --rollout.batch_size 64 \
-  --rollout.temperature 1.0 \
-  --train.batch_size 256 \
-  --train.num_episodes 5 \
   --actor.num_gpus_per_node 4 \
   --ref.num_gpus_per_node 4 \
   --vllm.num_engines 4 \
-  --eval.sampling "*:n=4,t=1" \
   "$@"

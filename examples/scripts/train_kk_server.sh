@@ -10,11 +10,6 @@
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
-DATA=${DATA:-data/kk/train.jsonl}
-EVAL_DATA=${EVAL_DATA:-data/kk/test.jsonl}
-METHOD=${METHOD:-both}  # both, ar, lopti, none
-alpha=${ALPHA:-0.3}
-OUT=${OUT:-outputs/kk-server-$(basename "$MODEL")-$METHOD}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 REWARD_URL=${REWARD_URL:-http://127.0.0.1:5000/get_reward}
@@ -25,11 +20,9 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${paper_flags[@]}" \
   "${hybrid_flags[@]}" \
   "${run_flags[@]}" \
+  "${kk_flags[@]}" \
   --reward.remote_url "$REWARD_URL" \
-  --rollout.batch_size 64 \
   --rollout.temperature 0.7 \
-  --train.batch_size 256 \
-  --train.num_episodes 5 \
   --actor.num_gpus_per_node 4 \
   --ref.num_gpus_per_node 4 \
   --vllm.num_engines 4 \

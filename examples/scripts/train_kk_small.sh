@@ -10,11 +10,6 @@
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
-DATA=${DATA:-data/kk/train.jsonl}
-EVAL_DATA=${EVAL_DATA:-data/kk/test.jsonl}
-METHOD=${METHOD:-both}  # both, ar, lopti, none
-alpha=${ALPHA:-0.3}
-OUT=${OUT:-outputs/kk-small-$(basename "$MODEL")-$METHOD}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 GPUS=${GPUS:-1}
@@ -26,9 +21,9 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   "${paper_flags[@]}" \
   "${hybrid_flags[@]}" \
   "${run_flags[@]}" \
+  "${kk_flags[@]}" \
   --reward.remote_url kk \
   --rollout.batch_size 32 \
-  --rollout.temperature 1.0 \
   --rollout.max_new_tokens 1024 \
   --data.max_len 2048 \
   --train.batch_size 128 \
@@ -39,5 +34,4 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   --vllm.gpu_memory_utilization 0.4 \
   --ds.zero_stage 2 \
   --ds.adam_offload \
-  --eval.sampling "*:n=4,t=1" \
   "$@"
