@@ -166,8 +166,8 @@ def test_published_constants_change_something(name):
 @pytest.mark.parametrize("name", methods.built_in())
 def test_a_docstring_has_the_paper_the_formula_and_the_constants(name):
     text = (methods.FOLDER / f"{name}.py").read_text("utf-8").split('"""')[1]
-    parts = [line.partition(":")[0] for line in text.splitlines()]
-    assert {"Formula", "Code read", "Constants", "Deviations"} < set(parts) and {"Paper", "Papers"} & set(parts)
+    parts = {line.removeprefix("- ").partition(":")[0] for line in text.splitlines() if line.startswith("- ")}
+    assert {"Formula", "Code read", "Constants", "Deviations"} < parts and {"Paper", "Papers"} & parts
 
 
 def test_weights_multiply_over_all_combinations_of_passes():
