@@ -95,8 +95,13 @@ def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, tin
         assert "nan" not in line
     assert list(scalars(tmp_path, "eval/kk_2ppl/accuracy")) == [0, 2]  # before the first step and after the last
     assert (tmp_path / "ckpt" / "_actor" / "best_global_step2").is_dir()
-    resumed = train(flags + " --ckpt.load_enable", prompts=24, reward=noisy_reward)
-    assert [re.search(r"Global step (\d+)", line)[1] for line in steps(resumed)] == ["3"]
+    resumed = train(flags + " --ckpt.load_enable --logger.console progress", prompts=24, reward=noisy_reward)
+    everything = (tmp_path / "ckpt" / "train.log").read_text("utf-8")
+    assert [re.search(r"Global step (\d+)", line)[1] for line in steps(everything)] == ["3"]
+    # The console has a line for the step, the accuracies, and nothing of Ray's.
+    assert re.search(r"^step 3, 24 of 24 prompts: reward -?[\d.]+, .*tokens/s$", resumed, re.MULTILINE)
+    assert re.search(r"^kk_2ppl +0\.\d+ \(0\.\d+ to [01]\.\d+\)$", resumed, re.MULTILINE)
+    assert f"arlopti evaluate --model {tmp_path}/final" in resumed and "pid=" in everything and "pid=" not in resumed
     for group in ("low", "high"):
         assert list(scalars(tmp_path, f"train/lopti/{group}/actor_grad_norm")) == [1, 2, 3]
     accuracy = scalars(tmp_path, "eval/accuracy")

@@ -26,6 +26,13 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "(default) or by quartile of the rollout batch.",
     )
     parser.add_argument(
+        "--logger.console",
+        choices=["auto", "progress", "all"],
+        default="auto",
+        help="What the run shows. progress: one line that says how far it is, with the output of Ray, vLLM and "
+        "DeepSpeed in train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all.",
+    )
+    parser.add_argument(
         "--reward.retry_minutes",
         type=number(0, include_low=True, include_high=True),
         default=10.0,

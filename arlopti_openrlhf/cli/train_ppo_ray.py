@@ -6,8 +6,11 @@ python -m arlopti_openrlhf.cli.train_ppo_ray [OpenRLHF's flags] --algo.ar.alpha 
 import argparse
 import copy
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from arlopti_openrlhf.cli import command_line, config_file
 from arlopti_openrlhf.cli.fault_flags import add_fault_flags
@@ -18,6 +21,9 @@ from arlopti_openrlhf.preflight.placement import gpus_placed
 from arlopti_openrlhf.preflight.seams import check as seams
 from arlopti_openrlhf.run import credentials
 from arlopti_openrlhf.scoring.sampling import Sampling
+
+if TYPE_CHECKING:
+    from arlopti_openrlhf.run.console import Console
 
 
 def main() -> None:
@@ -45,10 +51,21 @@ def train(args: SimpleNamespace) -> None:
     from arlopti_openrlhf import cpu
 
     cpu.enable(driver=True)
+    from arlopti_openrlhf.run.console import LOG, Console, is_wanted
+
+    console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
+    with console or nullcontext():
+        _train(args, console)
+
+
+def _train(args: SimpleNamespace, console: "Console | None") -> None:
+    from arlopti_openrlhf import cpu
+
     cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
     # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
     from arlopti_openrlhf.run import (
         checkpoints,
+        closing,
         controller,
         driver,
         engine,
@@ -76,7 +93,7 @@ def train(args: SimpleNamespace) -> None:
 
     if args.algo.kl.init_coef > 0 and not combinations.loads_reference(args):
         lora_reference.install(upstream)
-    run = driver.Driver()
+    run = driver.Driver(console, partial(closing.text, args, log=console.log if console else None))
     with run.ending():
         run.start(args.train.stall_minutes, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
         watch.start(run.end, 60 * args.train.stall_minutes)

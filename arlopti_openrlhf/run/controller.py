@@ -16,7 +16,7 @@ from openrlhf.utils.logging_utils import init_logger
 from ray.util.queue import Full
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
-from arlopti_openrlhf.run import credentials, stopping
+from arlopti_openrlhf.run import credentials, progress, stopping
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.run.health import WatchedTrainer
 from arlopti_openrlhf.run.lora_reference import ReferenceInPolicy
@@ -92,6 +92,8 @@ class Controller(WatchedTrainer, ResumableTrainer):
             Interrupted: a request to stop has come.
         """
         self.last_step, self.last_client_states = global_step, dict(client_states or {})
+        if logs_dict and client_states:
+            progress.say_step(global_step, client_states["total_consumed_prompts"], logs_dict)
         histograms = self.token_statistics.pop(HISTOGRAMS, None)
         super().save_logs_and_checkpoints(global_step, (logs_dict or {}) | self.token_statistics, client_states)
         if histograms and global_step % self.args.logger.logging_steps == 0:
@@ -149,6 +151,7 @@ class Controller(WatchedTrainer, ResumableTrainer):
                 checkpoint, and not say so.
         """
         self.evaluated_step = global_step
+        progress.say_evaluation(global_step, eval_metrics)
         if global_step:
             super().save_best_checkpoint(eval_metrics, global_step, client_states)
             return
@@ -220,6 +223,7 @@ class PPOTrainer(Controller, _PPOTrainer):
         evaluates = self.eval_dataloader is not None and self.args.eval.steps != float("inf")
         try:
             self.resume(self.init_checkpoint_states())
+            progress.say_prompts(len(self.prompts_dataloader) * self.args.train.num_episodes)
             with self.answering_signals():
                 if evaluates and not self.last_step:
                     self.save_best_checkpoint(self.evaluate(0, **self._eval_kwargs()), 0)
@@ -244,6 +248,10 @@ class GenerateSamplesActor(_GenerateSamplesActor):
     def load_state_dict(self, state_dict) -> None:
         self.is_resumed = True
         super().load_state_dict(state_dict)
+
+    def fit(self, *args, **kwargs) -> None:
+        progress.say_prompts(len(self.prompts_dataloader) * self.args.train.num_episodes)
+        super().fit(*args, **kwargs)
 
     def evaluates(self) -> bool:
         return self.eval_dataloader is not None and self.args.eval.steps != float("inf")

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,9 @@ from typing import NoReturn
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from arlopti_openrlhf.run import cluster, reaper, stopping
+from arlopti_openrlhf.run import cluster, progress, reaper, stopping
+from arlopti_openrlhf.run.console import Console
+from arlopti_openrlhf.run.progress import Progress
 
 _ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
 _EXIT = 3.0  # seconds that Python gets to end
@@ -35,9 +37,15 @@ _SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends
 
 
 class Driver:
-    """Looks after a run from outside. There is one in a process, in its main thread."""
+    """Looks after a run from outside. There is one in a process, in its main thread.
 
-    def __init__(self) -> None:
+    Args:
+        console: shows the run. None where standard output gets everything.
+        closing: returns what to say once the run is complete, from what it has said of itself.
+    """
+
+    def __init__(self, console: Console | None = None, closing: Callable[[Progress], str] | None = None) -> None:
+        self.console, self.closing = console, closing
         self.stall_minutes = 10.0
         self.folder: Path | None = None
         self._asked: int | None = None  # the first signal
@@ -72,9 +80,12 @@ class Driver:
             self._code = 0
             if self.folder:
                 (self.folder / reaper.COMPLETE).touch()
+            text = self.closing(progress.read()) if self.closing else ""
             if ray.is_initialized():
                 time.sleep(_LAST_LINES)
             _shut_down(0)
+            self._close_console(text)
+            print(text, flush=True)
         except SystemExit:
             raise
         except BaseException as error:  # KeyboardInterrupt too, by which a cause arrives
@@ -106,10 +117,16 @@ class Driver:
             traceback.print_exception(error)
         self._code = code = _exit_code(cause)
         _shut_down(code)  # before the last lines, because workers print until then
-        _say(last_lines(cause))
+        text = last_lines(cause)
+        self._close_console(text)
+        _say(text + (f"\nIts log: {self.console.log}" if self.console else ""))
         if self.folder and (self.folder / cluster.SESSIONS).exists() and code not in (130, 143):
             _say(f"Ray's logs: {self.folder / cluster.SESSIONS}")
         sys.exit(code)
+
+    def _close_console(self, last_lines: str = "") -> None:
+        if self.console:
+            self.console.close(last_lines)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._code is not None:
@@ -117,6 +134,7 @@ class Driver:
         if self._cause:
             raise KeyboardInterrupt
         if self._asked:
+            self._close_console()
             _say(f"{signal.Signals(signum).name} again: the run ends at once.")
             os._exit(128 + signum)
         self._asked = signum

@@ -1,0 +1,60 @@
+"""Says at the end of a run what came out of it, and what to do next."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+from arlopti_openrlhf.run.progress import Evaluation, Progress
+
+_ACCURACY = re.compile(r"(?:(.+)/)?accuracy")
+_REWARD = re.compile(r"eval_(.+)_pass1")  # upstream's: the mean reward of a source
+
+
+def text(args: SimpleNamespace, found: Progress, log: Path | None) -> str:
+    """Return the accuracies before and after, where the model and the curves are, and the next command.
+
+    Args:
+        args: upstream's, nested.
+        found: what the run has said of itself.
+        log: the file with the run's output, where there is one.
+    """
+    lines = [f"trained {found.step.number} steps" if found.step else "no step was trained"]
+    if found.first and found.last:
+        lines += _table(found.first, found.last)
+    elif args.eval.dataset:
+        lines.append("not evaluated (--eval.steps)")
+    lines.append(f"model:   {args.ckpt.output_dir}")
+    lines += [f"log:     {log}"] if log else []
+    if args.logger.tensorboard_dir:
+        curves = Path(args.logger.tensorboard_dir, args.logger.wandb.run_name)
+        lines.append(f"curves:  tensorboard --logdir {curves}")
+    if args.logger.wandb.key:
+        lines.append(f"curves:  wandb, project {args.logger.wandb.project}, run {args.logger.wandb.run_name}")
+    data = args.eval.dataset or "TEST.jsonl"
+    lines.append(f"next:    arlopti evaluate --model {args.ckpt.output_dir} --data {data} --out OUT")
+    return "\n".join(lines)
+
+
+def _table(first: Evaluation, last: Evaluation) -> list[str]:
+    """Return the table's lines: a source each, with 95% intervals."""
+    sources = [match[1] for name in last.metrics if (match := _ACCURACY.fullmatch(name)) and match[1]]
+    rows = [(source, f"{source}/accuracy") for source in sources]
+    if len(rows) > 1:
+        rows.append(("mean", "accuracy"))
+    rows += [
+        (f"{match[1]}, reward", name)
+        for name in last.metrics
+        if (match := _REWARD.fullmatch(name)) and match[1] not in sources
+    ]
+    shown = [first] if first.step == last.step else [first, last]
+    head = ["held-out accuracy", *(f"step {evaluation.step}" for evaluation in shown)]
+    cells = [head, *([source, *(_cell(evaluation, name) for evaluation in shown)] for source, name in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _cell(evaluation: Evaluation, name: str) -> str:
+    value, low, high = (evaluation.metrics.get(key) for key in (name, f"{name}/low", f"{name}/high"))
+    if value is None:
+        return "missing"
+    return f"{value:.3f}" + (f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else "")
