@@ -90,7 +90,6 @@ MODES = [
         logs=_STAGES,
     ),
     Mode("batches", "gradient checkpointing", "--actor.gradient_checkpointing_enable", logs=_STAGES),
-    Mode("batches", "FlexAttention", "--ds.attn_implementation flex_attention", logs=_STAGES),
     Mode("batches", "OpenRLHF's update", "--actor.update stock", logs=_STAGES),
     # --- DeepSpeed ---
     Mode("DeepSpeed", "ZeRO-2, two ranks, packing", "--ds.packing_samples", ranks=2, engines=2, logs=_STAGES),

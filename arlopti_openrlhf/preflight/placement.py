@@ -92,13 +92,23 @@ def _check_machine(args: SimpleNamespace) -> list[Finding]:
     from arlopti_openrlhf import cpu
 
     if cpu.uses_cpu():
-        if args.vllm.sync_backend == "gloo":
-            return []
-        problem = "there is no CUDA device on this machine, and weights travel between CPUs by gloo"
-        return [Finding("--vllm.sync_backend", args.vllm.sync_backend, problem, "give gloo")]
+        return _check_cpu(args)
     there, asked = torch.cuda.device_count(), gpus_placed(args)
     if asked <= there:
         return []
     problem = f"the run asks for {asked} GPUs, and this machine has {there}: Ray would wait for more for ever"
     remedy = "ask for fewer, share them by --train.colocate_all, or name a cluster in RAY_ADDRESS"
     return [Finding("--actor.num_gpus_per_node", args.actor.num_gpus_per_node, problem, remedy)]
+
+
+def _check_cpu(args: SimpleNamespace) -> list[Finding]:
+    """Check what a machine without a GPU cannot do. Another machine's policy says so itself, when it starts."""
+    findings = []
+    backend, attention = args.vllm.sync_backend, args.ds.attn_implementation
+    if backend != "gloo":
+        problem = "there is no CUDA device on this machine, and weights travel between CPUs by gloo"
+        findings.append(Finding("--vllm.sync_backend", backend, problem, "give gloo"))
+    if attention == "flex_attention":
+        problem = "there is no CUDA device on this machine, and FlexAttention has no backward pass on a CPU"
+        findings.append(Finding("--ds.attn_implementation", attention, problem, "give sdpa"))
+    return findings

@@ -17,21 +17,26 @@ class PolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.__r
 
     1. log π_old is NaN where the trainer learns it in its first pass.
     2. Without its LoRA adapter, the policy computes the reference's log-probs too.
-    3. On a machine without CUDA it refuses a sync backend that would fail after the first rollout.
+    3. On a machine without CUDA it refuses what would fail after the first rollout.
     """
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
         """Do as upstream, with its arguments.
 
         Raises:
-            ValueError: this rank is on a CPU, and the weights would travel by a backend for GPUs. The pre-flight knows
-                the driver's machine alone.
+            ValueError: this rank is on a CPU, and the weights would travel by a backend for GPUs, or the attention
+                has no backward pass there. The pre-flight knows the driver's machine alone.
         """
-        backend = strategy.args.vllm.sync_backend
+        backend, attention = strategy.args.vllm.sync_backend, strategy.args.ds.attn_implementation
         if vllm_engines and cpu.uses_cpu() and backend != "gloo":
             raise ValueError(
                 f"--vllm.sync_backend {backend}: the policy is on a machine without a CUDA device, where weights "
                 "travel by gloo; give gloo"
+            )
+        if cpu.uses_cpu() and attention == "flex_attention":
+            raise ValueError(
+                "--ds.attn_implementation flex_attention: the policy is on a machine without a CUDA device, where "
+                "PyTorch's FlexAttention has no backward pass; give sdpa"
             )
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
 

@@ -48,6 +48,7 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--ref.num_gpus_per_node 2", "--ref.num_gpus_per_node", "1 x 1"),
         (f"{GAE} --critic.num_gpus_per_node 2", "--critic.num_gpus_per_node", "1 at most"),
         ("--vllm.sync_backend nccl", "--vllm.sync_backend", "gloo"),
+        ("--ds.attn_implementation flex_attention", "--ds.attn_implementation", "no backward"),
         # What upstream itself refuses, after it has imported everything.
         ("--rollout.n_samples_per_prompt 1 --rollout.batch_size 32", "--rollout.n_samples_per_prompt", "group_norm"),
         ("--train.partial_rollout_enable", "--train.async_enable", "requires"),

@@ -11,24 +11,26 @@ Plain = PolicyActor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "backend", "engines", "starts"),
+    ("on_cpu", "backend", "attention", "engines", "refusal"),
     [
-        (True, "nccl", ["engine"], False),
-        (True, "nccl", None, True),
-        (True, "gloo", ["engine"], True),
-        (False, "nccl", ["engine"], True),
+        (True, "nccl", "sdpa", ["engine"], "--vllm.sync_backend nccl: .*; give gloo"),
+        (True, "nccl", "sdpa", None, None),
+        (True, "gloo", "sdpa", ["engine"], None),
+        (True, "gloo", "flex_attention", ["engine"], "--ds.attn_implementation flex_attention: .*; give sdpa"),
+        (False, "nccl", "flex_attention", ["engine"], None),
     ],
 )
-def test_the_sync_backend_fits_the_machine(monkeypatch, on_cpu, backend, engines, starts):
+def test_flags_fit_the_machine(monkeypatch, on_cpu, backend, attention, engines, refusal):
     given = []
     upstream = Plain.__mro__[1]
     monkeypatch.setattr(upstream, "init_model_from_pretrained", lambda self, *args: given.append(args))
     monkeypatch.setattr(cpu, "uses_cpu", lambda: on_cpu)
-    strategy = SimpleNamespace(args=SimpleNamespace(vllm=SimpleNamespace(sync_backend=backend)))
+    vllm, ds = SimpleNamespace(sync_backend=backend), SimpleNamespace(attn_implementation=attention)
+    strategy = SimpleNamespace(args=SimpleNamespace(vllm=vllm, ds=ds))
     actor = object.__new__(Plain)
-    if starts:
+    if refusal is None:
         actor.init_model_from_pretrained(strategy, "model", 10, engines)
         assert given == [(strategy, "model", 10, engines)]
     else:
-        with pytest.raises(ValueError, match="--vllm.sync_backend nccl: .*; give gloo"):
+        with pytest.raises(ValueError, match=refusal):
             actor.init_model_from_pretrained(strategy, "model", 10, engines)
