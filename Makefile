@@ -39,9 +39,9 @@ ifneq ($(strip $(ARGS)),)
 test: setup
 	@.venv/bin/python -m pytest $(ARGS)
 else
-# Two processes: one for the tests that start the whole stack, one after the other, and one for the rest.
+# Two processes, for two cores: one for the tests that start much of the stack, one after the other, and one for the rest.
 test: setup
-	@.venv/bin/python -m pytest -m whole_stack --durations 25 >.venv/whole-stack.log 2>&1 &
+	@.venv/bin/python -m pytest -m "whole_stack and not long" --durations 25 >.venv/whole-stack.log 2>&1 &
 	whole_stack=$$!
 	trap 'kill $$whole_stack 2>/dev/null || true' EXIT
 	rest=0

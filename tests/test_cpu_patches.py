@@ -318,6 +318,7 @@ def our_policy_actor(monkeypatch):
     policy_actor.install_selective_actor()
 
 
+@pytest.mark.whole_stack
 @pytest.mark.parametrize(
     "tied, more",
     [

@@ -122,6 +122,7 @@ def test_lora_is_its_own_reference(train, noisy_reward, tmp_path):
     assert kl[1] == 0 and kl[2] != 0
 
 
+@pytest.mark.long  # the gate has the reward client's own tests
 def test_a_reward_server_that_restarts_in_mid_run(train, noisy_reward, tmp_path):
     """No sample and no step is lost although the server is gone for 12 s after the first rollout."""
     with socket.socket() as s:

@@ -79,7 +79,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Offloading compiles DeepSpeed's CPU Adam, which takes two minutes.
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] if "offload" in c else []) for c in CASES])
 def test_a_refused_step_is_no_step(tiny_model, case):
     more, float32, overrides, field = CASES[case]
     group = Group(flags(tiny_model, *more, *TRAINING), float32=float32)
