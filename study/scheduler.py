@@ -126,7 +126,7 @@ class Scheduler:
         start, commit = time.time(), _commit()
         with open(log, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, stdin=subprocess.DEVNULL, process_group=0
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
             )
             self.processes.add(process)
             try:

@@ -12,7 +12,7 @@ import threading
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import ray
 from tqdm import tqdm
@@ -51,7 +51,7 @@ class Console:
         self._shown: Progress | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Console":
         self.log.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(descriptor, f"\n{datetime.now():%Y-%m-%d %H:%M:%S} process {os.getpid()}\n".encode())
