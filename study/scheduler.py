@@ -120,13 +120,18 @@ class Scheduler:
         out = self.work / run.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        # The real command, in a group of processes of its own, which can be killed as one.
+        # The real command, in a session of its own, whose processes can be killed as one group.
         command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *runs.flags(run, inputs, out)]
         log = out / "train.log"
         start, commit = time.time(), _commit()
         with open(log, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
             self.processes.add(process)
             try:

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def cluster(tmp_path) -> Iterator[str]:
     finally:
         for node in reversed(nodes):
             node.terminate()
-            node.wait(60)
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(60)
+            node.kill()
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 

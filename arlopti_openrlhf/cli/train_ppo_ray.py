@@ -53,7 +53,11 @@ def train(args: SimpleNamespace) -> None:
     cpu.enable(driver=True)
     from arlopti_openrlhf.run.console import LOG, Console, is_wanted
 
-    console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
+    try:
+        console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
+    except OSError as error:
+        print(f"train_ppo_ray: error: argument --ckpt.path: {LOG} cannot be written: {error}", file=sys.stderr)
+        sys.exit(2)
     with console or nullcontext():
         _train(args, console)
 

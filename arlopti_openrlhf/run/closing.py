@@ -1,10 +1,13 @@
 """Says at the end of a run what came out of it, and what to do next."""
 
+import json
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 from arlopti_openrlhf.run.progress import Evaluation, Progress
+from arlopti_openrlhf.run.trackers import RUN_FILE
 
 _ACCURACY = re.compile(r"(?:(.+)/)?accuracy")
 _REWARD = re.compile(r"eval_(.+)_pass1")  # upstream's: the mean reward of a source
@@ -19,6 +22,8 @@ def text(args: SimpleNamespace, found: Progress, log: Path | None) -> str:
         log: the file with the run's output, where there is one.
     """
     lines = [f"trained {found.step.number} steps" if found.step else "no step was trained"]
+    kept = Path(args.ckpt.path, RUN_FILE)  # a resumed run has the name that it had before
+    run = json.loads(kept.read_text("utf-8"))["run_name"] if kept.exists() else args.logger.wandb.run_name
     if found.first and found.last:
         lines += _table(found.first, found.last)
     elif args.eval.dataset:
@@ -26,12 +31,15 @@ def text(args: SimpleNamespace, found: Progress, log: Path | None) -> str:
     lines.append(f"model:   {args.ckpt.output_dir}")
     lines += [f"log:     {log}"] if log else []
     if args.logger.tensorboard_dir:
-        curves = Path(args.logger.tensorboard_dir, args.logger.wandb.run_name)
-        lines.append(f"curves:  tensorboard --logdir {curves}")
+        folder = str(Path(args.logger.tensorboard_dir, run))
+        lines.append(f"curves:  {shlex.join(['tensorboard', '--logdir', folder])}")
     if args.logger.wandb.key:
-        lines.append(f"curves:  wandb, project {args.logger.wandb.project}, run {args.logger.wandb.run_name}")
-    data = args.eval.dataset or "TEST.jsonl"
-    lines.append(f"next:    arlopti evaluate --model {args.ckpt.output_dir} --data {data} --out OUT")
+        lines.append(f"curves:  wandb, project {args.logger.wandb.project}, run {run}")
+    data = (args.eval.dataset or "").split(",")
+    # `evaluate` takes whole models, and files as `prepare_data` writes them.
+    if not args.ds.lora.rank and all(Path(path).suffix in (".jsonl", ".parquet") for path in data):
+        command = ["arlopti", "evaluate", "--model", args.ckpt.output_dir, "--data", *data]
+        lines.append(f"next:    {shlex.join(command)} --out OUT")
     return "\n".join(lines)
 
 

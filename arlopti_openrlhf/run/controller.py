@@ -223,7 +223,8 @@ class PPOTrainer(Controller, _PPOTrainer):
         evaluates = self.eval_dataloader is not None and self.args.eval.steps != float("inf")
         try:
             self.resume(self.init_checkpoint_states())
-            progress.say_prompts(len(self.prompts_dataloader) * self.args.train.num_episodes)
+            drawn = (self.last_client_states or {}).get("total_consumed_prompts", 0)
+            progress.say_prompts(len(self.prompts_dataloader) * self.args.train.num_episodes, drawn)
             with self.answering_signals():
                 if evaluates and not self.last_step:
                     self.save_best_checkpoint(self.evaluate(0, **self._eval_kwargs()), 0)
@@ -249,9 +250,10 @@ class GenerateSamplesActor(_GenerateSamplesActor):
         self.is_resumed = True
         super().load_state_dict(state_dict)
 
-    def fit(self, *args, **kwargs) -> None:
-        progress.say_prompts(len(self.prompts_dataloader) * self.args.train.num_episodes)
-        super().fit(*args, **kwargs)
+    def fit(self, episode: int, total_consumed_prompts: int) -> None:
+        """Generate as upstream does, from an episode on, and after so many prompts of all episodes."""
+        progress.say_prompts(len(self.prompts_dataloader) * self.args.train.num_episodes, total_consumed_prompts)
+        super().fit(episode, total_consumed_prompts)
 
     def evaluates(self) -> bool:
         return self.eval_dataloader is not None and self.args.eval.steps != float("inf")

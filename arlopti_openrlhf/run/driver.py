@@ -17,10 +17,11 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -52,6 +53,7 @@ class Driver:
         self._cause: BaseException | None = None
         self._code: int | None = None  # the exit code, from when it is known
         self._told = threading.Event()  # that `end` has been called
+        self._has_said_last = threading.Event()
 
     def start(self, stall_minutes: float, secrets: dict[str, str]) -> None:
         """Make ready for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
@@ -80,12 +82,10 @@ class Driver:
             self._code = 0
             if self.folder:
                 (self.folder / reaper.COMPLETE).touch()
-            text = self.closing(progress.read()) if self.closing else ""
+            text = self._what_came_out()
             if ray.is_initialized():
                 time.sleep(_LAST_LINES)
-            _shut_down(0)
-            self._close_console(text)
-            print(text, flush=True)
+            _shut_down(0, partial(self._say_last, text, file=sys.stdout))
         except SystemExit:
             raise
         except BaseException as error:  # KeyboardInterrupt too, by which a cause arrives
@@ -101,7 +101,7 @@ class Driver:
         self._told.set()
         if self._code is not None:
             return
-        _leave_within(2 * _SHUTDOWN, _exit_code(self._cause))
+        _leave_within(2 * _SHUTDOWN, _exit_code(self._cause), partial(self._say_last, _ours(last_lines(self._cause))))
         # Ray lets no other exception than KeyboardInterrupt out of its waits. The handler raises it.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -114,19 +114,35 @@ class Driver:
         if self._asked and not isinstance(cause, stopping.RunStopped):
             cause = stopping.Interrupted(self._asked)  # Ray's own processes had got the signal too
         if not isinstance(cause, stopping.RunStopped):
-            traceback.print_exception(error)
+            with suppress(OSError):
+                traceback.print_exception(error)
         self._code = code = _exit_code(cause)
-        _shut_down(code)  # before the last lines, because workers print until then
-        text = last_lines(cause)
-        self._close_console(text)
-        _say(text + (f"\nIts log: {self.console.log}" if self.console else ""))
+        said = [last_lines(cause)]
+        said += [f"the run's log: {self.console.log}"] if self.console else []
         if self.folder and (self.folder / cluster.SESSIONS).exists() and code not in (130, 143):
-            _say(f"Ray's logs: {self.folder / cluster.SESSIONS}")
+            said.append(f"Ray's logs: {self.folder / cluster.SESSIONS}")
+        # After Ray's end, because workers print until then.
+        _shut_down(code, partial(self._say_last, "\n".join(map(_ours, said))))
         sys.exit(code)
 
-    def _close_console(self, last_lines: str = "") -> None:
+    def _what_came_out(self) -> str:
+        """Return the closing text. Where there is none, the run is complete all the same."""
+        if not self.closing:
+            return ""
+        try:
+            return self.closing(progress.read() if ray.is_initialized() else Progress())
+        except Exception as error:
+            return _ours(f"the run is complete. Its results cannot be shown: {type(error).__name__}: {error}")
+
+    def _say_last(self, text: str, file: IO[str] | None = None) -> None:
+        """Say how the run has ended, on standard error unless it is told otherwise, once."""
+        if self._has_said_last.is_set():
+            return
+        self._has_said_last.set()
         if self.console:
-            self.console.close(last_lines)
+            self.console.close(text)
+        if text:
+            _say(text, file or sys.stderr)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._code is not None:
@@ -134,8 +150,8 @@ class Driver:
         if self._cause:
             raise KeyboardInterrupt
         if self._asked:
-            self._close_console()
-            _say(f"{signal.Signals(signum).name} again: the run ends at once.")
+            _leave_within(_EXIT, 128 + signum)
+            self._say_last(_ours(f"{signal.Signals(signum).name} again: the run ends at once."))
             os._exit(128 + signum)
         self._asked = signum
         # Not here: the main thread may be inside a call of Ray.
@@ -151,9 +167,10 @@ class Driver:
         unanswered.cancel()
         if is_training:
             stopping.request_stop(signum)
-            _say(f"{name}: the run saves a checkpoint and ends. A second signal ends it at once.")
+            _say(_ours(f"{name}: the run saves a checkpoint and ends. A second signal ends it at once."))
             threading.Event().wait(60 * self.stall_minutes)
-            _say(f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it.")
+            late = f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it."
+            _say(_ours(late))
         self.end(stopping.Interrupted(signum))
 
 
@@ -178,22 +195,45 @@ def _exit_code(cause: BaseException) -> int:
     return cause.exit_code if isinstance(cause, stopping.RunStopped) else 1
 
 
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    print(f"arlopti_openrlhf: {text}", file=sys.stderr, flush=True)
+def _ours(text: str) -> str:
+    return f"arlopti_openrlhf: {text}"
 
 
-def _shut_down(code: int) -> None:
-    """End Ray, and let nothing else that ends with the process hold it up."""
-    in_time = _leave_within(_SHUTDOWN, code)
+def _say(text: str, file: IO[str] | None = None) -> None:
+    """Say it, on standard error unless told otherwise. Whoever has gone away cannot make a run fail."""
+    file = file or sys.stderr
+    try:
+        sys.stdout.flush()
+        print(text, file=file, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or Python's own flush at the end would fail
+
+
+def _shut_down(code: int, last: Callable[[], None]) -> None:
+    """End Ray and say the last lines, and let nothing else that ends with the process hold it up."""
+    in_time = _leave_within(_SHUTDOWN, code, last)
     ray.shutdown()
     in_time.cancel()
     _leave_within(_EXIT, code)
+    last()
 
 
-def _leave_within(seconds: float, code: int) -> threading.Timer:
-    """End this process after `seconds` if it has not ended by then, even in the middle of Ray's shutdown."""
-    timer = threading.Timer(seconds, os._exit, (code,))
+def _leave_within(seconds: float, code: int, last: Callable[[], None] | None = None) -> threading.Timer:
+    """End this process after `seconds` if it has not ended by then, even in the middle of Ray's shutdown.
+
+    Args:
+        seconds: until then.
+        code: the exit code.
+        last: says the last lines.
+    """
+
+    def leave() -> None:
+        if last:
+            _leave_within(_EXIT, code)
+            last()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, leave)
     timer.daemon = True
     timer.start()
     return timer

@@ -2,10 +2,18 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-import ray
+from ray._private import worker
 from ray.experimental import internal_kv
+
+
+class Prompts(NamedTuple):
+    """Counts the prompts of a run, over all episodes."""
+
+    total: int  # that it will draw
+    at_start: int  # that it had drawn when this process began
 
 
 class Evaluation(NamedTuple):
@@ -32,15 +40,15 @@ class Step(NamedTuple):
 class Progress(NamedTuple):
     """Holds what a run has said of itself. What it has not said yet is None."""
 
-    prompts: int | None = None  # that all episodes will draw
+    prompts: Prompts | None = None
     step: Step | None = None  # the last one
     first: Evaluation | None = None  # of this process
     last: Evaluation | None = None
 
 
-def say_prompts(count: int) -> None:
-    """Say how many prompts the run will draw, in all episodes."""
-    _put("prompts", count)
+def say_prompts(total: int, at_start: int) -> None:
+    """Say how many prompts the run will draw in all episodes, and how many of them it has drawn before."""
+    _put("prompts", Prompts(total, at_start))
 
 
 def say_step(number: int, prompts: int, status: Mapping[str, Any]) -> None:
@@ -56,16 +64,17 @@ def say_step(number: int, prompts: int, status: Mapping[str, Any]) -> None:
 
 def say_evaluation(step: int, metrics: Mapping[str, float]) -> None:
     """Say what an evaluation has found."""
-    _put("last", Evaluation(step, dict(metrics)))
-    internal_kv._internal_kv_put(_prefix() + "first", json.dumps(Evaluation(step, dict(metrics))), overwrite=False)
+    found = Evaluation(step, dict(metrics))
+    _put("first", found, overwrite=False)
+    _put("last", found)
 
 
 def read() -> Progress:
-    """Return what this process's job has said."""
-    found = {name: internal_kv._internal_kv_get(_prefix() + name) for name in Progress._fields}
-    values = {name: json.loads(value) for name, value in found.items() if value}
-    kinds = {"step": Step, "first": Evaluation, "last": Evaluation}
-    return Progress(**{name: kinds[name](*value) if name in kinds else value for name, value in values.items()})
+    """Return what this process's job has said. Ray has to be connected."""
+    kinds = {"prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}
+    prefix = _prefix()
+    found = {name: internal_kv._internal_kv_get(prefix + name) for name in kinds}
+    return Progress(**{name: kinds[name](*json.loads(value)) for name, value in found.items() if value})
 
 
 def figures(status: Mapping[str, Any]) -> str:
@@ -77,16 +86,19 @@ def figures(status: Mapping[str, Any]) -> str:
     shown = [f"reward {status['rollout/reward_mean']:.3g}"]
     shown += [f"score {status['score']:.3g}"] if "score" in status else []
     norms = [value for name, value in status.items() if name.endswith("actor_grad_norm")]
-    shown += [f"gradient norm {', '.join(f'{norm:.3g}' for norm in norms)}"] if norms else []
+    shown += [f"grad {' '.join(f'{norm:.3g}' for norm in norms)}"] if norms else []
     if seconds := status.get("timing/step_total"):
         tokens = status["rollout/num_samples"] * status["rollout/response_length_mean"]
-        shown.append(f"{tokens / seconds:.0f} tokens/s")
+        shown.append(f"{tokens / seconds:.0f} tok/s")
     return ", ".join(shown)
 
 
-def _put(name: str, value: Any) -> None:
-    internal_kv._internal_kv_put(_prefix() + name, json.dumps(value), overwrite=True)
+def _put(name: str, value: Any, overwrite: bool = True) -> None:
+    # What is only shown stops no training. Where Ray's store is gone, the watch ends the run.
+    with suppress(Exception):
+        internal_kv._internal_kv_put(_prefix() + name, json.dumps(value), overwrite=overwrite)
 
 
 def _prefix() -> str:
-    return f"arlopti_openrlhf/{ray.get_runtime_context().get_job_id()}/progress/"
+    # Not `ray.get_runtime_context()`, which would start a cluster where the run's has just been left.
+    return f"arlopti_openrlhf/{worker.global_worker.current_job_id.hex()}/progress/"

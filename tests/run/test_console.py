@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from arlopti_openrlhf.run import closing, console, driver, progress
-from arlopti_openrlhf.run.progress import Evaluation, Progress, Step
+from arlopti_openrlhf.run import closing, console, progress
+from arlopti_openrlhf.run.progress import Evaluation, Progress, Prompts, Step
 
 WORKER = "\x1b[36m(PolicyModelActor pid=71, ip=10.0.0.2)\x1b[0m "
 
@@ -27,6 +27,12 @@ WORKER = "\x1b[36m(PolicyModelActor pid=71, ip=10.0.0.2)\x1b[0m "
         ("(PPOTrainer pid=7) INFO 11-22 16:08:01 ppo_trainer.py:551] Global step 3", None),
         ("WARNING 11-22 16:08:01 [cpu.py:12] of vLLM, which a user cannot mend", None),
         ("Namespace(arlopti_openrlhf: no)", None),
+        ("\x1b[36m(pid=71)\x1b[0m arlopti_openrlhf: at start\n", "arlopti_openrlhf: at start"),
+        (
+            "\x1b[33m(autoscaler +8s)\x1b[0m Error: No available node types can fulfill {'GPU': 1}",
+            "arlopti_openrlhf: (autoscaler +8s) Error: No available node types can fulfill {'GPU': 1}",
+        ),
+        ("(autoscaler +8s) Tip: use `ray status` to view detailed cluster status", None),
         ("", None),
     ],
 )
@@ -42,11 +48,11 @@ def status(**more) -> dict:
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
-        (status(), "reward 1.5, 800 tokens/s"),
-        (status(score=0.25, actor_grad_norm=0.5), "reward 1.5, score 0.25, gradient norm 0.5, 800 tokens/s"),
+        (status(), "reward 1.5, 800 tok/s"),
+        (status(score=0.25, actor_grad_norm=0.5), "reward 1.5, score 0.25, grad 0.5, 800 tok/s"),
         (
             status(**{"lopti/low/actor_grad_norm": 10.36, "lopti/high/actor_grad_norm": 4.2}),
-            "reward 1.5, gradient norm 10.4, 4.2, 800 tokens/s",
+            "reward 1.5, grad 10.4 4.2, 800 tok/s",
         ),
     ],
 )
@@ -57,18 +63,21 @@ def test_figures_of_a_step(metrics, text):
 RUN = """
 import os, subprocess, sys, time
 from arlopti_openrlhf.run import console
-from arlopti_openrlhf.run.progress import Evaluation, Progress, Step
+from arlopti_openrlhf.run.progress import Evaluation, Progress, Prompts, Step
 console._POLL = 0.05
 first = Evaluation(0, {"accuracy": 0.25})
-one = Progress(64, Step(1, 32, "reward 0.5"), first, first)
-seen = iter([Progress(), Progress(64), Progress(64, None, first, first), one])
-last = Progress(64, Step(2, 64, "reward 0.75"), first, Evaluation(2, {"accuracy": 0.5}))
+prompts = Prompts(64, 0)
+one = Progress(prompts, Step(1, 32, "reward 0.5"), first, first)
+seen = iter([Progress(), Progress(prompts), Progress(prompts, None, first, first), one])
+last = Progress(prompts, Step(2, 64, "reward 0.75"), first, Evaluation(2, {"accuracy": 0.5}))
 console.ray.is_initialized = lambda: True
 console.progress.read = lambda: next(seen, last)
 with console.Console(__import__("pathlib").Path(sys.argv[1])) as shown:
     print("noise of Python")
     subprocess.run(["echo", "noise of another process"])
-    os.write(2, b"(A pid=1) arlopti_openrlhf: a word to the user\\n")
+    os.write(2, b"(A pid=1) arlopti_open")  # a line may come in parts
+    time.sleep(0.2)
+    os.write(2, b"rlhf: a word to the user\\n")
     time.sleep(1)
     shown.close("the last line")
     print("after it")
@@ -93,10 +102,10 @@ def test_progress_is_shown_and_the_rest_is_kept(is_terminal, tmp_path):
     assert "arlopti_openrlhf: a word to the user" in text and str(log) in text
     assert text.rstrip().endswith("after it")
     if is_terminal:
-        assert re.search(r"step 2 100%\|.*reward 0\.75, held out 0\.5", text)
+        assert re.search(r"step 2 100%\|.*held out 0\.5, reward 0\.75", text)
     else:
-        assert text.count("step 1, 32 of 64 prompts: reward 0.5, held out 0.25\n") == 1
-        assert text.count("step 2, 64 of 64 prompts: reward 0.75, held out 0.5\n") == 1
+        assert text.count("step 1, 32 of 64 prompts: held out 0.25, reward 0.5\n") == 1
+        assert text.count("step 2, 64 of 64 prompts: held out 0.5, reward 0.75\n") == 1
 
 
 def read(descriptor: int) -> str:
@@ -122,37 +131,123 @@ def test_a_log_goes_on(tmp_path):
 
 @pytest.mark.parametrize(("mode", "is_terminal", "wanted"), [("progress", False, True), ("all", True, False)])
 def test_who_says_which_console_gets_it(mode, is_terminal, wanted, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, SimpleNamespace(isatty=lambda: is_terminal))
     assert console.is_wanted(mode) == wanted and console.is_wanted("auto") == is_terminal
 
 
-def test_the_cause_is_said_and_kept(tmp_path):
+def end_of_a_run(tmp_path, before: str = "", within: str = 'raise ValueError("no label")') -> tuple:
+    """Return the result of a run that shows its progress and fails, or does as `within` says; and its log."""
     program = f"""
+import os, sys, time
 from pathlib import Path
 from arlopti_openrlhf.run import console, driver
-with console.Console(Path({str(tmp_path)!r}, "train.log")) as shown, driver.Driver(shown).ending():
-    raise ValueError("no label")
+shown = console.Console(Path({str(tmp_path)!r}, "train.log"))
+{before}
+with shown, driver.Driver(shown, lambda found: "what came out").ending():
+    {within}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == f"arlopti_openrlhf: run failed: ValueError: no label\nIts log: {tmp_path / 'train.log'}\n"
-    kept = (tmp_path / "train.log").read_text()
-    assert "Traceback" in kept and "Traceback" not in done.stdout and kept.endswith("ValueError: no label\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    return done, (tmp_path / "train.log").read_text()
 
 
-def test_a_complete_run_says_what_came_out(capsys, monkeypatch):
-    monkeypatch.setattr(driver, "_shut_down", lambda code: None)
-    monkeypatch.setattr(driver.progress, "read", lambda: Progress(8))
-    with driver.Driver(closing=lambda found: f"{found.prompts} prompts").ending():
-        pass
-    assert capsys.readouterr().out == "8 prompts\n"
+CAUSE = "arlopti_openrlhf: run failed: ValueError: no label\narlopti_openrlhf: the run's log: "
 
 
-def arguments(**logger) -> SimpleNamespace:
+def test_the_cause_is_said_and_kept(tmp_path):
+    done, log = end_of_a_run(tmp_path)
+    assert done.returncode == 1 and done.stderr == f"{CAUSE}{tmp_path / 'train.log'}\n"
+    assert "Traceback" in log and "Traceback" not in done.stdout
+    assert log.endswith(f"{CAUSE}{tmp_path / 'train.log'}\n")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), shown._descriptor)",  # no space on the disk
+        "console.ray.is_initialized = lambda: True; console.progress.read = lambda: time.sleep(50)",  # Ray is stuck
+        # Ray's end is stuck too.
+        "driver._SHUTDOWN = 1; driver.ray.shutdown = lambda: time.sleep(50)",
+    ],
+)
+def test_the_cause_is_said_whatever_else_goes_wrong(before, tmp_path):
+    done, _ = end_of_a_run(tmp_path, before)
+    assert done.returncode == 1 and done.stderr.startswith(CAUSE)
+
+
+def test_a_complete_run_says_what_came_out(tmp_path):
+    done, log = end_of_a_run(tmp_path, within="pass")
+    assert done.returncode == 0 and done.stdout.endswith("train.log\nwhat came out\n")
+    assert log.endswith("what came out\n") and not done.stderr
+
+
+def test_a_complete_run_that_cannot_show_its_results_is_complete(tmp_path):
+    before = "driver.ray.is_initialized = lambda: True; driver.ray.shutdown = lambda: None; driver._LAST_LINES = 0\n"
+    before += "driver.progress.read = lambda: 1 / 0"
+    done, _ = end_of_a_run(tmp_path, before, within="pass")
+    assert done.returncode == 0 and "the run is complete. Its results cannot be shown: ZeroDiv" in done.stdout
+
+
+def test_a_reader_that_has_gone_away_fails_no_run(tmp_path):
+    program = """
+from arlopti_openrlhf.run import driver
+with driver.Driver(closing=lambda found: "what came out").ending():
+    pass
+"""
+    outer, inner = os.pipe()
+    os.close(outer)
+    done = subprocess.run([sys.executable, "-c", program], stdout=inner, stderr=subprocess.PIPE, timeout=60)
+    os.close(inner)
+    assert done.returncode == 0 and not done.stderr
+
+
+def test_what_is_said_is_read(monkeypatch):
+    """`first` is the first evaluation of the process, and stays."""
+    store: dict[str, bytes] = {}
+
+    def put(key: str, value: str, overwrite: bool) -> None:
+        if overwrite or key not in store:
+            store[key] = value.encode()
+
+    kv = SimpleNamespace(_internal_kv_put=put, _internal_kv_get=store.get)
+    monkeypatch.setattr(progress, "internal_kv", kv)
+    monkeypatch.setattr(progress, "_prefix", lambda: "job/")
+    assert progress.read() == Progress()
+    progress.say_prompts(64, 8)
+    progress.say_evaluation(0, {"accuracy": 0.25})
+    progress.say_step(1, 32, status(actor_grad_norm=float("nan")))
+    progress.say_evaluation(2, {"accuracy": 0.5})
+    first, last = Evaluation(0, {"accuracy": 0.25}), Evaluation(2, {"accuracy": 0.5})
+    assert progress.read() == Progress(Prompts(64, 8), Step(1, 32, "reward 1.5, grad nan, 800 tok/s"), first, last)
+
+
+def test_a_store_that_does_not_answer_stops_no_training(monkeypatch):
+    monkeypatch.setattr(progress, "_prefix", lambda: 1 / 0)
+    progress.say_step(1, 32, status())
+
+
+def test_a_resumed_run_is_not_said_to_be_fast(tmp_path):
+    """Half of the prompts were drawn before. A tenth of the rest took 10 s, so 90 s are left."""
+    now = [0.0]
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    shown = console.Console(tmp_path / "train.log")
+    shown._terminal = os.fdopen(inner, "w", encoding="utf-8", buffering=1)
+    shown._show(Progress(Prompts(640, 320)))
+    shown._bar._time, shown._bar.start_t, shown._bar.last_print_t = (lambda: now[0]), 0.0, 0.0
+    now[0] = 10.0
+    shown._show(Progress(Prompts(640, 320), Step(11, 352, "reward 1")))
+    text = os.read(outer, 65536).decode()
+    assert "step 11  55%|" in text and "00:10<01:30" in text
+    os.close(outer)
+
+
+def arguments(folder, lora_rank: int = 0, **logger) -> SimpleNamespace:
     wandb = SimpleNamespace(key=None, project="p", run_name="r")
     return SimpleNamespace(
-        eval=SimpleNamespace(dataset="test.jsonl"),
-        ckpt=SimpleNamespace(output_dir="final"),
+        eval=SimpleNamespace(dataset="test.jsonl,my data/more.parquet"),
+        ckpt=SimpleNamespace(output_dir="final", path=str(folder)),
+        ds=SimpleNamespace(lora=SimpleNamespace(rank=lora_rank)),
         logger=SimpleNamespace(**{"tensorboard_dir": "tb", "wandb": wandb} | logger),
     )
 
@@ -166,9 +261,11 @@ def metrics(*accuracies: float) -> dict[str, float]:
     return found | {"accuracy": sum(accuracies) / 2}
 
 
-def test_the_closing_text():
-    found = Progress(64, Step(2, 64, ""), Evaluation(0, metrics(0.25, 0.5)), Evaluation(2, metrics(0.5, 0.75)))
-    assert closing.text(arguments(), found, None).splitlines() == [
+def test_the_closing_text(tmp_path):
+    found = Progress(
+        Prompts(64, 0), Step(2, 64, ""), Evaluation(0, metrics(0.25, 0.5)), Evaluation(2, metrics(0.5, 0.75))
+    )
+    assert closing.text(arguments(tmp_path), found, None).splitlines() == [
         "trained 2 steps",
         "held-out accuracy   step 0                   step 2",
         "kk_2ppl             0.250 (0.150 to 0.350)   0.500 (0.400 to 0.600)",
@@ -177,18 +274,20 @@ def test_the_closing_text():
         "odd, reward         -0.500                   -0.500",
         "model:   final",
         "curves:  tensorboard --logdir tb/r",
-        "next:    arlopti evaluate --model final --data test.jsonl --out OUT",
+        "next:    arlopti evaluate --model final --data test.jsonl 'my data/more.parquet' --out OUT",
     ]
 
 
-def test_the_closing_text_without_an_evaluation(tmp_path):
-    args = arguments(tensorboard_dir=None)
+def test_the_closing_text_of_a_resumed_run_with_lora(tmp_path):
+    """The run has kept its name. An adapter alone cannot be evaluated, and there was no evaluation."""
+    (tmp_path / "run.json").write_text('{"run_name": "kept", "wandb_id": "1"}')
+    args = arguments(tmp_path, lora_rank=8)
     args.logger.wandb.key = "WANDB_API_KEY"
     assert closing.text(args, Progress(), tmp_path).splitlines() == [
         "no step was trained",
         "not evaluated (--eval.steps)",
         "model:   final",
         f"log:     {tmp_path}",
-        "curves:  wandb, project p, run r",
-        "next:    arlopti evaluate --model final --data test.jsonl --out OUT",
+        "curves:  tensorboard --logdir tb/kept",
+        "curves:  wandb, project p, run kept",
     ]

@@ -16,7 +16,7 @@ from arlopti_openrlhf.run import driver, stopping
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """Keep the driver from ending the tests' own process where Ray does not shut down in time."""
-    monkeypatch.setattr(driver, "_leave_within", lambda seconds, code: threading.Timer(seconds, print))
+    monkeypatch.setattr(driver, "_leave_within", lambda seconds, code, last=None: threading.Timer(seconds, print))
 
 
 def wrapped(error: Exception) -> RayTaskError:
