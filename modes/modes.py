@@ -152,14 +152,14 @@ MODES = [
         "loss",
         "importance sampling: TIS",
         f"{_CORRECTION}_level token {_CORRECTION}_mode clip {_CORRECTION}_threshold 0 5",
-        logs=("vllm_kl", *_STAGES),
+        logs=("lopti/low/vllm_kl", *_STAGES),
     ),
-    Mode("loss", "importance sampling: IcePop", f"{_CORRECTION}_level token", logs=("vllm_kl", *_STAGES)),
+    Mode("loss", "importance sampling: IcePop", f"{_CORRECTION}_level token", logs=("lopti/low/vllm_kl", *_STAGES)),
     Mode(
         "loss",
         "importance sampling: sequences",
         f"{_CORRECTION}_level seq {_CORRECTION}_gating binary_kl {_CORRECTION}_threshold 1",
-        logs=("vllm_kl", *_STAGES),
+        logs=("lopti/low/vllm_kl", *_STAGES),
     ),
     Mode("loss", "entropy in the loss", "--actor.entropy_coef 0.01", logs=("entropy_loss",)),
     # --- token methods ---

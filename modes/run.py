@@ -137,7 +137,7 @@ def run_mode(mode: Mode, inputs: Path, folder: Path) -> Outcome:
 
 def _missing(mode: Mode, scalars: dict[str, Series], steps: int) -> list[str]:
     """Return what the metrics of a run lack. They come from TensorBoard, since Ray may lose a log's last lines."""
-    logged = set(scalars.get("train/policy_loss", {}))
+    logged = set(scalars.get("train/rollout/reward_mean", {}))
     wrong = [f"step {step} is missing" for step in range(1, steps + 1) if step not in logged]
     for name in mode.logs:
         absent = logged - set(scalars.get(f"train/{name}", {}))

@@ -43,7 +43,7 @@ def test_the_real_parser_takes_its_flags(mode, tmp_path):
 
 
 def test_a_mode_that_does_not_hold_is_named(inputs, tmp_path, monkeypatch):
-    scalars = {"train/policy_loss": {1: 0.0}, "train/a": {1: math.nan}, "train/actor_grad_norm": {1: 0.0}}
+    scalars = {"train/rollout/reward_mean": {1: 0.0}, "train/a": {1: math.nan}, "train/actor_grad_norm": {1: 0.0}}
     monkeypatch.setattr(run, "read_scalars", lambda folder: scalars)
     monkeypatch.setattr(run, "_run", lambda command, path, folder: path.write_text("log") and 0)
     outcome = run.run_mode(Mode("topic", "name", logs=("a", "b"), says=("words",)), inputs, tmp_path / "run")

@@ -237,9 +237,10 @@ def test_a_resumed_run_is_not_said_to_be_fast(tmp_path):
     shown._bar._time, shown._bar.start_t, shown._bar.last_print_t = (lambda: now[0]), 0.0, 0.0
     now[0] = 10.0
     shown._show(Progress(Prompts(640, 320), Step(11, 352, "reward 1")))
-    text = os.read(outer, 65536).decode()
+    shown._bar.close()
+    shown._terminal.close()
+    text = read(outer)
     assert "step 11  55%|" in text and "00:10<01:30" in text
-    os.close(outer)
 
 
 def arguments(folder, lora_rank: int = 0, **logger) -> SimpleNamespace:
