@@ -22,6 +22,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "data__max_len": 512,
         "data__max_samples": 10**8,
         "data__max_images_per_prompt": 0,
+        "data__image_key": "images",
         "eval__dataset": None,
         "eval__split": "train",
         "eval__sampling": [],

@@ -19,6 +19,13 @@ _NOT_DETERMINISTIC = {
 }
 # Flags that the selective update and the statistics cannot serve, with the value at which each is off.
 _NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
+# Flags that images cannot go with, with the value at which each is off, and why. OpenRLHF itself refuses packing and a
+# critic, but not what switches packing on.
+_NOT_WITH_IMAGES = {
+    "train.dynamic_batch_enable": (False, "it packs the samples"),
+    "ds.ring_attn_size": (1, "it packs the samples"),
+    "ds.use_liger_kernel": (False, "it knows text models alone"),
+}
 
 
 def check(args: SimpleNamespace) -> list[Finding]:
@@ -31,6 +38,7 @@ def check(args: SimpleNamespace) -> list[Finding]:
         *_check_evaluation(args),
         *_check_determinism(args),
         *_check_template(args),
+        *_check_images(args),
     ]
 
 
@@ -156,6 +164,17 @@ def _check_template(args: SimpleNamespace) -> list[Finding]:
     problem = "it has no {}, so OpenRLHF would leave it out"
     remedy = "put {} where the prompt belongs, or leave the flag out"
     return [Finding("--data.input_template", repr(template), problem, remedy)]
+
+
+def _check_images(args: SimpleNamespace) -> list[Finding]:
+    wanted, flag = args.data.max_images_per_prompt, "--data.max_images_per_prompt"
+    if wanted < 0:
+        return [Finding(flag, wanted, "is no number of images", "give a number from 0 on")]
+    return [
+        Finding(flag, wanted, f"cannot go with --{other} {attrgetter(other)(args)}: {why}", "leave one of the two out")
+        for other, (off, why) in _NOT_WITH_IMAGES.items()
+        if wanted and attrgetter(other)(args) != off
+    ]
 
 
 def _check_evaluation(args: SimpleNamespace) -> list[Finding]:

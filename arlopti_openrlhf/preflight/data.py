@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
-from arlopti_openrlhf.preflight import probe
+from arlopti_openrlhf.preflight import images, probe
 from arlopti_openrlhf.preflight.finding import Finding
 from arlopti_openrlhf.preflight.rows import NotChecked, Row, Unreadable, read_rows
 from arlopti_openrlhf.preflight.tokenizer import Tokenizer, local_folder
@@ -63,6 +63,7 @@ def check(args: SimpleNamespace) -> list[Finding]:
         tokenizer = _load_tokenizer(args)
         for data in sets:
             prompts = _prompts(data, args, tokenizer, findings)
+            findings += images.check_rows(data.flag, data.value, data.rows, args) if prompts else []
             if tokenizer and prompts and not args.data.max_images_per_prompt:
                 findings += _check_lengths(data, tokenizer.count(prompts), args)
         if unreadable:
@@ -234,7 +235,8 @@ def _render(row: Row, args: SimpleNamespace, tokenizer: Tokenizer | None) -> str
     if args.data.apply_chat_template:
         if not (tokenizer and tokenizer.chat_template):
             return prompt if isinstance(prompt, str) else ""
-        return tokenizer.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return tokenizer.render(images.as_parts(messages))
     template = args.data.input_template
     return template.format(prompt) if template else prompt
 

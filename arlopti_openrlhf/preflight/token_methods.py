@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 from arlopti_openrlhf.preflight.combinations import NOT_BY_STEPS, is_selective
 from arlopti_openrlhf.preflight.finding import Finding
+from arlopti_openrlhf.preflight.images import policy_sees
 
 _FLAG = "--algo.token_method"
 PROBE_SECONDS = 30.0  # for the import of files and their answers
@@ -36,9 +37,13 @@ def check(args: SimpleNamespace) -> list[Finding]:
     if found["problem"]:
         return [Finding(_FLAG, given, found["problem"], "correct the method or --algo.token_method_args")]
     findings = []
-    if found["reading_entropies"] and not is_selective(args):
-        problem = f"{', '.join(found['reading_entropies'])} needs entropies, which the selective update alone gives"
-        findings.append(Finding(_FLAG, given, problem, "give --actor.update selective, or another method"))
+    if readers := ", ".join(found["reading_entropies"]):
+        if policy_sees(args):
+            problem = f"{readers} needs entropies, which the update of a vision-language model does not give"
+            findings.append(Finding(_FLAG, given, problem, "take another method, or a text model"))
+        elif not is_selective(args):
+            problem = f"{readers} needs entropies, which the selective update alone gives"
+            findings.append(Finding(_FLAG, given, problem, "give --actor.update selective, or another method"))
     if found["passes"] > 1 and args.actor.lr_scheduler in NOT_BY_STEPS:
         problem = f"does not follow from the number of steps, of which {given} takes {found['passes']} times as many"
         remedy = "choose a schedule that does, such as constant"

@@ -103,6 +103,11 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text("utf-8")
+    # That of a processor, as vision-language models have it.
+    if "vision_config" in read_json(folder / "config.json"):
+        template = read_json(folder / "chat_template.json").get("chat_template")
+        if isinstance(template, str):
+            return template
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
