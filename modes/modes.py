@@ -186,6 +186,14 @@ MODES = [
     ),
     Mode("rewards", "agent of two turns", "--train.agent_func_path {inputs}/agent.py", logs=_STAGES, is_short=True),
     Mode("rewards", "overlong penalty", "--reward.overlong_buffer_len 8", logs=_STAGES),
+    # --- models ---
+    Mode(
+        "models",
+        "images in the prompt",
+        "--actor.model_name_or_path {inputs}/vision_model --data.prompt_dataset {inputs}/images.jsonl "
+        "--data.max_images_per_prompt 1",
+        logs=(_AR, *_STAGES),
+    ),
     # --- around it ---
     Mode(
         "run",

@@ -34,6 +34,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from arlopti_openrlhf.analysis.scalars import Series, read_scalars
 from arlopti_openrlhf.data import tiny_policy
 from arlopti_openrlhf.data.rows import generate_rows, write_rows
+from modes import vision_inputs
 from modes.modes import MODES, Mode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +80,7 @@ class Outcome(NamedTuple):
 
 
 def make_inputs(folder: Path) -> None:
-    """Write an untrained policy, a reward model, prompts, a reward file and an agent."""
+    """Write an untrained policy, a reward model, prompts, a reward file and an agent, and a model that sees."""
     rows = generate_rows((2,), 64, held_out=False, seed=0, names=tiny_policy.NAMES)
     write_rows(rows, folder / "train.jsonl")
     tokenizer = tiny_policy.make_tokenizer([json.dumps(row["prompt"]) for row in rows])
@@ -93,6 +94,8 @@ def make_inputs(folder: Path) -> None:
         tokenizer.save_pretrained(folder / name)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     (folder / "agent.py").write_text(AGENT, encoding="utf-8")
+    if vision_inputs.is_possible():
+        vision_inputs.make(tokenizer, rows, folder)
 
 
 def command(mode: Mode, inputs: Path, folder: Path, url: str, steps: int) -> list[str]:
@@ -276,6 +279,10 @@ def main() -> None:
     out = args.out.resolve()
     make_inputs(out)
     outcomes = {}
+    if not vision_inputs.is_possible():
+        left_out = [mode for mode in modes if "vision_model" in mode.flags]
+        modes = [mode for mode in modes if mode not in left_out]
+        print("".join(f"  --  {mode.name}: torchvision is not installed\n" for mode in left_out), end="", flush=True)
     for number, mode in enumerate(modes):
         outcome = outcomes[mode.name] = run_mode(mode, out, out / f"{number:02d}")
         wrong = "".join(f"; {words}" for words in outcome.wrong)

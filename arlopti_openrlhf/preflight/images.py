@@ -57,16 +57,17 @@ def check_rows(flag: str, value: str, rows: Sequence[tuple[str, Row]], args: Sim
         keys = ", ".join(sorted({name for _, row in rows[:1000] for name in row}))
         return [Finding("--data.image_key", key, f"no row of {value} has images there", f"the keys are {keys}")]
     if not most:
-        problem = f"{len(seen)} of {len(rows)} rows of {value} have images under {key}"
+        unasked = f"{len(seen)} of {len(rows)} rows of {value} have images under {key}"
         if policy_sees(args):
-            return [Finding(_FLAG, most, f"{problem}, which vLLM would count twice", f"give {_largest(seen)}")]
-        return [Finding(_FLAG, most, f"{problem}, which the policy does not see", "mind that", is_fatal=False)]
+            largest = max(len(images) for _, _, images in seen)
+            return [Finding(_FLAG, most, f"{unasked}, whose tokens vLLM would count twice", f"give {largest}")]
+        remedy = "take a vision-language model if it should"
+        return [Finding(_FLAG, most, f"{unasked}, and the policy does not see them", remedy, is_fatal=False)]
     bad = [(where, problem) for where, row, images in seen if (problem := _problem(row, images, args))]
     if not bad:
         return []
     others = f" (and {len(bad) - 1} more rows)" if len(bad) > 1 else ""
-    where, problem = bad[0]
-    return [Finding(flag, value, f"{where}, {key}: {problem}{others}", "correct these rows")]
+    return [Finding(flag, value, f"{bad[0][0]}, {key}: {bad[0][1]}{others}", "correct these rows")]
 
 
 def as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,10 +91,6 @@ def _parts(content: Any) -> Any:
 def _images(value: Any) -> list:
     """Return the images of a row. Upstream takes one or a list, and leaves out those that are None."""
     return [image for image in (value if isinstance(value, list) else [value]) if image is not None and image != ""]
-
-
-def _largest(seen: Sequence[tuple[str, Row, list]]) -> int:
-    return max(len(images) for _, _, images in seen)
 
 
 def _problem(row: Row, images: list, args: SimpleNamespace) -> str | None:

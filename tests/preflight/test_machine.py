@@ -33,6 +33,10 @@ def qwen(tmp_path) -> str:
 def test_a_models_size_from_its_configuration(qwen, tmp_path):
     size = model_size.read(tmp_path / "model")
     assert size.parameters == pytest.approx(7_615_616_512, rel=1e-3)  # Qwen2.5-7B's own number
+    # Two layers with matrices of 4 × 10² and 2 × 10 × 30.
+    seeing = {"text_config": QWEN_7B, "vision_config": {"depth": 2, "hidden_size": 10, "intermediate_size": 30}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(seeing))
+    assert model_size.read(tmp_path / "model").parameters == size.parameters + 2 * (400 + 600)
     (tmp_path / "model" / "config.json").write_text('{"model_type": "unknown"}')
     assert model_size.read(tmp_path / "model") is None
 
