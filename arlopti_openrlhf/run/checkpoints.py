@@ -16,6 +16,7 @@ from openrlhf.utils import deepspeed as upstream
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.preflight.tokenizer import local_folder
 from arlopti_openrlhf.run import checkpoint_files as files
 from arlopti_openrlhf.run import process_state
 from arlopti_openrlhf.run.agreement import everywhere, on_rank_0, say, share
@@ -25,6 +26,13 @@ from arlopti_openrlhf.update.guard import GuardedStrategy, engine_of, first_non_
 
 # What upstream's controllers take from a checkpoint, for a run that has none yet.
 BEGINNING = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
+# The files of what turns images, or videos, into a model's inputs.
+_PROCESSOR = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 
 
 class NotWritten(RunStopped):
@@ -43,7 +51,8 @@ class CheckpointStrategy(GuardedStrategy):
     """`GuardedStrategy` that changes how checkpoints and models are saved and loaded.
 
     1. A checkpoint is written under another name and renamed when all ranks' files are on the disk, with a manifest.
-       Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole.
+       Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole, and
+       a vision-language model's processor is among them.
     2. It also holds each process's random state and the moving average.
     3. A run resumes from the newest whole checkpoint, and says which it passed over and why.
     4. Where a checkpoint cannot be written, a line says why, and the run goes on. Where the final model cannot be
@@ -194,6 +203,7 @@ class CheckpointStrategy(GuardedStrategy):
             if failure:
                 raise NotWritten(files.cause_of(failure, writing))
             if self.is_rank_0():
+                _copy_processor(self.args.actor.model_name_or_path, writing)
                 _move_up(writing)
 
         try:
@@ -232,6 +242,14 @@ def _require_finite(engine: deepspeed.DeepSpeedEngine) -> None:
             raise Diverged(f"the weights are not finite, first in {parameter}, and are not saved")
 
     everywhere(check)
+
+
+def _copy_processor(model: str, writing: Path) -> None:
+    """Copy the files of a vision-language model's processor. Upstream saves the policy's tokenizer alone."""
+    folder = local_folder(model)
+    for path in (folder / name for name in _PROCESSOR) if folder else ():
+        if path.exists():
+            shutil.copyfile(path, writing / path.name)
 
 
 def _move_up(writing: Path) -> None:

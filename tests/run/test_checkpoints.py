@@ -68,6 +68,16 @@ def test_a_resumed_run_is_the_same_run(stage, tiny_model, tmp_path):
     assert not all(map(torch.equal, at_checkpoint, expected))
 
 
+def test_a_processor_is_saved_with_its_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "writing").mkdir()
+    (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "model" / "other.json").write_text("{}")
+    checkpoints._copy_processor(str(tmp_path / "model"), tmp_path / "writing")
+    checkpoints._copy_processor("nobody/nothing", tmp_path / "writing")
+    assert [path.name for path in (tmp_path / "writing").iterdir()] == ["preprocessor_config.json"]
+
+
 def overwrite_64_bytes(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
