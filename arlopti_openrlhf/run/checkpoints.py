@@ -14,9 +14,9 @@ from typing import Any
 import deepspeed
 from openrlhf.utils import deepspeed as upstream
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from transformers.utils import cached_file
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
-from arlopti_openrlhf.preflight.tokenizer import local_folder
 from arlopti_openrlhf.run import checkpoint_files as files
 from arlopti_openrlhf.run import process_state
 from arlopti_openrlhf.run.agreement import everywhere, on_rank_0, say, share
@@ -246,10 +246,12 @@ def _require_finite(engine: deepspeed.DeepSpeedEngine) -> None:
 
 def _copy_processor(model: str, writing: Path) -> None:
     """Copy the files of a vision-language model's processor. Upstream saves the policy's tokenizer alone."""
-    folder = local_folder(model)
-    for path in (folder / name for name in _PROCESSOR) if folder else ():
-        if path.exists():
-            shutil.copyfile(path, writing / path.name)
+    for name in _PROCESSOR:
+        try:
+            path = cached_file(model, name, local_files_only=True)  # the run has loaded the model, so all is here
+        except OSError:  # it has no such file
+            continue
+        shutil.copyfile(str(path), writing / name)
 
 
 def _move_up(writing: Path) -> None:
