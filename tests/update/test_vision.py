@@ -5,6 +5,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from update_workers import OFF, RANKS, SAMPLES, Group, cluster, experiences, flags, relative_distance
 
+pytestmark = pytest.mark.long
 NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
 IMAGE, START, END = 300, 302, 303  # token ids
 PATCH, PATCHES = 16, 4  # pixels, and patches of an image, which are one token
