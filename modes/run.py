@@ -250,7 +250,8 @@ def record(outcomes: dict[str, Outcome], path: Path = RESULTS, page: Path = PAGE
     found = recorded(path)
     works = sum(not outcome.wrong for outcome in found.values())
     made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
-    head = f"{works} of {len(MODES)} modes work, and {len(MODES) - len(found)} have not been run. CPU, {made_with}."
+    not_run = f", and {len(MODES) - len(found)} have not been run" if len(found) < len(MODES) else ""
+    head = f"{works} of {len(MODES)} modes work{not_run}. CPU, {made_with}."
     before, after = text.split(START)[0], text.split(END)[1]
     page.write_text(f"{before}{START}\n\n{head}\n\n{table(found)}\n\n{END}{after}", encoding="utf-8")
 
