@@ -261,7 +261,8 @@ def test_samples_left_out_of_one_epoch_are_trained_in_another(tiny_model):
     [
         ["--ds.zero_stage", "3"],
         ["--train.micro_batch_size", "8"],
-        ["--train.micro_batch_size", "8", "--ds.adam_offload"],
+        # It compiles DeepSpeed's CPU Adam, which takes two minutes.
+        pytest.param(["--train.micro_batch_size", "8", "--ds.adam_offload"], marks=pytest.mark.long),
         ["--train.dynamic_batch_enable", "--ds.packing_samples"],
     ],
     ids=["zero3", "one micro-batch", "offload", "dynamic"],
