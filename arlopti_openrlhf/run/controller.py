@@ -50,6 +50,7 @@ class Controller(WatchedTrainer, ResumableTrainer):
     3. The trackers stay open for an evaluation after the last step.
     4. The trackers, and not the console, get the statistics by probability.
     5. A checkpoint is saved every `--ckpt.save_minutes` too, and before the run obeys a request to stop.
+    6. It says how far the run is (`run.progress`).
     """
 
     last_step = 0

@@ -21,6 +21,8 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import launcher, ppo_actor, ppo_critic, vllm_engine
 from ray.experimental import internal_kv
 
+from arlopti_openrlhf.run import stopping
+
 _BEAT = 2.0  # seconds between two signs
 
 
@@ -43,7 +45,7 @@ def install() -> None:
 
 def prefix() -> str:
     """Return what the keys of this job's signs begin with. The rest of a key is the actor's id."""
-    return f"arlopti_openrlhf/{ray.get_runtime_context().get_job_id()}/life/"
+    return stopping.key("life/")
 
 
 class Heart:

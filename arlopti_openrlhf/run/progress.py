@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ray._private import worker
-from ray.experimental import internal_kv
+from arlopti_openrlhf.run import stopping
 
 
 class Prompts(NamedTuple):
@@ -65,15 +63,14 @@ def say_step(number: int, prompts: int, status: Mapping[str, Any]) -> None:
 def say_evaluation(step: int, metrics: Mapping[str, float]) -> None:
     """Say what an evaluation has found."""
     found = Evaluation(step, dict(metrics))
-    _put("first", found, overwrite=False)
+    _put("first", found, only_once=True)
     _put("last", found)
 
 
 def read() -> Progress:
     """Return what this process's job has said. Ray has to be connected."""
     kinds = {"prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}
-    prefix = _prefix()
-    found = {name: internal_kv._internal_kv_get(prefix + name) for name in kinds}
+    found = {name: _get(name) for name in kinds}
     return Progress(**{name: kinds[name](*json.loads(value)) for name, value in found.items() if value})
 
 
@@ -93,12 +90,13 @@ def figures(status: Mapping[str, Any]) -> str:
     return ", ".join(shown)
 
 
-def _put(name: str, value: Any, overwrite: bool = True) -> None:
-    # What is only shown stops no training. Where Ray's store is gone, the watch ends the run.
-    with suppress(Exception):
-        internal_kv._internal_kv_put(_prefix() + name, json.dumps(value), overwrite=overwrite)
+def _put(name: str, value: Any, only_once: bool = False) -> None:
+    try:
+        if not (only_once and _get(name)):
+            stopping.put(f"progress/{name}", json.dumps(value))
+    except Exception as error:  # what is only shown stops no training
+        print(f"arlopti_openrlhf: progress is not shown: {type(error).__name__}: {error}", flush=True)
 
 
-def _prefix() -> str:
-    # Not `ray.get_runtime_context()`, which would start a cluster where the run's has just been left.
-    return f"arlopti_openrlhf/{worker.global_worker.current_job_id.hex()}/progress/"
+def _get(name: str) -> bytes | None:
+    return stopping.get(f"progress/{name}")

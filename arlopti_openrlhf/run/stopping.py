@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray._private import worker
 from ray.experimental import internal_kv
 
 _POLL = 1.0  # seconds between two looks for a request to stop
@@ -67,16 +68,18 @@ def is_training() -> bool:
 
 def put(name: str, value: str) -> None:
     """Leave a value for all processes of this job, in Ray's key-value store."""
-    internal_kv._internal_kv_put(_key(name), value, overwrite=True)
+    internal_kv._internal_kv_put(key(name), value, overwrite=True)
 
 
 def get(name: str) -> bytes | None:
     """Return the value that a process of this job has left, or None."""
-    return internal_kv._internal_kv_get(_key(name))
+    return internal_kv._internal_kv_get(key(name))
 
 
-def _key(name: str) -> str:
-    return f"arlopti_openrlhf/{ray.get_runtime_context().get_job_id()}/{name}"
+def key(name: str) -> str:
+    """Return the name that a value of this job has in the store."""
+    # Not by `ray.get_runtime_context()`, which would start a cluster where the run's has just been left.
+    return f"arlopti_openrlhf/{worker.global_worker.current_job_id.hex()}/{name}"
 
 
 def wait(refs: Sequence[ray.ObjectRef]) -> list[Any]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from arlopti_openrlhf.run import closing, console, progress
+from arlopti_openrlhf.run import closing, console, progress, stopping
 from arlopti_openrlhf.run.progress import Evaluation, Progress, Prompts, Step
 
 WORKER = "\x1b[36m(PolicyModelActor pid=71, ip=10.0.0.2)\x1b[0m "
@@ -204,14 +204,8 @@ with driver.Driver(closing=lambda found: "what came out").ending():
 def test_what_is_said_is_read(monkeypatch):
     """`first` is the first evaluation of the process, and stays."""
     store: dict[str, bytes] = {}
-
-    def put(key: str, value: str, overwrite: bool) -> None:
-        if overwrite or key not in store:
-            store[key] = value.encode()
-
-    kv = SimpleNamespace(_internal_kv_put=put, _internal_kv_get=store.get)
-    monkeypatch.setattr(progress, "internal_kv", kv)
-    monkeypatch.setattr(progress, "_prefix", lambda: "job/")
+    monkeypatch.setattr(stopping, "put", lambda name, value: store.update({name: value.encode()}))
+    monkeypatch.setattr(stopping, "get", store.get)
     assert progress.read() == Progress()
     progress.say_prompts(64, 8)
     progress.say_evaluation(0, {"accuracy": 0.25})
@@ -221,9 +215,10 @@ def test_what_is_said_is_read(monkeypatch):
     assert progress.read() == Progress(Prompts(64, 8), Step(1, 32, "reward 1.5, grad nan, 800 tok/s"), first, last)
 
 
-def test_a_store_that_does_not_answer_stops_no_training(monkeypatch):
-    monkeypatch.setattr(progress, "_prefix", lambda: 1 / 0)
+def test_a_store_that_does_not_answer_stops_no_training(monkeypatch, capsys):
+    monkeypatch.setattr(stopping, "put", lambda name, value: 1 / 0)
     progress.say_step(1, 32, status())
+    assert capsys.readouterr().out.startswith("arlopti_openrlhf: progress is not shown: ZeroDivisionError")
 
 
 def test_a_resumed_run_is_not_said_to_be_fast(tmp_path):
