@@ -58,7 +58,14 @@ class Run(NamedTuple):
         """Return which of `CONDITIONS` the run has. Those of the first study have the first."""
         return self.family if self.family in CONDITIONS else DECISIONS
 
+    @property
+    def is_in_process(self) -> bool:
+        """Return whether one process trains it (`study.in_process`), and not the whole stack."""
+        return self.family in CONDITIONS
 
+
+_STACK = """ --train.colocate_all
+        --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5"""
 _GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3"
 _REINFORCE = "--algo.advantage.estimator reinforce --algo.kl.estimator k1"
 _AR, _LOPTI = "--algo.ar.alpha 0.3", "--algo.lopti.eta 0.5"  # Table 3, K&K
@@ -135,7 +142,7 @@ def flags(run: Run, inputs: Path, out: Path) -> list[str]:
     """Return the run's flags for `cli.train_ppo_ray`, as a user would type them.
 
     Args:
-        run: the run.
+        run: the run. One in process has no flags of vLLM.
         inputs: folder of the seed's model, train.jsonl and test.jsonl.
         out: folder for what the run writes.
     """
@@ -146,8 +153,7 @@ def flags(run: Run, inputs: Path, out: Path) -> list[str]:
         --actor.adam.lr {run.learning_rate:g} --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
         --actor.max_norm 1.0
         --actor.update selective
-        --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --train.colocate_all
-        --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
+        --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1{"" if run.is_in_process else _STACK}
         --ds.zero_stage 2 --ds.attn_implementation sdpa
         --rollout.batch_size {PROMPTS_PER_STEP} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
         --rollout.micro_batch_size 128 --rollout.temperature {TEMPERATURE}
@@ -188,7 +194,8 @@ def configuration(run: Run) -> dict:
     The code is no part of it. A result says at which commit it was made.
     """
     here = Path("INPUTS"), Path("OUT")
-    return {
+    how = {"trained": "in one process"} if run.is_in_process else {}
+    return how | {
         "inputs": inputs_configuration(run.condition, run.seed),
         "flags": " ".join(flags(run, *here)).replace(f"{ROOT}/", ""),
     }

@@ -21,6 +21,20 @@ from study.summary import step_seconds, summarize
 
 _STAMP = "configuration.json"  # in the folder of a seed's inputs; it says what they were made from
 
+# Of all runs. Ray's cluster hands them on to its workers.
+_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+    "HF_HUB_OFFLINE": "1",
+    # The policy is too small for a second thread to help; where a core is taken, threads wait for each other.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would bind itself to the same first core
+    # The model runs in the engine's own process. In two, each would spin while the other computes.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be its default
+    "RAY_worker_niceness": "0",  # added to this process's own; Ray's default of 15 yields to everything
+}
+
 
 class Scheduler:
     """Runs the study's runs on one Ray cluster, each as a process of its own with its log in its folder.
@@ -43,7 +57,9 @@ class Scheduler:
         Returns:
             The exit status: 1 if a run failed or the study was stopped, else 0.
         """
-        self._start_cluster()
+        os.environ.update(_ENVIRONMENT)
+        if not all(run.is_in_process for run in open_runs):
+            self._start_cluster()
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         failed = []
@@ -87,19 +103,6 @@ class Scheduler:
 
     def _start_cluster(self) -> None:
         """Start a Ray cluster that ends with this process and whose workers import this repository."""
-        environment = {
-            "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": "ignore",
-            "HF_HUB_OFFLINE": "1",
-            # The policy is too small for a second thread to help; where a core is taken, threads wait for each other.
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would bind itself to the same first core
-            # The model runs in the engine's own process. In two, each would spin while the other computes.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be its default
-            "RAY_worker_niceness": "0",  # added to this process's own; Ray's default of 15 yields to everything
-        }
-        os.environ.update(environment)
         from arlopti_openrlhf import cpu
 
         cpu.enable()  # first, so that the cluster inherits what it puts into the environment
@@ -120,8 +123,9 @@ class Scheduler:
         out = self.work / run.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        # The real command, in a session of its own, whose processes can be killed as one group.
-        command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *runs.flags(run, inputs, out)]
+        # In a session of its own, whose processes can be killed as one group.
+        module = "study.in_process" if run.is_in_process else "arlopti_openrlhf.cli.train_ppo_ray"
+        command = [sys.executable, "-m", module, *runs.flags(run, inputs, out)]
         log = out / "train.log"
         start, commit = time.time(), _commit()
         with open(log, "w", encoding="utf-8") as file:
@@ -146,7 +150,7 @@ class Scheduler:
             raise RuntimeError(f"status {status}: {log}")
         # Keep the log, and not the model, which nobody needs any more.
         seconds = time.time() - start
-        shutil.rmtree(out / "model")
+        shutil.rmtree(out / "model", ignore_errors=run.is_in_process)
         scalars = read_scalars(out / "tensorboard")
         return summarize(run, scalars) | {
             "seconds": {"run": round(seconds, 1), "warm_start": made["seconds"]} | step_seconds(scalars),

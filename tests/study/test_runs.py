@@ -95,7 +95,22 @@ def test_conditions_differ_in_the_warm_start_and_in_room_for_it():
     assert noise["inputs"]["warm_start"].pop("varied_wording") is True and noise["inputs"] == decisions["inputs"]
     limits = [f"--rollout.max_new_tokens {c.max_new_tokens} " for c in runs.CONDITIONS.values()]
     assert limits[0] != limits[1] and noise["flags"] == decisions["flags"].replace(*limits)
-    assert runs.configuration(of_name("grpo-1")) == runs.configuration(of_name("decisions-grpo-1"))
+
+
+def test_a_run_in_one_process_has_the_flags_of_one_of_the_whole_stack_but_for_placement_and_vllm():
+    stack, own = of_name("grpo-1"), of_name("decisions-grpo-1")
+    assert own.is_in_process and not stack.is_in_process
+    assert runs.configuration(own)["inputs"] == runs.configuration(stack)["inputs"]
+    assert runs.configuration(own)["trained"] == "in one process" and "trained" not in runs.configuration(stack)
+    values = parsed(stack), parsed(own)
+    different = {name for name in values[0] if values[0][name] != values[1][name]}
+    assert different == {
+        "train.colocate_all",
+        "vllm.num_engines",
+        "vllm.enforce_eager",
+        "vllm.sync_backend",
+        "vllm.gpu_memory_utilization",
+    }
 
 
 def test_a_learning_rate_is_the_only_difference_in_the_tuning():

@@ -1,0 +1,266 @@
+"""Train one run of the study in one process, with the flags of `train_ppo_ray`.
+
+    python -m study.in_process FLAGS
+
+Policy and reference, the update, the reward and the measures are those of a run of the whole stack: the classes of its
+Ray actors, made without Ray, and a DeepSpeed engine of one rank. Only who samples is another (`study.sampler`), and
+nothing is sent to vLLM. A run takes a quarter of the time, and twice the same run is the same run, to the bit.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from arlopti_openrlhf import cpu
+
+cpu.enable()
+
+from openrlhf.models.utils import masked_mean  # noqa: E402
+from openrlhf.trainer.ppo_utils.experience import Experience  # noqa: E402
+from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController  # noqa: E402
+from openrlhf.utils import get_strategy, get_tokenizer  # noqa: E402
+from openrlhf.utils.logging_utils import TensorboardLogger  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from arlopti_openrlhf.cli import train_ppo_ray  # noqa: E402
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
+from arlopti_openrlhf.grading.kk_reward import reward_func  # noqa: E402
+from arlopti_openrlhf.run.experience_maker import ExperienceMaker  # noqa: E402
+from arlopti_openrlhf.scoring.measures import Response, estimate_source  # noqa: E402
+from arlopti_openrlhf.scoring.sampling import Sampling, sampling_of  # noqa: E402
+from arlopti_openrlhf.update import guard  # noqa: E402
+from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
+from arlopti_openrlhf.update.trainer import TokenUpdateTrainer  # noqa: E402
+from study.sampler import sample  # noqa: E402
+
+Row = dict[str, str]  # a puzzle: prompt, label and datasource
+_PROMPTS_AT_A_TIME = 64  # in an evaluation
+
+
+class Training:
+    """Trains a policy as `train_ppo_ray` does with the same flags, on one rank, in this process.
+
+    Args:
+        args: OpenRLHF's nested arguments.
+    """
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        self.args = args
+        strategy = get_strategy(args)
+        strategy.setup_distributed()
+        self.tokenizer = get_tokenizer(args.actor.model_name_or_path, None, "left", strategy)
+        self.reference = self._load().eval()
+        actor = args.actor
+        optimization = {
+            "optim": actor.optim,
+            "muon": vars(actor.muon),
+            "adam": vars(actor.adam),
+            "lr_scheduler": actor.lr_scheduler,
+            "lr_warmup_ratio": actor.lr_warmup_ratio,
+            "min_lr_ratio": actor.min_lr_ratio,
+            "max_norm": actor.max_norm,
+            "scheduler_steps": args.data.max_samples,  # more than there are
+        }
+        self.policy, optimizer, scheduler = strategy.prepare((self._load(), optimization))
+        self.trainer = TokenUpdateTrainer(
+            strategy,
+            self.policy,
+            ema_model=None,
+            actor_optim=optimizer,
+            actor_scheduler=scheduler,
+            micro_train_batch_size=args.train.micro_batch_size,
+            tokenizer=self.tokenizer,
+            eps_clip=actor.eps_clip,
+        )
+        self.kl = FixedKLController(args.algo.kl.init_coef)
+        self.maker = ExperienceMaker(None, None, None, None, self.kl, strategy, self.tokenizer)
+
+    def _load(self) -> SelectiveActor:
+        args = self.args
+        model = AutoModelForCausalLM.from_pretrained(
+            args.actor.model_name_or_path, dtype=torch.float32, attn_implementation=args.ds.attn_implementation
+        )
+        actor = SelectiveActor(model, temperature=args.rollout.temperature)
+        actor.packing_samples, actor.is_vlm = False, False  # upstream's, where it loads the model itself
+        return actor
+
+    def train(self, puzzles: Sequence[Row], held_out: Sequence[Row], before: Path) -> None:
+        """Evaluate, train on all puzzles, and evaluate once more; log all of it as a run of the whole stack does.
+
+        Args:
+            puzzles: to train on.
+            held_out: to evaluate on.
+            before: file of the measures of the untrained policy, which all runs from one warm start share. Made where
+                it is missing.
+        """
+        log = TensorboardLogger(self.args)
+        if not before.exists():
+            measures = self.evaluate(held_out)
+            partial = before.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(measures), "utf-8")
+            partial.replace(before)
+        log.log_eval(0, json.loads(before.read_text("utf-8")))
+        order = torch.randperm(len(puzzles), generator=_generator(self.args.train.seed, "order")).tolist()
+        size = self.args.rollout.batch_size
+        for step, places in enumerate(_chunks(order, size), start=1):
+            logs = self.step([puzzles[place] for place in places], step)
+            log.log_train(step, logs)
+            reward, seconds = logs["rollout/reward_mean"], logs["timing/step_total"]
+            print(f"step {step}: reward {reward:.3f}, {seconds:.1f} s", flush=True)
+        log.log_eval(step, self.evaluate(held_out))
+        log.close()
+
+    def step(self, puzzles: Sequence[Row], step: int) -> dict[str, float]:
+        """Sample answers to the puzzles, train on them, and return the metrics."""
+        start = time.perf_counter()
+        n, longest = self.args.rollout.n_samples_per_prompt, self.args.rollout.max_new_tokens
+        uniform = torch.rand(len(puzzles), n, longest, generator=_generator(self.args.train.seed, "step", step))
+        samples = self.answer(puzzles, uniform, self.args.rollout.temperature)
+        generated = time.perf_counter()
+        for experience in self.experience(samples):
+            self.trainer.replay_buffer.append(experience)
+        made = time.perf_counter()
+        self.policy.train()
+        status = self.trainer.ppo_train(self.kl.value)
+        self.trainer.replay_buffer.clear()
+        logs = {name: value for name, value in status.items() if isinstance(value, float | int)}
+        end = time.perf_counter()
+        rewards, lengths, truncated = (
+            torch.cat([getattr(s, name) for s in samples]).float().mean().item()
+            for name in ("rewards", "response_length", "truncated")
+        )
+        return logs | {
+            "rollout/reward_mean": rewards,
+            "rollout/response_length_mean": lengths,
+            "rollout/truncated_rate": truncated,
+            "timing/generation": generated - start,
+            "timing/make_experience": made - generated,
+            "timing/ppo_train": end - made,
+            "timing/step_total": end - start,
+        }
+
+    def answer(self, puzzles: Sequence[Row], uniform: Tensor, temperature: float) -> list[Experience]:
+        """Return graded samples, those of a puzzle next to each other.
+
+        Args:
+            puzzles: P of them.
+            uniform: (P, S, T) random numbers, for S answers of at most T tokens.
+            temperature: of sampling.
+        """
+        model, tokenizer = self.policy.model.module.eval(), self.tokenizer
+        texts = [
+            tokenizer.apply_chat_template(puzzle["prompt"], tokenize=False, add_generation_prompt=True)
+            for puzzle in puzzles
+        ]
+        prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        stop = tokenizer.eos_token_id
+        answers = sample(model, prompts, uniform, stop=stop, temperature=temperature)
+        samples = [
+            self._sample(prompt, answer, is_truncated=answer[-1] != stop)
+            for prompt, of_prompt in zip(prompts, answers, strict=True)
+            for answer in of_prompt
+        ]
+        n = uniform.shape[1]
+        queries = tokenizer.batch_decode([s.sequences[0] for s in samples])
+        labels = [puzzle["label"] for puzzle in puzzles for _ in range(n)]
+        graded = reward_func(queries, [text for text in texts for _ in range(n)], labels)
+        for i, one in enumerate(samples):
+            one.rewards, one.scores = graded["rewards"][i : i + 1], graded["scores"][i : i + 1]
+            one.info = {name: values[i : i + 1] for name, values in graded["extra_logs"].items()}
+            one.info |= {"reward": one.rewards, "score": one.scores}
+        return samples
+
+    def _sample(self, prompt: list[int], answer: list[int], is_truncated: bool) -> Experience:
+        sequence = torch.tensor([prompt + answer])
+        action_mask = torch.zeros(1, sequence.shape[1] - 1, dtype=torch.long)
+        action_mask[:, len(prompt) - 1 :] = 1
+        return Experience(
+            sequences=sequence,
+            attention_mask=torch.ones_like(sequence),
+            action_mask=action_mask,
+            response_length=torch.tensor([len(answer)]),
+            total_length=torch.tensor([sequence.shape[1]]),
+            truncated=torch.tensor([is_truncated]),
+        )
+
+    @torch.no_grad()
+    def experience(self, samples: list[Experience]) -> list[Experience]:
+        """Give samples log-probs and advantages, as OpenRLHF's experience maker does with a KL loss."""
+        batches = self.maker.split_rollout_samples(samples)
+        for batch in batches:
+            inputs = (batch.sequences, batch.action_mask, batch.attention_mask)
+            is_deferred = self.trainer.defers_old_log_probs
+            batch.action_log_probs = unknown(batch.action_mask) if is_deferred else self.policy(*inputs)
+            batch.base_action_log_probs = self.reference(*inputs)
+            batch.kl = torch.zeros_like(batch.base_action_log_probs)  # it is a part of the loss
+            batch.info["kl"] = masked_mean(batch.kl, batch.action_mask, dim=-1)
+        return self.maker.compute_advantages_and_returns(batches)
+
+    def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
+        """Return each source's measures, with their intervals, by the names that `run.evaluation` gives them."""
+        measures = {}
+        for source, rows in groupby(sorted(held_out, key=_source), key=_source):
+            responses = list(self._responses(list(rows), sampling_of(source, self.args.eval.sampling), source))
+            for name, estimate in estimate_source(responses).items():
+                measures[f"{source}/{name}"] = estimate.value
+                measures[f"{source}/{name}/low"], measures[f"{source}/{name}/high"] = estimate.low, estimate.high
+        return measures
+
+    def _responses(self, puzzles: list[Row], sampling: Sampling, source: str) -> Iterator[list[Response]]:
+        """Yield the graded answers to each puzzle."""
+        n, longest = sampling.n, self.args.rollout.max_new_tokens
+        generator = _generator(self.args.train.seed, "evaluation", source)
+        for some in _chunks(puzzles, _PROMPTS_AT_A_TIME):
+            uniform = torch.rand(len(some), n, longest, generator=generator)
+            samples = self.answer(some, uniform, sampling.temperature)
+            responses = [
+                Response(s.scores.item(), bool(s.info["well_formed"]), s.response_length.item(), bool(s.truncated))
+                for s in samples
+            ]
+            yield from (list(of_puzzle) for of_puzzle in _chunks(responses, n))
+
+
+def _chunks(items: Sequence, size: int) -> Iterator[Sequence]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _source(row: Row) -> str:
+    return row["datasource"]
+
+
+def _generator(*what) -> torch.Generator:
+    """Return a generator of random numbers, the same ones for the same purpose."""
+    digest = hashlib.sha256(repr(what).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def main() -> None:
+    """Run the command. Its flags are those of `train_ppo_ray`. What has to do with placement has no effect."""
+    from openrlhf.utils.config import hierarchize
+
+    torch.set_num_threads(1)
+    guard.install()
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    args = hierarchize(train_ppo_ray.parse(sys.argv[1:]))
+    args.actor.eps_clip_low_high = tuple(args.actor.eps_clip_low_high)
+    args.local_rank = 0
+    args.ds.param_dtype = "fp32"  # which the command does not offer, and a model this small is computed fastest in
+    puzzles, held_out = (
+        [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
+        for path in (args.data.prompt_dataset, args.eval.dataset)
+    )
+    before = Path(args.actor.model_name_or_path).parent / "before.json"
+    Training(args).train(puzzles, held_out, before)
+
+
+if __name__ == "__main__":
+    main()
