@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from arlopti_openrlhf.scoring.tables import markdown_table
-from study import runs
+from study import runs, validation
 from study.comparison import TITLES, Row, accuracy, differences, rows_of
 from study.significance import PairedTest, holm
 from study.tables import accuracy_table, cell, difference_head, difference_line, origin, stability_table
@@ -27,8 +27,13 @@ COMPARISONS = [
 ]
 
 
-def tables(results: dict[str, dict]) -> str:
-    """Return the whole generated part of docs/study_family.md."""
+def tables(results: dict[str, dict], agreements: dict[str, validation.Agreements] | None = None) -> str:
+    """Return the whole generated part of docs/study_family.md.
+
+    Args:
+        results: of the runs that are done, by name.
+        agreements: what `study.agreement` found, by condition and seed.
+    """
     parts = [f"**{len(results)} of {len(runs.FAMILY)} runs are done** ({_progress(results)}).\n", _setting()]
     corrected = dict(zip(COMPARISONS, corrected_p(results), strict=True))
     for condition in runs.CONDITIONS:
@@ -41,6 +46,9 @@ def tables(results: dict[str, dict]) -> str:
                 title = f"{TITLES[row.name]} minus {TITLES[baseline.name]}"
                 lines.append(difference_line(title, row, baseline, p))
         parts += [markdown_table(lines), _weights_table(list(rows.values())), stability_table(list(rows.values()))]
+    parts.append("## Agreement before training, and training\n")
+    for condition in runs.CONDITIONS:
+        parts += [f"### {condition}\n", validation.tables(condition, results, (agreements or {}).get(condition, {}))]
     return "\n".join([*parts, origin(results)])
 
 

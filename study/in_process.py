@@ -2,9 +2,10 @@
 
     python -m study.in_process FLAGS
 
-Policy and reference, the update, the reward and the measures are those of a run of the whole stack: the classes of its
-Ray actors, made without Ray, and a DeepSpeed engine of one rank. Only who samples is another (`study.sampler`), and
-nothing is sent to vLLM. A run takes a quarter of the time, and twice the same run is the same run, to the bit.
+The models, the update on a DeepSpeed engine, the advantages, the reward and the measures are the classes and functions
+of a run of the whole stack, on one rank. What samples is another (`study.sampler`), so there is no vLLM, no Ray and no
+sending of weights, and all is computed in float32. A run takes a third of the time, and is the same one, bit for bit,
+whenever it is made on one kind of CPU.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +42,9 @@ from arlopti_openrlhf.scoring.sampling import Sampling, sampling_of  # noqa: E40
 from arlopti_openrlhf.update import guard  # noqa: E402
 from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer  # noqa: E402
-from study.sampler import sample  # noqa: E402
+from study.sampler import encode, sample  # noqa: E402
 
-Row = dict[str, str]  # a puzzle: prompt, label and datasource
+Row = dict[str, Any]  # a puzzle: prompt, label and datasource
 _PROMPTS_AT_A_TIME = 64  # in an evaluation
 
 
@@ -157,11 +159,7 @@ class Training:
             temperature: of sampling.
         """
         model, tokenizer = self.policy.model.module.eval(), self.tokenizer
-        texts = [
-            tokenizer.apply_chat_template(puzzle["prompt"], tokenize=False, add_generation_prompt=True)
-            for puzzle in puzzles
-        ]
-        prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        texts, prompts = encode(tokenizer, puzzles)
         stop = tokenizer.eos_token_id
         answers = sample(model, prompts, uniform, stop=stop, temperature=temperature)
         samples = [

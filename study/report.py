@@ -13,7 +13,7 @@ from pathlib import Path
 from study import family, runs, tables
 from study.picture import family_picture, picture
 from study.runs import ROOT
-from study.stored import RESULTS, load
+from study.stored import RESULTS, load, load_agreements
 
 START, END = "<!-- tables: python -m study.report -->", "<!-- end of tables -->"
 
@@ -36,7 +36,10 @@ def main() -> None:
     if text.count(START) != 1 or text.count(END) != 1:
         parser.error(f"{page}: needs the lines {START} and {END}, once each")
     before, after = text.split(START)[0], text.split(END)[1]
-    generated = (family if args.family else tables).tables(results)
+    if args.family:
+        generated = family.tables(results, load_agreements(args.results))
+    else:
+        generated = tables.tables(results)
     page.write_text(f"{before}{START}\n\n{generated}\n{END}{after}", "utf-8")
     (family_picture if args.family else picture)(results, page.with_suffix(".png"))
     print(f"{len(results)} of {len(planned)} runs: {page}")

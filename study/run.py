@@ -1,4 +1,4 @@
-"""Run the study of AR and Lopti on Knights and Knaves, unattended. Every run goes through the real command.
+"""Run the study of AR and Lopti on Knights and Knaves, or that of the family, unattended.
 
     python -m study.run --dry-run          # list the runs, and which of them are done
     python -m study.run                    # whatever is not done yet, seed by seed
@@ -6,10 +6,12 @@
     python -m study.run --tuning           # the baseline's learning rates
     python -m study.run --family           # the family of token methods, in two conditions
 
-Run it in the repository's root. The runs share one Ray cluster, which lives as long as this process. Each leaves one
-small file in study/results. A run whose file is there, with the same configuration, is left out, so an interrupted
-study continues where it stopped, on any machine. A run that fails is named at the end, and tried again the next time.
-`python -m study.report` makes the tables and the picture.
+Run it in the repository's root. Runs of AR and Lopti go through the real command. They share one Ray cluster, which
+lives as long as this process. Those of the family are trained in one process each (`study.in_process`).
+
+Each run leaves one small file in study/results. A run whose file is there, with the same configuration, is left out.
+So an interrupted study continues where it stopped, on any machine. A run that fails is named at the end, and tried
+again the next time. `python -m study.report` makes the tables and the picture.
 """
 
 import argparse

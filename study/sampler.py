@@ -9,10 +9,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import rotate_half
 
 _TIDY_EVERY = 8  # tokens between two looks at which answers have ended
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, puzzles: Sequence[dict]) -> tuple[list[str], list[list[int]]]:
+    """Return the prompts of puzzles as texts and as token ids, as OpenRLHF gives them to vLLM."""
+    texts = [
+        tokenizer.apply_chat_template(puzzle["prompt"], tokenize=False, add_generation_prompt=True)
+        for puzzle in puzzles
+    ]
+    return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 @torch.no_grad()
@@ -38,7 +47,12 @@ def sample(
 
     Returns:
         The S answers of each prompt: their token ids, with `stop` where they have ended.
+
+    Raises:
+        ValueError: several heads of the policy share keys and values.
     """
+    if model.config.num_key_value_heads != model.config.num_attention_heads:
+        raise ValueError("the study's sampler knows no grouped-query attention")
     longest = uniform.shape[-1]
     answers = torch.full(uniform.shape, stop)
     logits, batch = _begin(model, prompts, *uniform.shape[1:])

@@ -1,6 +1,5 @@
-"""Make the inputs of the study's runs and train the runs, several at a time, on one Ray cluster."""
+"""Make the inputs of the study's runs and train the runs, several at a time."""
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -16,11 +15,10 @@ from pathlib import Path
 from arlopti_openrlhf.analysis.scalars import read_scalars
 from study import runs
 from study.runs import ROOT, Run
-from study.stored import refuse_another_warm_start, write, write_whole
+from study.stored import refuse_another_warm_start, sha256, write, write_whole
 from study.summary import step_seconds, summarize
 
 _STAMP = "configuration.json"  # in the folder of a seed's inputs; it says what they were made from
-
 # Of all runs. Ray's cluster hands them on to its workers.
 _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
@@ -37,7 +35,9 @@ _ENVIRONMENT = {
 
 
 class Scheduler:
-    """Runs the study's runs on one Ray cluster, each as a process of its own with its log in its folder.
+    """Runs the study's runs, each as a process of its own with its log in its folder.
+
+    Those that take the whole stack share one Ray cluster.
 
     Args:
         work: folder for models and logs.
@@ -118,7 +118,7 @@ class Scheduler:
     def _train(self, run: Run) -> dict:
         inputs = self._inputs(run)
         made = json.loads((inputs / _STAMP).read_text("utf-8"))
-        warm_start = _sha256(inputs / "model" / "model.safetensors")
+        warm_start = sha256(inputs / "model" / "model.safetensors")
         refuse_another_warm_start(run, warm_start, self.results)
         out = self.work / run.name
         shutil.rmtree(out, ignore_errors=True)
@@ -224,10 +224,6 @@ def _git(*arguments: str) -> str:
 def _commit() -> str:
     """Return the checkout's commit, with a + if there are changes to it."""
     return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s", "-uno") else "")
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _machine() -> dict:

@@ -1,5 +1,6 @@
 """Store the results of runs, one small file each, and tell which runs are done."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,6 +42,26 @@ def refuse_another_warm_start(run: Run, sha256: str, folder: Path) -> None:
                 f"its warm start is not {path.stem}'s, as on another kind of CPU, so the two would make no pair: "
                 "train it where that was trained, or delete the seed's results"
             )
+
+
+def agreement_path(condition: str, seed: int, folder: Path) -> Path:
+    """Return the file of what `study.agreement` says of a warm start."""
+    return folder / "agreement" / f"{condition}-{seed}.json"
+
+
+def load_agreements(folder: Path) -> dict[str, dict[int, dict]]:
+    """Return, by condition and seed, what `study.agreement` has found."""
+    found: dict[str, dict[int, dict]] = {}
+    for condition, seed in sorted({(run.condition, run.seed) for run in runs.FAMILY}):
+        path = agreement_path(condition, seed, folder)
+        if path.exists():
+            found.setdefault(condition, {})[seed] = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def sha256(path: Path) -> str:
+    """Return the beginning of a file's hash."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def write(result: dict, folder: Path) -> None:

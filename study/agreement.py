@@ -1,0 +1,87 @@
+"""Ask each warm start which token methods would lower noise and which signal, as `analyze` does, before any training.
+
+    python -m study.agreement --work FOLDER
+
+It takes the warm starts that are in the folder of `study.run --family`, and leaves one small file for each in
+study/results. `python -m study.report --family` holds them against what training then showed.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arlopti_openrlhf import cpu
+
+cpu.enable()
+
+from arlopti_openrlhf.analysis import agreement, rollouts  # noqa: E402
+from arlopti_openrlhf.analysis.policy import Policy  # noqa: E402
+from study import runs  # noqa: E402
+from study.runs import ROOT  # noqa: E402
+from study.sampler import encode, sample  # noqa: E402
+from study.stored import RESULTS, agreement_path, sha256, write_whole  # noqa: E402
+from study.summary import rounded  # noqa: E402
+
+PROMPTS = 256
+_MICRO_BATCH_TOKENS = 16_384
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m study.agreement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "variants", help="folder of the warm starts")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for condition, seed in sorted({(run.condition, run.seed) for run in runs.FAMILY}):
+        inputs = args.work / f"inputs-{condition}-{seed}"
+        path = agreement_path(condition, seed, args.results)
+        if path.exists() or not (inputs / "configuration.json").exists():
+            continue
+        found = measure(inputs, condition, seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(json.dumps(_kept(found), ensure_ascii=False, indent=1) + "\n", path)
+        print(f"{path}: cosine {found['whole']['cosine']:.2f}", flush=True)
+
+
+def measure(inputs: Path, condition: str, seed: int) -> dict:
+    """Return what `analysis.agreement` says of a warm start, from one batch of answers to its training puzzles."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = str(inputs / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lines = (inputs / "train.jsonl").read_text("utf-8").splitlines()[:PROMPTS]
+    rows = [json.loads(line) for line in lines]
+    texts, prompts = encode(tokenizer, rows)
+    longest = runs.CONDITIONS[condition].max_new_tokens
+    uniform = torch.rand(len(rows), runs.SAMPLES_PER_PROMPT, longest, generator=torch.Generator().manual_seed(seed))
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = sample(policy, prompts, uniform, stop=tokenizer.eos_token_id, temperature=runs.TEMPERATURE)
+    sampled = [
+        rollouts.Sampled(text, prompt, [(tokenizer.decode(answer), answer) for answer in of_prompt])
+        for text, prompt, of_prompt in zip(texts, prompts, answers, strict=True)
+    ]
+    batch = rollouts.make_batch(rollouts.grade(rows, sampled))
+    looker = Policy(model, runs.TEMPERATURE, _MICRO_BATCH_TOKENS, "adamw")
+    found = agreement.analyze(looker, batch, looker.tokens(batch), "probability", seed)
+    if found is None:
+        raise RuntimeError(f"{inputs}: too few puzzles have answers of different reward")
+    return found | {"warm_start_sha256": sha256(inputs / "model" / "model.safetensors")}
+
+
+def _kept(value: Any) -> Any:
+    """Return a result with its numbers to four digits."""
+    if isinstance(value, dict):
+        return {name: _kept(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_kept(inner) for inner in value]
+    return rounded(value) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A run in one process: what it logs, and that it is the same run whenever it is the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from study_fakes import of_name
+
+from arlopti_openrlhf.analysis.scalars import read_scalars
+from arlopti_openrlhf.data.rows import generate_rows, write_rows
+from study import runs, summary
+
+# A policy of random weights answers nothing. So its reward here is how few spaces it writes.
+RUN = """
+import torch
+from study import in_process
+
+def reward_func(queries, prompts, labels):
+    rewards = torch.tensor([-float(query.count(" ")) for query in queries])
+    zeros = torch.zeros(len(queries))
+    return {"rewards": rewards, "scores": zeros, "extra_logs": {"well_formed": zeros, "answered": zeros}}
+
+in_process.reward_func = reward_func
+in_process.main()
+"""
+SMALL = "--rollout.batch_size 4 --train.batch_size 16 --train.micro_batch_size 8 --rollout.max_new_tokens 12"
+
+
+@pytest.fixture(scope="module")
+def inputs(make_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    Path(make_model()).rename(folder / "model")
+    write_rows(generate_rows(runs.PEOPLE, 4, held_out=False, seed=0), folder / "train.jsonl")
+    test = generate_rows(runs.PEOPLE, 4, held_out=True, seed=0)
+    greedy = [row | {"datasource": f"{row['datasource']}_greedy"} for row in test[4:]]
+    write_rows(test[:4] + greedy, folder / "test.jsonl")
+    return folder
+
+
+def train(name: str, inputs: Path, out: Path, more: str = "") -> summary.Scalars:
+    """Return what a small run logs: 2 steps of 4 puzzles x 8 answers."""
+    flags = [*runs.flags(of_name(name), inputs, out), *SMALL.split(), *more.split()]
+    done = subprocess.run([sys.executable, "-c", RUN, *flags], cwd=runs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("reward") == 2
+    return read_scalars(out / "tensorboard")
+
+
+def without_times(scalars: summary.Scalars) -> summary.Scalars:
+    return {name: values for name, values in scalars.items() if "timing" not in name}
+
+
+def test_a_method_that_changes_nothing_gives_the_same_run_to_the_bit(inputs, tmp_path):
+    grpo = train("decisions-grpo-0", inputs, tmp_path / "grpo")
+    neutral = train("decisions-ar-0", inputs, tmp_path / "neutral", "--algo.token_method_args ar.alpha=0")
+    rewards = grpo["train/rollout/reward_mean"]
+    assert rewards[1] != rewards[2] and grpo["train/actor_grad_norm"][1] > 0
+    assert without_times(grpo).items() <= without_times(neutral).items()
+    made = summary.summarize(of_name("decisions-ar-0"), neutral)
+    assert made["before"]["kk_2ppl"]["response_length"] != made["after"]["kk_2ppl"]["response_length"]
+    assert made["curves"]["mean_weight"] == [1.0, 1.0] and summary.step_seconds(neutral)["update"] > 0
+
+
+def test_the_action_mask_selects_the_answer():
+    from study.in_process import Training
+
+    one = Training._sample(None, prompt=[7, 8, 9], answer=[4, 5, 0], is_truncated=False)
+    assert one.sequences[:, 1:][one.action_mask.bool()].tolist() == [4, 5, 0]
+    assert (one.response_length.item(), one.total_length.item(), one.truncated.item()) == (3, 6, False)

@@ -1,0 +1,75 @@
+"""The agreement of gradients is held against training, method by method."""
+
+import json
+
+import pytest
+from study_fakes import of_name, result
+
+from study import family, runs, stored, validation
+
+
+def asked(moves: dict[str, float], cosine: float = 0.4) -> dict:
+    """Return what `study.agreement` stores: one cell that agrees, and what each method makes of its share of 0.5."""
+    cells = [
+        {
+            "name": "A > 0, π 0.00-0.25",
+            "tokens": 30,
+            "logit_share": 0.5,
+            "found": "agrees",
+            "share": 0.6,
+            "cosine": cosine,
+        },
+        {"name": "A > 0, π 0.25-0.50", "tokens": 70, "logit_share": 0.5, "found": "no gradient"},
+    ]
+    methods = {
+        name: {"lowers": "noise" if move > 0 else "signal", "agreeing_before": 0.5, "agreeing_after": 0.5 + move}
+        for name, move in moves.items()
+    }
+    return {"whole": {"cosine": cosine}, "cells": cells, "methods": methods}
+
+
+def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy():
+    results = {
+        f"noise-{name}-{seed}": result(of_name(f"noise-{name}-{seed}"), value)
+        for name, value in {"grpo": 0.5, "ar": 0.53, "direction": 0.46, "steer": 0.51}.items()
+        for seed in (0, 1)
+    }
+    moves = [
+        {"ar": 0.02, "ar alpha=-0.2 (Direction)": -0.01, "steer": 0.03},
+        {"ar": 0.04, "ar alpha=-0.2 (Direction)": 0.006, "steer": 0.05},
+    ]
+    page = validation.tables(runs.NOISE, results, {0: asked(moves[0]), 1: asked(moves[1], 0.6)})
+    assert "two halves of the puzzles: 0.50 ± 1.27." in page  # 12.706 · 0.1
+    assert "| A > 0, π 0.00-0.25 | 2 | 0.300 ± 0.000 | 0.600 ± 0.000 | 0.50 ± 1.27 | agrees |" in page
+    assert "| A > 0, π 0.25-0.50 | 2 | 0.700 ± 0.000 | missing | missing | no gradient |" in page
+    assert "| AR (α = 0.3) | 2 | noise | +0.030 | 2 | +0.030 | +0.000 |" in page
+    assert "| Direction (α = -0.2) | 2 | signal 1, noise 1 | -0.002 | 2 | -0.040 | +0.000 |" in page
+    assert "| A3PO | 0 |  |  | 0 |  |  |" in page
+    # Ranks 2, 1, 3 and 3, 1, 2: ρ = 1 − 6 · 2 / (3 · 8). The rewards are all equal.
+    assert (
+        "over 3 methods, of the share in cells that agree with accuracy: +0.50, with reward over training: not" in page
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1, 2, 3], [10, 20, 90], "+1.00"),
+        ([1, 2, 3, 4], [4, 3, 2, 1], "-1.00"),
+        ([1, 1, 2], [1, 2, 3], "+0.87"),  # ranks 1.5, 1.5, 3 and 1, 2, 3: 1.5 / √(1.5 · 2)
+        ([1, 2], [1, 2], "not known"),
+        ([1, 2, 3], [5, 5, 5], "not known"),
+    ],
+)
+def test_rank_correlation(first, second, expected):
+    assert validation.rank_correlation(first, second) == expected
+
+
+def test_the_report_reads_what_was_stored_and_says_what_is_missing(tmp_path):
+    path = stored.agreement_path(runs.NOISE, 3, tmp_path)
+    path.parent.mkdir()
+    path.write_text(json.dumps(asked({"ar": 0.01})))
+    found = stored.load_agreements(tmp_path)
+    assert found == {runs.NOISE: {3: asked({"ar": 0.01})}}
+    page = family.tables({}, found)
+    assert page.count("No warm start was asked yet") == 1 and "| AR (α = 0.3) | 1 | noise | +0.010 | 0 |" in page
