@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from arlopti_openrlhf.analysis import agreement, figures, method_effects, rollouts, suggest, updates, words
+from arlopti_openrlhf.analysis import agreement, figures, method_effects, rollouts, shares, updates, words
 from arlopti_openrlhf.analysis.policy import Policy
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
@@ -69,15 +69,15 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
         "low_gradient": None,
         "learning_rate": settings.learning_rate,
         "parameters": sum(p.numel() for p in policy.parameters),
-        "suggestion": None,
+        "shares": None,
         "agreement": None,
         "notices": [],
     }
     # Fig. 2 needs no advantage. The rest needs an update, and so some prompt whose rewards differ.
     data = {"fig2": figures.figure_2(policy, batch, tokens, LAYER_TOKENS, settings.layers)}
     if batch.advantages.any():
-        summary["suggestion"] = suggest.suggest(batch, tokens)
-        summary |= {key: summary["suggestion"][key] for key in ("low_tokens", "low_gradient")}
+        summary["shares"] = shares.gradient_by_probability(batch, tokens)
+        summary |= {key: summary["shares"][key] for key in ("low_tokens", "low_gradient")}
         found = agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
         if found:
             data["agreement"] = found
@@ -134,15 +134,10 @@ def describe(summary: dict) -> list[str]:
         f"  mean reward {summary['reward']:.3f}, accuracy {summary['accuracy']:.3f}, "
         f"{summary['length']:.0f} tokens per response, entropy {summary['entropy']:.3f} nats"
     ]
-    found = summary["suggestion"]
-    if found:
+    if summary["shares"]:
         lines.append(
-            f"  tokens with probability < 0.5: {found['low_tokens']:.1%}, {found['low_gradient']:.1%} of the gradient"
-        )
-        values = [(n, found[k]) for n, k in (("α", "alpha"), ("η", "eta")) if found[k]["value"] is not None]
-        lines.append(
-            "  by the shares of the gradient, a setting as strong as the paper's: "
-            + ", ".join(f"{n} ≈ {v['value']:.2f} ({v['low']:.2f}-{v['high']:.2f})" for n, v in values)
+            f"  tokens with probability < {shares.MIDDLE}: {summary['low_tokens']:.1%}, "
+            f"{summary['low_gradient']:.1%} of the gradient"
         )
     lines += [f"  {sentence}" for sentence in summary["agreement"] or ()]
     return lines + [f"  {notice}" for notice in summary["notices"]]

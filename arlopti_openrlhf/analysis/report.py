@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from arlopti_openrlhf.analysis import plots
-from arlopti_openrlhf.analysis.suggest import GAIN, PAPER_ETA
+from arlopti_openrlhf.analysis.shares import MIDDLE
 
 # {figure: (title, what it shows, alternative text)}
 _SEEDS = "Mean over seeds; the band is their range."
@@ -106,8 +106,8 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
         if len(summaries) > 1:
             body.append(f"<h2>{escape(name)}</h2>")
         body += [f"<p class='notice'>{escape(notice)}</p>" for notice in summary["notices"]]
-        if summary["suggestion"]:
-            body.append(_advice(summary["suggestion"], figures[name]["fig3"]))
+        if summary["shares"]:
+            body.append(_alpha_and_eta(summary["shares"], figures[name]["fig3"]))
         if summary["agreement"]:
             body.append(_agreement_in_words(summary["agreement"]))
         body += [_figure(figure, data) for figure, data in figures[name].items()]
@@ -172,7 +172,7 @@ def _summary_table(summaries: dict[str, dict]) -> str:
         "accuracy": ("accuracy", "{:.3f}"),
         "length": ("tokens per response", "{:.0f}"),
         "entropy": ("entropy, nats", "{:.3f}"),
-        "low_tokens": (f"tokens with π < {PAPER_ETA}", "{:.1%}"),
+        "low_tokens": (f"tokens with π < {MIDDLE}", "{:.1%}"),
         "low_gradient": ("their share of the gradient", "{:.1%}"),
     }
     rows = [
@@ -182,35 +182,23 @@ def _summary_table(summaries: dict[str, dict]) -> str:
     return _table(["model", *(title for title, _ in columns.values())], rows)
 
 
-def _advice(suggestion: dict, directions: dict) -> str:
-    alpha, eta = suggestion["alpha"], suggestion["eta"]
+def _alpha_and_eta(shares: dict, directions: dict) -> str:
     lines = [
-        f"<p>Tokens with a probability below {PAPER_ETA} are {suggestion['low_tokens']:.1%} of this policy's tokens "
-        f"and carry {suggestion['low_gradient']:.1%} of the gradient, taken token by token at the logits.</p>",
-        f"<p><strong>η ≈ {_estimate(eta)}; the paper takes 0.5.</strong> Rule: half of the gradient lies below it, so "
-        "that Lopti's two steps carry equal weight.</p>",
-    ]
-    if alpha["value"] is not None:
-        lines.append(
-            f"<p><strong>α ≈ {_estimate(alpha)}; the paper takes 0.3 for Knights and Knaves, 0.1 for math.</strong> "
-            f"Rule: tokens with π ≥ {PAPER_ETA} gain a factor {GAIN} in gradient on the others, as with α = 0.3 "
-            "where low probabilities are spread evenly.</p>"
-        )
-    lines += [
+        f"<p>Tokens with a probability below {MIDDLE} are {shares['low_tokens']:.1%} of this policy's tokens "
+        f"and carry {shares['low_gradient']:.1%} of the gradient, taken token by token at the logits.</p>",
         f"<p>{escape(_direction(directions))}</p>",
-        "<p>These come from one batch and one set of weights. They say which values are as strong here as the paper's "
-        "are there. They do not say that low-probability tokens should be lowered. Whether their gradient is noise is "
-        "another question, which the agreement between prompts answers as far as this batch allows. Only training "
-        "tells which value trains best. The intervals cover the choice of prompts, not the rules.</p>",
+        "<p>These come from one batch and one set of weights. They do not say that low-probability tokens should be "
+        "lowered. Whether their gradient is noise is another question, which the agreement between prompts answers as "
+        "far as this batch allows. Only training tells which α and η train best.</p>",
         "</section>",
         _shares_table(
             "α",
-            suggestion["low_gradient_by_alpha"],
-            f"AR: share of the gradient that tokens with π < {PAPER_ETA} have.",
+            shares["low_gradient_by_alpha"],
+            f"AR: share of the gradient that tokens with π < {MIDDLE} have.",
         ),
-        _shares_table("η", suggestion["low_gradient_by_eta"], "Lopti: share of the gradient that its first step has."),
+        _shares_table("η", shares["low_gradient_by_eta"], "Lopti: share of the gradient that its first step has."),
     ]
-    return "<section class='advice'>\n<h3>α and η for this policy</h3>\n" + "\n".join(lines)
+    return "<section class='advice'>\n<h3>What α and η do on this policy</h3>\n" + "\n".join(lines)
 
 
 def _agreement_in_words(sentences: Sequence[str]) -> str:
@@ -278,10 +266,6 @@ def _direction(data: dict) -> str:
     return (
         f"{text}, and {found[best]['share']:.0%} (± {found[best]['ci95']:.0%}) with {best}, the most of those tried."
     )
-
-
-def _estimate(found: dict) -> str:
-    return f"{found['value']:.2f} (95%: {found['low']:.2f} to {found['high']:.2f})"
 
 
 def _quarters_table(data: dict) -> str:
