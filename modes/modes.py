@@ -182,9 +182,8 @@ MODES = [
         "reward model",
         "--reward.remote_url= --reward.model_name_or_path {inputs}/reward_model --reward.num_gpus_per_node 1",
         logs=_STAGES,
-        is_short=True,
     ),
-    Mode("rewards", "agent of two turns", "--train.agent_func_path {inputs}/agent.py", logs=_STAGES, is_short=True),
+    Mode("rewards", "agent of two turns", "--train.agent_func_path {inputs}/agent.py", logs=_STAGES),
     Mode("rewards", "overlong penalty", "--reward.overlong_buffer_len 8", logs=_STAGES),
     # --- models ---
     Mode(

@@ -257,8 +257,10 @@ def record(outcomes: dict[str, Outcome], path: Path = RESULTS, page: Path = PAGE
 
 
 def _described(mode: Mode) -> dict:
-    """Return the mode as JSON gives it back."""
-    return json.loads(json.dumps(mode._asdict()))
+    """Return what is trained in a mode, as JSON gives it back."""
+    described = mode._asdict()
+    del described["is_short"]
+    return json.loads(json.dumps(described))
 
 
 def main() -> None:

@@ -81,6 +81,7 @@ def test_the_fit_divides_seconds_into_marginal_and_fixed_ones():
     assert measurements.fit([(1000, 7.0), (2000, 12.0), (4000, 23.0)])["residual"] > 0.01
 
 
+@pytest.mark.long
 def test_layout(tmp_path):
     command = [sys.executable, BENCHMARK.with_name("layout.py"), "--length=32", "--prompt=16", "--rounds=1"]
     result = subprocess.run([*command, f"--json={tmp_path}/r.json"], capture_output=True, text=True)

@@ -32,7 +32,7 @@ def test_a_mode_trains(mode, inputs, tmp_path):
 
 def test_names_are_their_own():
     """And some are short. `test_full_stack.py` has more of the modes, in a few runs with many features on."""
-    assert len({mode.name for mode in MODES}) == len(MODES) and len(SHORT) >= 4
+    assert len({mode.name for mode in MODES}) == len(MODES) and len(SHORT) >= 2
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
