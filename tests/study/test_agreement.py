@@ -1,0 +1,53 @@
+"""Each warm start is asked once, on its own training puzzles."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from arlopti_openrlhf.analysis import rollouts
+from arlopti_openrlhf.data.rows import generate_rows, write_rows
+from study import agreement, runs, stored, validation
+
+
+def graded(rows, sampled) -> list[rollouts.Graded]:
+    """Reward by the first token, because random weights answer no puzzle."""
+    return [
+        rollouts.Graded(i, text, one.prompt_ids, ids, float(ids[0] % 3), 0.0)
+        for i, one in enumerate(sampled)
+        for text, ids in one.responses
+    ]
+
+
+def test_warm_starts_that_are_there_are_asked_and_stored(make_model, tmp_path, monkeypatch, capsys):
+    inputs = tmp_path / "inputs-decisions-0"
+    inputs.mkdir()
+    Path(make_model()).rename(inputs / "model")
+    write_rows(generate_rows(runs.PEOPLE, 8, held_out=False, seed=0), inputs / "train.jsonl")
+    (tmp_path / "inputs-noise-0").mkdir()  # still being made
+    (inputs / "configuration.json").write_text("{}")
+    monkeypatch.setattr(agreement, "PROMPTS", 12)
+    monkeypatch.setattr(agreement.rollouts, "grade", graded)
+    monkeypatch.setitem(runs.CONDITIONS, runs.DECISIONS, runs.CONDITIONS[runs.DECISIONS]._replace(max_new_tokens=6))
+    monkeypatch.setattr(sys, "argv", ["agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")])
+    agreement.main()
+    found = stored.load_agreements(tmp_path / "results")
+    assert list(found) == [runs.DECISIONS] and list(found[runs.DECISIONS]) == [0]
+    made = found[runs.DECISIONS][0]
+    assert made["prompts"] == 12 and -1 <= made["whole"]["cosine"] <= 1
+    assert sum(cell.get("share", 0) for cell in made["cells"]) == pytest.approx(1, abs=1e-2)
+    assert made["warm_start_sha256"] == stored.sha256(inputs / "model" / "model.safetensors")
+    assert validation.tables(runs.DECISIONS, {}, found[runs.DECISIONS]).count("\n| A ") == len(made["cells"])
+    # A second time, nothing is asked again.
+    path = stored.agreement_path(runs.DECISIONS, 0, tmp_path / "results")
+    path.write_text(json.dumps(made | {"kept": True}))
+    agreement.main()
+    assert json.loads(path.read_text())["kept"]
+
+
+def test_puzzles_without_different_rewards_are_refused(make_model, tmp_path):
+    Path(make_model()).rename(tmp_path / "model")
+    write_rows(generate_rows(runs.PEOPLE, 2, held_out=False, seed=0), tmp_path / "train.jsonl")
+    with pytest.raises(RuntimeError, match="too few puzzles"):
+        agreement.measure(tmp_path, runs.DECISIONS, 0)
