@@ -163,7 +163,7 @@ class Training:
         stop = tokenizer.eos_token_id
         answers = sample(model, prompts, uniform, stop=stop, temperature=temperature)
         samples = [
-            self._sample(prompt, answer, is_truncated=answer[-1] != stop)
+            as_experience(prompt, answer, is_truncated=answer[-1] != stop)
             for prompt, of_prompt in zip(prompts, answers, strict=True)
             for answer in of_prompt
         ]
@@ -176,19 +176,6 @@ class Training:
             one.info = {name: values[i : i + 1] for name, values in graded["extra_logs"].items()}
             one.info |= {"reward": one.rewards, "score": one.scores}
         return samples
-
-    def _sample(self, prompt: list[int], answer: list[int], is_truncated: bool) -> Experience:
-        sequence = torch.tensor([prompt + answer])
-        action_mask = torch.zeros(1, sequence.shape[1] - 1, dtype=torch.long)
-        action_mask[:, len(prompt) - 1 :] = 1
-        return Experience(
-            sequences=sequence,
-            attention_mask=torch.ones_like(sequence),
-            action_mask=action_mask,
-            response_length=torch.tensor([len(answer)]),
-            total_length=torch.tensor([sequence.shape[1]]),
-            truncated=torch.tensor([is_truncated]),
-        )
 
     @torch.no_grad()
     def experience(self, samples: list[Experience]) -> list[Experience]:
@@ -227,6 +214,21 @@ class Training:
             yield from (list(of_puzzle) for of_puzzle in _chunks(responses, n))
 
 
+def as_experience(prompt: list[int], answer: list[int], is_truncated: bool) -> Experience:
+    """Return one sample of token ids, not graded yet."""
+    sequence = torch.tensor([prompt + answer])
+    action_mask = torch.zeros(1, sequence.shape[1] - 1, dtype=torch.long)
+    action_mask[:, len(prompt) - 1 :] = 1
+    return Experience(
+        sequences=sequence,
+        attention_mask=torch.ones_like(sequence),
+        action_mask=action_mask,
+        response_length=torch.tensor([len(answer)]),
+        total_length=torch.tensor([sequence.shape[1]]),
+        truncated=torch.tensor([is_truncated]),
+    )
+
+
 def _chunks(items: Sequence, size: int) -> Iterator[Sequence]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
@@ -241,14 +243,23 @@ def _generator(*what) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def main() -> None:
-    """Run the command. Its flags are those of `train_ppo_ray`. What has to do with placement has no effect."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Its flags are those of `train_ppo_ray`. What has to do with placement has no effect.
+
+    Args:
+        argv: the flags, if not those of the command line.
+
+    Raises:
+        SystemExit: with a line on standard error, where the flags ask for another estimator than those of the family.
+    """
     from openrlhf.utils.config import hierarchize
 
     torch.set_num_threads(1)
     guard.install()
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    args = hierarchize(train_ppo_ray.parse(sys.argv[1:]))
+    args = hierarchize(train_ppo_ray.parse(list(sys.argv[1:] if argv is None else argv)))
+    if not args.algo.kl.use_loss or args.algo.advantage.estimator == "gae":
+        raise SystemExit("study.in_process: error: needs --algo.kl.use_loss, and has no critic")
     args.actor.eps_clip_low_high = tuple(args.actor.eps_clip_low_high)
     args.local_rank = 0
     args.ds.param_dtype = "fp32"  # which the command does not offer, and a model this small is computed fastest in

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 from arlopti_openrlhf.analysis.scalars import read_scalars
@@ -19,6 +21,8 @@ from study.stored import refuse_another_warm_start, sha256, write, write_whole
 from study.summary import step_seconds, summarize
 
 _STAMP = "configuration.json"  # in the folder of a seed's inputs; it says what they were made from
+_Context = SpawnContext | ForkServerContext
+_FRESH, _PREPARED = SpawnContext(), ForkServerContext()  # the second's processes need not import what trains
 # Of all runs. Ray's cluster hands them on to its workers.
 _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
@@ -58,6 +62,7 @@ class Scheduler:
             The exit status: 1 if a run failed or the study was stopped, else 0.
         """
         os.environ.update(_ENVIRONMENT)
+        _PREPARED.set_forkserver_preload(["study.in_process"])
         if not all(run.is_in_process for run in open_runs):
             self._start_cluster()
         signal.signal(signal.SIGTERM, self._stop)
@@ -96,10 +101,10 @@ class Scheduler:
 
     def _stop(self, *_) -> None:
         self.stopped = True
-        for maker in multiprocessing.active_children():
-            maker.kill()
-        for process in list(self.processes):
-            os.killpg(process.pid, signal.SIGKILL)  # Ray ends the workers of a driver that is gone
+        for process in multiprocessing.active_children():
+            process.kill()
+        for driver in list(self.processes):
+            os.killpg(driver.pid, signal.SIGKILL)  # Ray ends the workers of a driver that is gone
 
     def _start_cluster(self) -> None:
         """Start a Ray cluster that ends with this process and whose workers import this repository."""
@@ -123,11 +128,27 @@ class Scheduler:
         out = self.work / run.name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        # In a session of its own, whose processes can be killed as one group.
-        module = "study.in_process" if run.is_in_process else "arlopti_openrlhf.cli.train_ppo_ray"
-        command = [sys.executable, "-m", module, *runs.flags(run, inputs, out)]
         log = out / "train.log"
+        flags = runs.flags(run, inputs, out)
         start, commit = time.time(), _commit()
+        if run.is_in_process:
+            self._call(_PREPARED, train_in_process, flags, log, what=str(log))
+        else:
+            self._train_on_the_stack(flags, log)
+        # Keep the log, and not the model, which nobody needs any more.
+        seconds = time.time() - start
+        shutil.rmtree(out / "model", ignore_errors=run.is_in_process)
+        scalars = read_scalars(out / "tensorboard")
+        return summarize(run, scalars) | {
+            "seconds": {"run": round(seconds, 1), "warm_start": made["seconds"]} | step_seconds(scalars),
+            "commit": commit,
+            "machine": _machine() | {"parallel": self.parallel},
+            "warm_start_sha256": warm_start,
+        }
+
+    def _train_on_the_stack(self, flags: list[str], log: Path) -> None:
+        """Run the real command, in a session of its own, whose processes can be killed as one group."""
+        command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags]
         with open(log, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 command,
@@ -148,16 +169,28 @@ class Scheduler:
                 self.processes.remove(process)
         if status:
             raise RuntimeError(f"status {status}: {log}")
-        # Keep the log, and not the model, which nobody needs any more.
-        seconds = time.time() - start
-        shutil.rmtree(out / "model", ignore_errors=run.is_in_process)
-        scalars = read_scalars(out / "tensorboard")
-        return summarize(run, scalars) | {
-            "seconds": {"run": round(seconds, 1), "warm_start": made["seconds"]} | step_seconds(scalars),
-            "commit": commit,
-            "machine": _machine() | {"parallel": self.parallel},
-            "warm_start_sha256": warm_start,
-        }
+
+    def _call(self, context: _Context, function: Callable[..., None], *args, what: str) -> None:
+        """Call a function in a process of its own, whose memory is free again once it ends.
+
+        Args:
+            context: where the process comes from.
+            function: of this module.
+            args: the function's.
+            what: names the call in an error.
+
+        Raises:
+            RuntimeError: it failed, or took too long.
+        """
+        process = context.Process(target=function, args=args)
+        process.start()
+        process.join(self.timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise RuntimeError(f"no end after {self.timeout / 60:.0f} minutes: {what}")
+        if process.exitcode:
+            raise RuntimeError(f"status {process.exitcode}: {what}")
 
     def _inputs(self, run: Run) -> Path:
         """Return the folder of the puzzles and the warm-started model that the runs of a seed and condition share."""
@@ -175,17 +208,18 @@ class Scheduler:
             return
         shutil.rmtree(folder, ignore_errors=True)
         start = time.time()
-        # In a process of its own, whose memory is free again once it ends.
-        maker = multiprocessing.get_context("spawn").Process(
-            target=make_inputs, args=(run.condition, run.seed, folder)
-        )
-        maker.start()
-        maker.join(self.timeout)
-        maker.kill()
-        maker.join()
-        if maker.exitcode:
-            raise RuntimeError(f"the warm start failed with status {maker.exitcode}: {folder}")
+        self._call(_FRESH, make_inputs, run.condition, run.seed, folder, what=f"the warm start in {folder}")
         write_whole(json.dumps({"configuration": configuration, "seconds": round(time.time() - start, 1)}), stamp)
+
+
+def train_in_process(flags: list[str], log: Path) -> None:
+    """Train a run in this process, with its output in `log`."""
+    with open(log, "w", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    from study import in_process
+
+    in_process.main(flags)
 
 
 def make_inputs(condition: str, seed: int, folder: Path) -> None:

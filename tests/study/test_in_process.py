@@ -11,13 +11,13 @@ from arlopti_openrlhf.analysis.scalars import read_scalars
 from arlopti_openrlhf.data.rows import generate_rows, write_rows
 from study import runs, summary
 
-# A policy of random weights answers nothing. So its reward here is how few spaces it writes.
+# A policy of random weights answers nothing. So its reward here follows from what it writes, whatever that is.
 RUN = """
 import torch
 from study import in_process
 
 def reward_func(queries, prompts, labels):
-    rewards = torch.tensor([-float(query.count(" ")) for query in queries])
+    rewards = torch.tensor([float(sum(map(ord, query)) % 7) for query in queries])
     zeros = torch.zeros(len(queries))
     return {"rewards": rewards, "scores": zeros, "extra_logs": {"well_formed": zeros, "answered": zeros}}
 
@@ -58,13 +58,13 @@ def test_a_method_that_changes_nothing_gives_the_same_run_to_the_bit(inputs, tmp
     assert rewards[1] != rewards[2] and grpo["train/actor_grad_norm"][1] > 0
     assert without_times(grpo).items() <= without_times(neutral).items()
     made = summary.summarize(of_name("decisions-ar-0"), neutral)
-    assert made["before"]["kk_2ppl"]["response_length"] != made["after"]["kk_2ppl"]["response_length"]
+    assert made["before"].keys() == made["after"].keys() == {"kk_2ppl", "kk_3ppl"}
     assert made["curves"]["mean_weight"] == [1.0, 1.0] and summary.step_seconds(neutral)["update"] > 0
 
 
 def test_the_action_mask_selects_the_answer():
-    from study.in_process import Training
+    from study.in_process import as_experience
 
-    one = Training._sample(None, prompt=[7, 8, 9], answer=[4, 5, 0], is_truncated=False)
+    one = as_experience(prompt=[7, 8, 9], answer=[4, 5, 0], is_truncated=False)
     assert one.sequences[:, 1:][one.action_mask.bool()].tolist() == [4, 5, 0]
     assert (one.response_length.item(), one.total_length.item(), one.truncated.item()) == (3, 6, False)
