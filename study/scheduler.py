@@ -256,8 +256,9 @@ def _git(*arguments: str) -> str:
 
 
 def _commit() -> str:
-    """Return the checkout's commit, with a + if there are changes to it."""
-    return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "-s", "-uno") else "")
+    """Return the checkout's commit, with a + if there are changes to it beside results."""
+    changes = _git("status", "-s", "-uno", "--", ".", ":!study/results")
+    return _git("rev-parse", "--short=12", "HEAD") + ("+" if changes else "")
 
 
 def _machine() -> dict:
