@@ -8,7 +8,7 @@ from arlopti_openrlhf.scoring.tables import markdown_table
 from study import runs, validation
 from study.comparison import TITLES, Row, accuracy, differences, rows_of
 from study.significance import PairedTest, holm
-from study.tables import accuracy_table, cell, difference_head, difference_line, origin, stability_table
+from study.tables import accuracy_table, cell, difference, difference_head, difference_line, origin, stability_table
 
 
 class Comparison(NamedTuple):
@@ -50,6 +50,21 @@ def tables(results: dict[str, dict], agreements: dict[str, validation.Agreements
     for condition in runs.CONDITIONS:
         parts += [f"### {condition}\n", validation.tables(condition, results, (agreements or {}).get(condition, {}))]
     return "\n".join([*parts, origin(results)])
+
+
+def short_table(results: dict[str, dict]) -> str:
+    """Return each method's accuracy minus GRPO's in both conditions, for the index of the methods."""
+    seeds = len({run.seed for run in runs.FAMILY})
+    lines = [["accuracy minus GRPO's", *(f"{condition} (seeds)" for condition in runs.CONDITIONS)]]
+    for name in runs.FAMILY_VARIANTS:
+        if name == "grpo" or name.endswith("-mean-one"):
+            continue
+        line = [TITLES[f"{runs.DECISIONS}-{name}"]]
+        for condition in runs.CONDITIONS:
+            test = compare(Comparison(condition, name, "grpo"), results)
+            line.append(f"{difference(test)} ({test.difference.n if test else 0} of {seeds})")
+        lines.append(line)
+    return markdown_table(lines)
 
 
 def corrected_p(results: dict[str, dict]) -> list[float]:

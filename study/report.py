@@ -1,7 +1,7 @@
 """Make the tables and the picture of the study from study/results, as far as the runs are done.
 
     python -m study.report             # into docs/study.md, between its two marks, and docs/study.png
-    python -m study.report --family    # the same for docs/study_family.md
+    python -m study.report --family    # the same for docs/study_family.md, and a table in docs/token_methods.md
 
 Every interval is a 95% interval. Over seeds it is Student's, with n - 1 degrees of freedom. The tests are paired by
 seed, because runs of one seed share the warm start, the puzzles and their order.
@@ -32,17 +32,29 @@ def main() -> None:
     planned = runs.FAMILY if args.family else [*runs.STUDY, *runs.TUNING]
     results = load(planned, args.results)
     page = args.docs / ("study_family.md" if args.family else "study.md")
-    text = page.read_text("utf-8")
-    if text.count(START) != 1 or text.count(END) != 1:
-        parser.error(f"{page}: needs the lines {START} and {END}, once each")
-    before, after = text.split(START)[0], text.split(END)[1]
-    if args.family:
-        generated = family.tables(results, load_agreements(args.results))
-    else:
-        generated = tables.tables(results)
-    page.write_text(f"{before}{START}\n\n{generated}\n{END}{after}", "utf-8")
+    try:
+        if args.family:
+            put(page, family.tables(results, load_agreements(args.results)))
+            put(args.docs / "token_methods.md", family.short_table(results))
+        else:
+            put(page, tables.tables(results))
+    except ValueError as error:
+        parser.error(str(error))
     (family_picture if args.family else picture)(results, page.with_suffix(".png"))
     print(f"{len(results)} of {len(planned)} runs: {page}")
+
+
+def put(page: Path, generated: str) -> None:
+    """Write a generated text between the two marks of a page.
+
+    Raises:
+        ValueError: the page does not have each of them once.
+    """
+    text = page.read_text("utf-8")
+    if text.count(START) != 1 or text.count(END) != 1:
+        raise ValueError(f"{page}: needs the lines {START} and {END}, once each")
+    before, after = text.split(START)[0], text.split(END)[1]
+    page.write_text(f"{before}{START}\n\n{generated}\n{END}{after}", "utf-8")
 
 
 if __name__ == "__main__":

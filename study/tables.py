@@ -119,8 +119,8 @@ def difference_line(title: str, row: Row, baseline: Row, corrected: float) -> li
         corrected: the p-value of the accuracy's difference, corrected; nan where there is none.
     """
     test = differences(row, baseline, accuracy)
-    cells = [_difference(test), _p(test.p if test else math.nan), _p(corrected)]
-    cells += [_difference(differences(row, baseline, measure)) for measure in _further_measures().values()]
+    cells = [difference(test), _p(test.p if test else math.nan), _p(corrected)]
+    cells += [difference(differences(row, baseline, measure)) for measure in _further_measures().values()]
     return [title, f"{test.difference.n if test else 0} of {row.planned}", *cells]
 
 
@@ -139,7 +139,8 @@ def _average_after(result: dict, measure: str) -> float:
     return average(result["after"], measure)
 
 
-def _difference(test: PairedTest | None) -> str:
+def difference(test: PairedTest | None) -> str:
+    """Return a difference and the half-width of its 95% interval."""
     if test is None:
         return "missing"
     mean, half, n = test.difference

@@ -62,7 +62,8 @@ def test_report_of_an_unfinished_family(tmp_path):
             made = result(of_name(f"{variant}-{seed}"), accuracy)
             made["curves"] |= {"mean_weight": [0.8, 1.0], "zero_share": [0.0, 0.0]} if variant.endswith("-ar") else {}
             stored.write(made, tmp_path)
-    (tmp_path / "study_family.md").write_text(f"Before.\n{report.START}\nold\n{report.END}\nAfter.\n")
+    for name in ("study_family.md", "token_methods.md"):
+        (tmp_path / name).write_text(f"Before.\n{report.START}\nold\n{report.END}\nAfter.\n")
     command = [sys.executable, "-m", "study.report", "--family", "--results", tmp_path, "--docs", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert output.returncode == 0, output.stderr
@@ -77,6 +78,10 @@ def test_report_of_an_unfinished_family(tmp_path):
     assert "| A3PO, mean weight one minus GRPO | 0 of 5 | missing |" in page
     assert "| AR (α = 0.3) | 1 of 5 | 0.900 | 0.000 |" in page
     assert (tmp_path / "study_family.png").read_bytes().startswith(b"\x89PNG")
+    short = (tmp_path / "token_methods.md").read_text()
+    assert short.startswith("Before.\n") and short.endswith("\nAfter.\n") and "old" not in short
+    assert "| Lopti (η = 0.5) | missing (0 of 5) | +0.060 ± 0.127 (2 of 5) |" in short
+    assert "| AR (α = 0.3) | +0.100 (1 of 5) | missing (0 of 5) |" in short and "mean weight" not in short
 
 
 def test_all_comparisons_of_both_conditions_are_corrected_together():
@@ -93,7 +98,7 @@ def test_all_comparisons_of_both_conditions_are_corrected_together():
     assert corrected[index] == pytest.approx(30 * family.compare(family.COMPARISONS[index], results).p)
 
 
-@pytest.mark.parametrize("name", ["study.md", "study_family.md"])
+@pytest.mark.parametrize("name", ["study.md", "study_family.md", "token_methods.md"])
 def test_the_page_has_its_marks(name):
     page = (ROOT / "docs" / name).read_text("utf-8")
     assert page.count(report.START) == page.count(report.END) == 1
