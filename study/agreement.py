@@ -2,8 +2,9 @@
 
     python -m study.agreement --work FOLDER
 
-It takes the warm starts that are in the folder of `study.run --family`, and leaves one small file for each in
-study/results. `python -m study.report --family` holds them against what training then showed.
+It takes the warm starts that are in the folder of `study.run --family`, divides the tokens by probability and by
+entropy, and leaves one small file for each in study/results. `python -m study.report --family` holds them against what
+training then showed.
 """
 
 import argparse
@@ -24,8 +25,10 @@ from study.runs import ROOT  # noqa: E402
 from study.sampler import encode, sample  # noqa: E402
 from study.stored import RESULTS, agreement_path, sha256, write_whole  # noqa: E402
 from study.summary import rounded  # noqa: E402
+from study.validation import DIVISIONS  # noqa: E402
 
 PROMPTS = 256
+
 _MICRO_BATCH_TOKENS = 16_384
 
 
@@ -38,19 +41,26 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for condition, seed in sorted({(run.condition, run.seed) for run in runs.FAMILY}):
+    for seed, condition in sorted({(run.seed, run.condition) for run in runs.FAMILY}):
         inputs = args.work / f"inputs-{condition}-{seed}"
-        path = agreement_path(condition, seed, args.results)
-        if path.exists() or not (inputs / "configuration.json").exists():
+        paths = {by: agreement_path(condition, seed, by, args.results) for by in DIVISIONS}
+        open_paths = {by: path for by, path in paths.items() if not path.exists()}
+        if not open_paths or not (inputs / "configuration.json").exists():
             continue
-        found = measure(inputs, condition, seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(json.dumps(_kept(found), ensure_ascii=False, indent=1) + "\n", path)
-        print(f"{path}: cosine {found['whole']['cosine']:.2f}", flush=True)
+        policy, batch = sample_batch(inputs, condition, seed)
+        tokens = policy.tokens(batch)
+        for by, path in open_paths.items():
+            found = agreement.analyze(policy, batch, tokens, by, seed)
+            if found is None:
+                raise RuntimeError(f"{inputs}: too few puzzles have answers of different reward")
+            found["warm_start_sha256"] = sha256(inputs / "model" / "model.safetensors")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(json.dumps(_kept(found), ensure_ascii=False, indent=1) + "\n", path)
+            print(f"{path}: cosine {found['whole']['cosine']:.2f}", flush=True)
 
 
-def measure(inputs: Path, condition: str, seed: int) -> dict:
-    """Return what `analysis.agreement` says of a warm start, from one batch of answers to its training puzzles."""
+def sample_batch(inputs: Path, condition: str, seed: int) -> tuple[Policy, rollouts.Batch]:
+    """Return a warm start's policy, and one batch of its answers to its training puzzles."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = str(inputs / "model")
@@ -59,19 +69,16 @@ def measure(inputs: Path, condition: str, seed: int) -> dict:
     rows = [json.loads(line) for line in lines]
     texts, prompts = encode(tokenizer, rows)
     longest = runs.CONDITIONS[condition].max_new_tokens
-    uniform = torch.rand(len(rows), runs.SAMPLES_PER_PROMPT, longest, generator=torch.Generator().manual_seed(seed))
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    answers = sample(policy, prompts, uniform, stop=tokenizer.eos_token_id, temperature=runs.TEMPERATURE)
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(len(rows), runs.SAMPLES_PER_PROMPT, longest, generator=generator)
+    sampler = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = sample(sampler, prompts, uniform, stop=tokenizer.eos_token_id, temperature=runs.TEMPERATURE)
     sampled = [
         rollouts.Sampled(text, prompt, [(tokenizer.decode(answer), answer) for answer in of_prompt])
         for text, prompt, of_prompt in zip(texts, prompts, answers, strict=True)
     ]
     batch = rollouts.make_batch(rollouts.grade(rows, sampled))
-    looker = Policy(model, runs.TEMPERATURE, _MICRO_BATCH_TOKENS, "adamw")
-    found = agreement.analyze(looker, batch, looker.tokens(batch), "probability", seed)
-    if found is None:
-        raise RuntimeError(f"{inputs}: too few puzzles have answers of different reward")
-    return found | {"warm_start_sha256": sha256(inputs / "model" / "model.safetensors")}
+    return Policy(model, runs.TEMPERATURE, _MICRO_BATCH_TOKENS, "adamw"), batch
 
 
 def _kept(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Write the tables of the study of the family: each condition, both controls, one correction for all comparisons."""
 
 import math
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
@@ -27,12 +28,12 @@ COMPARISONS = [
 ]
 
 
-def tables(results: dict[str, dict], agreements: dict[str, validation.Agreements] | None = None) -> str:
+def tables(results: dict[str, dict], folder: Path) -> str:
     """Return the whole generated part of docs/study_family.md.
 
     Args:
         results: of the runs that are done, by name.
-        agreements: what `study.agreement` found, by condition and seed.
+        folder: of the results, where what `study.agreement` found is, too.
     """
     parts = [f"**{len(results)} of {len(runs.FAMILY)} runs are done** ({_progress(results)}).\n", _setting()]
     corrected = dict(zip(COMPARISONS, corrected_p(results), strict=True))
@@ -47,8 +48,7 @@ def tables(results: dict[str, dict], agreements: dict[str, validation.Agreements
                 lines.append(difference_line(title, row, baseline, p))
         parts += [markdown_table(lines), _weights_table(list(rows.values())), stability_table(list(rows.values()))]
     parts.append("## Agreement before training, and training\n")
-    for condition in runs.CONDITIONS:
-        parts += [f"### {condition}\n", validation.tables(condition, results, (agreements or {}).get(condition, {}))]
+    parts += [validation.tables(condition, results, folder) for condition in runs.CONDITIONS]
     return "\n".join([*parts, origin(results)])
 
 

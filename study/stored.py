@@ -44,19 +44,16 @@ def refuse_another_warm_start(run: Run, sha256: str, folder: Path) -> None:
             )
 
 
-def agreement_path(condition: str, seed: int, folder: Path) -> Path:
-    """Return the file of what `study.agreement` says of a warm start."""
-    return folder / "agreement" / f"{condition}-{seed}.json"
+def agreement_path(condition: str, seed: int, by: str, folder: Path) -> Path:
+    """Return the file of what `study.agreement` says of a warm start, with its tokens divided by `by`."""
+    return folder / "agreement" / f"{condition}-{seed}-{by}.json"
 
 
-def load_agreements(folder: Path) -> dict[str, dict[int, dict]]:
-    """Return, by condition and seed, what `study.agreement` has found."""
-    found: dict[str, dict[int, dict]] = {}
-    for condition, seed in sorted({(run.condition, run.seed) for run in runs.FAMILY}):
-        path = agreement_path(condition, seed, folder)
-        if path.exists():
-            found.setdefault(condition, {})[seed] = json.loads(path.read_text("utf-8"))
-    return found
+def load_agreements(condition: str, by: str, folder: Path) -> dict[int, dict]:
+    """Return, by seed, what `study.agreement` has found."""
+    seeds = sorted({run.seed for run in runs.FAMILY})
+    paths = {seed: agreement_path(condition, seed, by, folder) for seed in seeds}
+    return {seed: json.loads(path.read_text("utf-8")) for seed, path in paths.items() if path.exists()}
 
 
 def sha256(path: Path) -> str:

@@ -32,22 +32,28 @@ def test_warm_starts_that_are_there_are_asked_and_stored(make_model, tmp_path, m
     monkeypatch.setitem(runs.CONDITIONS, runs.DECISIONS, runs.CONDITIONS[runs.DECISIONS]._replace(max_new_tokens=6))
     monkeypatch.setattr(sys, "argv", ["agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")])
     agreement.main()
-    found = stored.load_agreements(tmp_path / "results")
-    assert list(found) == [runs.DECISIONS] and list(found[runs.DECISIONS]) == [0]
-    made = found[runs.DECISIONS][0]
-    assert made["prompts"] == 12 and -1 <= made["whole"]["cosine"] <= 1
-    assert sum(cell.get("share", 0) for cell in made["cells"]) == pytest.approx(1, abs=1e-2)
-    assert made["warm_start_sha256"] == stored.sha256(inputs / "model" / "model.safetensors")
-    assert validation.tables(runs.DECISIONS, {}, found[runs.DECISIONS]).count("\n| A ") == len(made["cells"])
+    folder = tmp_path / "results"
+    assert not stored.load_agreements(runs.NOISE, "entropy", folder)
+    for by in ("probability", "entropy"):
+        found = stored.load_agreements(runs.DECISIONS, by, folder)
+        assert list(found) == [0]
+        assert found[0]["by"] == by and found[0]["prompts"] == 12 and -1 <= found[0]["whole"]["cosine"] <= 1
+        assert sum(cell.get("share", 0) for cell in found[0]["cells"]) == pytest.approx(1, abs=1e-2)
+        assert found[0]["warm_start_sha256"] == stored.sha256(inputs / "model" / "model.safetensors")
+    assert validation.tables(runs.DECISIONS, {}, folder).count("\n| A ") == 2 * len(found[0]["cells"])
     # A second time, nothing is asked again.
-    path = stored.agreement_path(runs.DECISIONS, 0, tmp_path / "results")
-    path.write_text(json.dumps(made | {"kept": True}))
+    path = stored.agreement_path(runs.DECISIONS, 0, "entropy", folder)
+    path.write_text(json.dumps(found[0] | {"kept": True}))
     agreement.main()
     assert json.loads(path.read_text())["kept"]
 
 
-def test_puzzles_without_different_rewards_are_refused(make_model, tmp_path):
-    Path(make_model()).rename(tmp_path / "model")
-    write_rows(generate_rows(runs.PEOPLE, 2, held_out=False, seed=0), tmp_path / "train.jsonl")
+def test_puzzles_without_different_rewards_are_refused(make_model, tmp_path, monkeypatch):
+    inputs = tmp_path / "inputs-noise-3"
+    inputs.mkdir()
+    Path(make_model()).rename(inputs / "model")
+    write_rows(generate_rows(runs.PEOPLE, 2, held_out=False, seed=0), inputs / "train.jsonl")
+    (inputs / "configuration.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")])
     with pytest.raises(RuntimeError, match="too few puzzles"):
-        agreement.measure(tmp_path, runs.DECISIONS, 0)
+        agreement.main()

@@ -28,7 +28,14 @@ def asked(moves: dict[str, float], cosine: float = 0.4) -> dict:
     return {"whole": {"cosine": cosine}, "cells": cells, "methods": methods}
 
 
-def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy():
+def store(folder, found: dict[tuple[str, int], dict]) -> None:
+    for (by, seed), value in found.items():
+        path = stored.agreement_path(runs.NOISE, seed, by, folder)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(value))
+
+
+def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy(tmp_path):
     results = {
         f"noise-{name}-{seed}": result(of_name(f"noise-{name}-{seed}"), value)
         for name, value in {"grpo": 0.5, "ar": 0.53, "direction": 0.46, "steer": 0.51}.items()
@@ -38,17 +45,18 @@ def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy():
         {"ar": 0.02, "ar alpha=-0.2 (Direction)": -0.01, "steer": 0.03},
         {"ar": 0.04, "ar alpha=-0.2 (Direction)": 0.006, "steer": 0.05},
     ]
-    page = validation.tables(runs.NOISE, results, {0: asked(moves[0]), 1: asked(moves[1], 0.6)})
+    store(tmp_path, {("probability", 0): asked(moves[0]), ("probability", 1): asked(moves[1], 0.6)})
+    store(tmp_path, {("entropy", 1): asked({"ar": -0.01, "steer": 0.0})})
+    page = validation.tables(runs.NOISE, results, tmp_path)
     assert "two halves of the puzzles: 0.50 ± 1.27." in page  # 12.706 · 0.1
     assert "| A > 0, π 0.00-0.25 | 2 | 0.300 ± 0.000 | 0.600 ± 0.000 | 0.50 ± 1.27 | agrees |" in page
     assert "| A > 0, π 0.25-0.50 | 2 | 0.700 ± 0.000 | missing | missing | no gradient |" in page
-    assert "| AR (α = 0.3) | 2 | noise | +0.030 | 2 | +0.030 | +0.000 |" in page
-    assert "| Direction (α = -0.2) | 2 | signal 1, noise 1 | -0.002 | 2 | -0.040 | +0.000 |" in page
-    assert "| A3PO | 0 |  |  | 0 |  |  |" in page
+    assert "| AR (α = 0.3) | noise | +0.030 | signal | -0.010 | +0.030 ± 0.000 | +0.000 ± 0.000 |" in page
+    assert "| Direction (α = -0.2) | signal 1, noise 1 | -0.002 |  |  | -0.040 ± 0.000 | +0.000 ± 0.000 |" in page
+    assert "| A3PO |  |  |  |  | missing | missing |" in page
     # Ranks 2, 1, 3 and 3, 1, 2: ρ = 1 − 6 · 2 / (3 · 8). The rewards are all equal.
-    assert (
-        "over 3 methods, of the share in cells that agree with accuracy: +0.50, with reward over training: not" in page
-    )
+    said = "over 3 methods, tokens by probability: of the share in cells that agree with accuracy +0.50, with reward"
+    assert f"{said} over training not known." in page and "over 2 methods, tokens by entropy" in page
 
 
 @pytest.mark.parametrize(
@@ -65,11 +73,8 @@ def test_rank_correlation(first, second, expected):
     assert validation.rank_correlation(first, second) == expected
 
 
-def test_the_report_reads_what_was_stored_and_says_what_is_missing(tmp_path):
-    path = stored.agreement_path(runs.NOISE, 3, tmp_path)
-    path.parent.mkdir()
-    path.write_text(json.dumps(asked({"ar": 0.01})))
-    found = stored.load_agreements(tmp_path)
-    assert found == {runs.NOISE: {3: asked({"ar": 0.01})}}
-    page = family.tables({}, found)
-    assert page.count("No warm start was asked yet") == 1 and "| AR (α = 0.3) | 1 | noise | +0.010 | 0 |" in page
+def test_the_report_says_what_is_missing(tmp_path):
+    store(tmp_path, {("probability", 3): asked({"ar": 0.01})})
+    page = family.tables({}, tmp_path)
+    assert page.count("No warm start was asked yet") == 1
+    assert "| AR (α = 0.3) | noise | +0.010 |  |  | missing | missing |" in page
