@@ -65,7 +65,7 @@ def family_picture(results: dict[str, dict], path: Path) -> None:
                 axis.errorbar(test.difference.mean, len(labels) - 1, xerr=half, fmt="o", color=color, capsize=3)
         axis.axvline(0, color="0.5", linewidth=1)
         axis.set_yticks(range(len(labels)), labels, fontsize=8)
-        axis.set(title=f"{condition}: accuracy minus GRPO's (bars: 95%)", ylim=(len(labels) - 0.5, -0.5))
+        axis.set(title=condition, xlabel="accuracy minus GRPO's (bars: 95%)", ylim=(len(labels) - 0.5, -0.5))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
