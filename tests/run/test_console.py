@@ -172,7 +172,8 @@ def test_the_cause_is_said_and_kept(tmp_path):
 )
 def test_the_cause_is_said_whatever_else_goes_wrong(before, tmp_path):
     done, _ = end_of_a_run(tmp_path, before)
-    assert done.returncode == 1 and done.stderr.startswith(CAUSE)
+    # Where the log cannot be written, the traceback's first line may still come out in front of it.
+    assert done.returncode == 1 and CAUSE in done.stderr
 
 
 def test_a_complete_run_says_what_came_out(tmp_path):
