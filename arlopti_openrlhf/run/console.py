@@ -86,9 +86,8 @@ class Console:
             return
         self._ended.set()
         try:
-            with suppress(OSError):  # the disk may be full, and that be why the run ends
-                sys.stdout.flush()
-                sys.stderr.flush()
+            _flush(sys.stdout, 1)
+            _flush(sys.stderr, 2)
             self._thread.join(_END)
             with suppress(OSError):
                 os.write(self._descriptor, f"{last_lines}\n".encode(errors="replace"))
@@ -160,6 +159,19 @@ def for_the_user(line: str) -> str | None:
         return text
     logged = _LOGGED.match(text)
     return f"{_OURS}{logged[1].lower()}: {text[logged.end() :]}" if logged else None
+
+
+def _flush(stream: IO[str], descriptor: int) -> None:
+    """Flush into the file, or give up what it has no room for: the disk may be full, and that be why the run ends."""
+    try:
+        stream.flush()
+    except OSError:
+        # Python keeps it, and would write it to the terminal in front of the last lines.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+        with suppress(OSError):
+            stream.flush()
 
 
 def _buffer_lines(whether: bool) -> None:
