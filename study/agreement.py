@@ -23,12 +23,11 @@ from arlopti_openrlhf.analysis.policy import Policy  # noqa: E402
 from study import runs  # noqa: E402
 from study.runs import ROOT  # noqa: E402
 from study.sampler import encode, sample  # noqa: E402
-from study.stored import RESULTS, agreement_path, sha256, write_whole  # noqa: E402
+from study.stored import RESULTS, STAMP, agreement_path, sha256, write_whole  # noqa: E402
 from study.summary import rounded  # noqa: E402
 from study.validation import DIVISIONS  # noqa: E402
 
 PROMPTS = 256
-
 _MICRO_BATCH_TOKENS = 16_384
 
 
@@ -45,7 +44,7 @@ def main() -> None:
         inputs = args.work / f"inputs-{condition}-{seed}"
         paths = {by: agreement_path(condition, seed, by, args.results) for by in DIVISIONS}
         open_paths = {by: path for by, path in paths.items() if not path.exists()}
-        if not open_paths or not (inputs / "configuration.json").exists():
+        if not open_paths or not (inputs / STAMP).exists():
             continue
         policy, batch = sample_batch(inputs, condition, seed)
         tokens = policy.tokens(batch)

@@ -17,10 +17,9 @@ from pathlib import Path
 from arlopti_openrlhf.analysis.scalars import read_scalars
 from study import runs
 from study.runs import ROOT, Run
-from study.stored import refuse_another_warm_start, sha256, write, write_whole
+from study.stored import STAMP, refuse_another_warm_start, sha256, write, write_whole
 from study.summary import step_seconds, summarize
 
-_STAMP = "configuration.json"  # in the folder of a seed's inputs; it says what they were made from
 _Context = SpawnContext | ForkServerContext
 _FRESH, _PREPARED = SpawnContext(), ForkServerContext()  # the second's processes need not import what trains
 # Of all runs. Ray's cluster hands them on to its workers.
@@ -122,7 +121,7 @@ class Scheduler:
 
     def _train(self, run: Run) -> dict:
         inputs = self._inputs(run)
-        made = json.loads((inputs / _STAMP).read_text("utf-8"))
+        made = json.loads((inputs / STAMP).read_text("utf-8"))
         warm_start = sha256(inputs / "model" / "model.safetensors")
         refuse_another_warm_start(run, warm_start, self.results)
         out = self.work / run.name
@@ -203,7 +202,7 @@ class Scheduler:
             RuntimeError: the process that makes them failed.
         """
         folder, configuration = self._inputs(run), runs.inputs_configuration(run.condition, run.seed)
-        stamp = folder / _STAMP
+        stamp = folder / STAMP
         if self.stopped or (stamp.exists() and json.loads(stamp.read_text("utf-8"))["configuration"] == configuration):
             return
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,7 @@ from study import runs
 from study.runs import ROOT, Run
 
 RESULTS = ROOT / "study" / "results"
+STAMP = "configuration.json"  # in the folder of a seed's inputs, once they are made; it says what from
 
 
 def is_done(run: Run, folder: Path) -> bool:
