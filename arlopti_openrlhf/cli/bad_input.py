@@ -49,18 +49,34 @@ def check_files(parser: argparse.ArgumentParser, flag: str, files: Iterable[str]
 
 
 def check_models(parser: argparse.ArgumentParser, flag: str, models: Sequence[str]) -> None:
-    """Refuse models that could not be loaded. One that the hub may have passes."""
+    """Refuse models that could not be loaded. Of one that is not on this machine, the configuration is fetched."""
     for name in models:
         for finding in model.check_folder(flag, name):
             if finding.is_fatal:
                 parser.error(f"argument {finding}")
+        if local_folder(name) is None:
+            _fetch(parser, flag, name, "config.json")
 
 
 def check_tokenizer(parser: argparse.ArgumentParser, name: str) -> None:
-    """Refuse a --tokenizer that is not on this machine, unless the hub may have it. It needs no weights beside it."""
+    """Refuse a --tokenizer that is neither on this machine nor on the hub. It needs no weights beside it."""
+    if local_folder(name) is not None:
+        return
     finding = model.not_here("--tokenizer", name)
-    if local_folder(name) is None and finding.is_fatal:
+    if finding.is_fatal:
         parser.error(f"argument {finding}")
+    _fetch(parser, "--tokenizer", name, "tokenizer_config.json")
+
+
+def _fetch(parser: argparse.ArgumentParser, flag: str, name: str, file: str) -> None:
+    """Fetch a small file of a model from the hub, and refuse the model where the hub has none, or is out of reach."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        hf_hub_download(name, file)
+    except (OSError, HFValidationError) as error:  # what the hub raises, and what the connection to it does
+        parser.error(f"argument {flag}: {name} is no folder, and the hub does not give its {file}: {error}")
 
 
 def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
+from arlopti_openrlhf.cli import bad_input
 from arlopti_openrlhf.cli.processes import InUse, lock
 
 DATA = [{"prompt": f"puzzle {i}", "label": "(1) Zoey is a knight", "datasource": "kk_1ppl"} for i in range(4)]
@@ -131,6 +133,35 @@ def test_the_commands_refuse_before_they_import_what_takes_long(place, command):
     )
     assert done.returncode == 2 and done.stderr.endswith("file is a file, not a folder\n"), done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments", "file"),
+    [
+        ("check_models", ("--model", ["org/name"]), "config.json"),
+        ("check_tokenizer", ("org/name",), "tokenizer_config.json"),
+    ],
+)
+def test_a_name_that_the_hub_does_not_have(monkeypatch, capsys, check, arguments, file):
+    """It is asked for a small file before anything is loaded. Without a hub that is what says so."""
+    asked = []
+
+    def download(*request):
+        asked.append(request)
+        if answers:
+            raise answers.pop()
+
+    answers: list[Exception] = [LocalEntryNotFoundError("Cannot reach\nthe hub.")]
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    parser = bad_input.Parser(prog="command")
+    with pytest.raises(SystemExit) as stop:
+        getattr(bad_input, check)(parser, *arguments)
+    flag = "--model" if check == "check_models" else "--tokenizer"
+    said = f"argument {flag}: org/name is no folder, and the hub does not give its {file}: Cannot reach the hub."
+    assert stop.value.code == 2 and capsys.readouterr().err == f"command: error: {said}\n"
+    getattr(bad_input, check)(parser, *arguments)  # now the hub has it
+    assert asked == [("org/name", file)] * 2
 
 
 def test_a_port_in_use(refused):
