@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 
 from arlopti_openrlhf.scoring.tables import markdown_table
 from study import runs
 from study.comparison import PASS, SOURCES, TITLES, Row, accuracy, average, differences, mean_reward, rows_of
 from study.significance import PairedTest, holm, interval
+
+LEFT_OUT = 0.01  # a run that leaves out a greater share of its tokens has no statistics of all tokens
 
 
 def tables(results: dict[str, dict]) -> str:
@@ -176,12 +179,22 @@ def stability_table(rows: Sequence[Row]) -> str:
                 f"{sum(r['collapsed'] for r in found)} of {len(found)}",
             ]
             + [_norms(found, name) for name in ("median", "max")]
-            + [cell([r["curves"].get(name, [None])[-1] for r in found]) for name in ("low_share", "entropy")]
+            + [cell([_of_all_tokens(r, name) for r in found]) for name in ("low_share", "entropy")]
             + [cell([r["curves"]["response_length"][-1] for r in found], 1)]
             + [cell([r["seconds"][name] for r in found], 2) for name in ("step", "update")]
             + [cell([r["seconds"]["run"] / 60 for r in found], 1)]
         )
     return markdown_table(lines)
+
+
+def _of_all_tokens(result: dict, name: str) -> float | None:
+    """Return the last value of a statistic of tokens; None where the run has none, or has it of a part of the tokens.
+
+    The statistics by probability describe the tokens that are trained. A method may leave out most of the others.
+    """
+    curves = result["curves"]
+    leaves_out = fmean(curves.get("zero_share", [0.0])) > LEFT_OUT
+    return None if leaves_out else curves.get(name, [None])[-1]
 
 
 def _norms(found: Sequence[dict], measure: str) -> str:

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from statistics import StatisticsError, correlation, fmean
 from typing import NamedTuple
 
 from arlopti_openrlhf.scoring.tables import markdown_table
-from study.comparison import TITLES, accuracy, differences, mean_reward, rows_of
+from study.comparison import TITLES, Row, accuracy, differences, mean_reward, rows_of
 from study.stored import load_agreements
 from study.tables import cell, difference
 
@@ -22,29 +23,31 @@ METHODS = {
     "stare": "stare",
     "steer": "steer",
 }
-_Found = Sequence[dict]  # one per seed
+_Found = Mapping[int, dict]  # by seed
 
 
 class Shown(NamedTuple):
-    """Holds a method's mean differences to GRPO, in accuracy and in reward over training."""
+    """Holds what was said of a method, and its mean differences to GRPO, on the seeds of which it was said."""
 
+    move: float  # of the share of the gradient in cells that agree
     accuracy: float
     reward: float
+    seeds: frozenset[int]
 
 
 def tables(condition: str, results: dict[str, dict], folder: Path) -> str:
     """Return a condition's part of the report: its cells, its methods, and how the two go together."""
-    found = {by: list(load_agreements(condition, by, folder).values()) for by in DIVISIONS}
+    found = {by: load_agreements(condition, by, folder) for by in DIVISIONS}
     parts = [f"### {condition}\n"]
     if not any(found.values()):
         return parts[0] + "\nNo warm start was asked yet (`python -m study.agreement`).\n"
-    wholes = [of_seed["whole"]["cosine"] for of_seed in next(filter(None, found.values()))]
+    wholes = [of_seed["whole"]["cosine"] for of_seed in next(filter(None, found.values())).values()]
     parts.append(f"Cosine between the gradients of two halves of the puzzles: {cell(wholes, 2)}.\n")
-    parts += [_cells(by, of_seeds) for by, of_seeds in found.items() if of_seeds]
+    parts += [_cells(by, list(of_seeds.values())) for by, of_seeds in found.items() if of_seeds]
     return "\n".join([*parts, _methods(condition, results, found)])
 
 
-def _cells(by: str, found: _Found) -> str:
+def _cells(by: str, found: Sequence[dict]) -> str:
     lines = [[f"tokens by {by}", "seeds", "tokens", "share of the gradient", "cosine with the other half", "found"]]
     for number, name in enumerate(c["name"] for c in found[0]["cells"]):
         of_seeds = [of_seed["cells"][number] for of_seed in found]
@@ -63,40 +66,54 @@ def _methods(condition: str, results: dict[str, dict], found: Mapping[str, _Foun
     for by in DIVISIONS:
         head += [f"by {by}: lowers", "share in cells that agree"]
     lines = [[*head, "accuracy minus GRPO's", "reward over training"]]
-    moves: dict[str, dict[str, float]] = {by: {} for by in DIVISIONS}
-    shown: dict[str, Shown] = {}
+    shown: dict[str, list[Shown]] = {by: [] for by in DIVISIONS}
     for variant, method in METHODS.items():
         (row,) = rows_of([f"{condition}-{variant}"], results)
         line = [TITLES[row.name]]
         for by, of_seeds in found.items():
-            judged = [of_seed["methods"][method] for of_seed in of_seeds if method in of_seed["methods"]]
-            line.append(_counted(m["lowers"] for m in judged))
-            if judged:
-                moves[by][variant] = fmean(m["agreeing_after"] - m["agreeing_before"] for m in judged)
-            line.append(f"{moves[by][variant]:+.3f}" if judged else "")
-        test, reward = differences(row, baseline, accuracy), differences(row, baseline, mean_reward)
-        if test and reward:
-            shown[variant] = Shown(test.difference.mean, reward.difference.mean)
-        lines.append([*line, difference(test), difference(reward)])
-    return "\n".join([markdown_table(lines), *(_together(by, moves[by], shown) for by in DIVISIONS)])
+            judged = {seed: s["methods"][method] for seed, s in of_seeds.items() if method in s["methods"]}
+            moves = {seed: m["agreeing_after"] - m["agreeing_before"] for seed, m in judged.items()}
+            line += [_counted(m["lowers"] for m in judged.values()), f"{fmean(moves.values()):+.3f}" if moves else ""]
+            shown[by] += _shown(moves, row, baseline)
+        accuracies, rewards = (differences(row, baseline, measure) for measure in (accuracy, mean_reward))
+        lines.append([*line, difference(accuracies), difference(rewards)])
+    return "\n".join([markdown_table(lines), *(_together(by, of_methods) for by, of_methods in shown.items())])
 
 
-def _together(by: str, moves: dict[str, float], shown: dict[str, Shown]) -> str:
-    both = [variant for variant in moves if variant in shown]
-    predicted = [moves[variant] for variant in both]
+def _shown(moves: Mapping[int, float], row: Row, baseline: Row) -> list[Shown]:
+    """Return a method's figures on the seeds for which there are all of them, or nothing where there is none."""
+    seeds = moves.keys() & row.results.keys() & baseline.results.keys()
+    own = row._replace(results={seed: row.results[seed] for seed in seeds})
+    accuracies, rewards = (differences(own, baseline, measure) for measure in (accuracy, mean_reward))
+    if not (accuracies and rewards):
+        return []
+    move = fmean(moves[seed] for seed in seeds)
+    return [Shown(move, accuracies.difference.mean, rewards.difference.mean, frozenset(seeds))]
+
+
+def _together(by: str, shown: Sequence[Shown]) -> str:
+    moves = [of_method.move for of_method in shown]
+    seeds = ", ".join(map(str, sorted(frozenset().union(*(of_method.seeds for of_method in shown)))))
+    accuracies = rank_correlation(moves, [of_method.accuracy for of_method in shown])
+    rewards = rank_correlation(moves, [of_method.reward for of_method in shown])
     return (
-        f"Rank correlation over {len(both)} methods, tokens by {by}: of the share in cells that agree with accuracy "
-        f"{rank_correlation(predicted, [shown[variant].accuracy for variant in both])}, with reward over training "
-        f"{rank_correlation(predicted, [shown[variant].reward for variant in both])}.\n"
+        f"Rank correlation over {len(shown)} methods, tokens by {by}, seeds {seeds or 'none'}: of the share in cells "
+        f"that agree with accuracy {accuracies}, with reward over training {rewards}.\n"
     )
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> str:
-    """Return Spearman's ρ; "not known" where there are fewer than three values, or all are equal."""
+    """Return Spearman's ρ, and p: how many of all orders of the values have one as far from 0.
+
+    It is "not known" where there are fewer than three values, or all are equal. Up to eight values take no second.
+    """
     try:
         if len(first) < 3:
             raise StatisticsError
-        return f"{correlation(_ranks(first), _ranks(second)):+.2f}"
+        own, other = _ranks(first), _ranks(second)
+        found = correlation(own, other)
+        orders = [abs(correlation(own, order)) >= abs(found) - 1e-9 for order in permutations(other)]
+        return f"{found:+.2f} (p {fmean(orders):.2f})"
     except StatisticsError:
         return "not known"
 

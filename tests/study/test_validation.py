@@ -54,17 +54,34 @@ def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy(tmp_p
     assert "| AR (α = 0.3) | noise | +0.030 | signal | -0.010 | +0.030 ± 0.000 | +0.000 ± 0.000 |" in page
     assert "| Direction (α = -0.2) | signal 1, noise 1 | -0.002 |  |  | -0.040 ± 0.000 | +0.000 ± 0.000 |" in page
     assert "| A3PO |  |  |  |  | missing | missing |" in page
-    # Ranks 2, 1, 3 and 3, 1, 2: ρ = 1 − 6 · 2 / (3 · 8). The rewards are all equal.
-    said = "over 3 methods, tokens by probability: of the share in cells that agree with accuracy +0.50, with reward"
-    assert f"{said} over training not known." in page and "over 2 methods, tokens by entropy" in page
+    # Ranks 2, 1, 3 and 3, 1, 2: ρ = 1 − 6 · 2 / (3 · 8). Of six orders none but the middle pair has less than 0.5. The
+    # rewards are all equal.
+    said = "over 3 methods, tokens by probability, seeds 0, 1: of the share in cells that agree with accuracy +0.50"
+    assert f"{said} (p 1.00), with reward over training not known." in page
+    assert "over 2 methods, tokens by entropy, seeds 1: " in page
+
+
+def test_accuracy_is_that_of_the_seeds_that_were_judged(tmp_path):
+    """AR gains in seed 0, which alone was asked, and loses more in seed 1."""
+    gains = {"ar": (0.02, -0.2), "direction": (0.01, 0.1), "steer": (0.0, 0.1)}
+    results = {f"noise-grpo-{seed}": result(of_name(f"noise-grpo-{seed}"), 0.5) for seed in (0, 1)}
+    for name, of_seeds in gains.items():
+        for seed, gain in enumerate(of_seeds):
+            results[f"noise-{name}-{seed}"] = result(of_name(f"noise-{name}-{seed}"), 0.5 + gain)
+    moves = {"ar": 0.03, "ar alpha=-0.2 (Direction)": 0.02, "steer": 0.01}
+    store(tmp_path, {("probability", 0): asked(moves), ("probability", 1): asked({})})
+    page = validation.tables(runs.NOISE, results, tmp_path)
+    assert "tokens by probability, seeds 0: of the share in cells that agree with accuracy +1.00 (p 0.33)" in page
+    assert "tokens by entropy, seeds none: of the share in cells that agree with accuracy not known" in page
 
 
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        ([1, 2, 3], [10, 20, 90], "+1.00"),
-        ([1, 2, 3, 4], [4, 3, 2, 1], "-1.00"),
-        ([1, 1, 2], [1, 2, 3], "+0.87"),  # ranks 1.5, 1.5, 3 and 1, 2, 3: 1.5 / √(1.5 · 2)
+        ([1, 2, 3], [10, 20, 90], "+1.00 (p 0.33)"),  # two of six orders, this and the reverse
+        ([1, 2, 3, 4], [4, 3, 2, 1], "-1.00 (p 0.08)"),  # two of 24
+        # Ranks 1.5, 1.5, 3 and 1, 2, 3: 1.5 / √(1.5 · 2). Four of six orders have the 3 or the 1 in the last place.
+        ([1, 1, 2], [1, 2, 3], "+0.87 (p 0.67)"),
         ([1, 2], [1, 2], "not known"),
         ([1, 2, 3], [5, 5, 5], "not known"),
     ],

@@ -94,7 +94,7 @@ def test_denominators():
     for names, expected in ((["ar"], (7, 2)), (["eighty_twenty"], (2, 1)), (["ar", "eighty_twenty"], (2, 1))):
         weights = TokenWeights(token_method.load(names, []), by_token=True)
         weights.distributions = {id(items[0]): torch.zeros(2, 5), id(items[1]): TWO_OF_FOUR}
-        weights._statistics = [2.0 if name == "eighty_twenty" else None for name in names]
+        weights._statistics = [2.0 if name in ("eighty_twenty", "stapo") else None for name in names]
         assert weights.denominators(items, Stage()) == expected
         assert weights.count(MiniBatch([items]), Stage(), SimpleNamespace(sum=lambda n: [2 * n])) == 2 * expected[0]
 
@@ -115,7 +115,7 @@ def normalized(names: list[str], items: list[Experience], arguments=(), by_token
         made = TokenWeights(token_method.load(names, arguments), by_token, normalizes)
         if made.distributions is not None:
             made.distributions = {id(item): TWO_OF_FOUR for item in items}
-        made._statistics = [2.0 if name == "eighty_twenty" else None for name in names]
+        made._statistics = [2.0 if name in ("eighty_twenty", "stapo") else None for name in names]
         return made
 
     theirs: list[torch.Tensor] = []
@@ -159,10 +159,16 @@ def test_the_mean_weight_is_that_of_all_ranks():
 @pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize(
     ("names", "arguments"),
-    [(["lopti"], []), (["eighty_twenty"], []), (["lopti", "eighty_twenty"], []), (["ar"], ["ar.alpha=0"])],
+    [
+        (["lopti"], []),
+        (["eighty_twenty"], []),
+        (["stapo"], ["stapo.tau=0.9", "stapo.kappa=1"]),
+        (["lopti", "eighty_twenty"], []),
+        (["ar"], ["ar.alpha=0"]),
+    ],
 )
 def test_a_mean_weight_of_one_changes_no_bit(names, arguments, by_token):
-    """Lopti's masks add up to one. The loss of 80/20 divides by the tokens that it keeps."""
+    """Lopti's masks add up to one. The losses of 80/20 and STAPO divide by the tokens that they keep."""
     items = [s for s in samples(36) if len(s.action_mask) == 6]
     weights = normalized(names, items, arguments, by_token)
     raw = TokenWeights(weights.methods, by_token)
