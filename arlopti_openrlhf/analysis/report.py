@@ -207,8 +207,8 @@ def _agreement_in_words(sentences: Sequence[str]) -> str:
         *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
         "<p>This is one batch, one set of weights and the plain gradient, without AdamW's scaling of each parameter. "
         "A cell may agree, and this batch be too small to show it. What a method does to entropy, exploration or "
-        "later steps is not in it. In this project's study of seven methods it did not foretell which of them trains "
-        "best (docs/study_family.md).</p>",
+        "later steps is not in it. In this project's study of seven methods it could not be shown to predict which of "
+        "them trains best (docs/study_family.md).</p>",
         "</section>",
     ]
     return "\n".join(lines)
