@@ -67,6 +67,7 @@ def family_picture(results: dict[str, dict], path: Path) -> None:
         axis.set_yticks(range(len(labels)), labels, fontsize=8)
         axis.set(title=condition, xlabel="accuracy minus GRPO's (bars: 95%)", ylim=(len(labels) - 0.5, -0.5))
         axis.grid(alpha=0.3)
+        axis.locator_params(axis="x", nbins=4)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
