@@ -25,7 +25,7 @@ from types import SimpleNamespace
 
 import torch
 from hardware import machine, synchronize
-from rollouts import rollout
+from rollouts import rollout, unpadded
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -63,14 +63,12 @@ def main() -> None:
 
 def tokens() -> list[dict]:
     """Tokens that are computed for one rank's batch: without sharing, in OpenRLHF's dynamic batches, and in ours."""
-    from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, split_experience_batch
     from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size, get_seqlen_balanced_partitions
 
     from arlopti_openrlhf.update.partition import cost, micro_batches
 
     sizes = SimpleNamespace(shape="0.5b", prompts=32, mini_batches=1, response_length=None)
-    batches = rollout(sizes, scale=1.0)
-    samples = [s for batch in batches for s in remove_padding_in_sequences(split_experience_batch(batch))]
+    samples = unpadded(rollout(sizes, scale=1.0))
     random.Random(0).shuffle(samples)
     lengths = [len(item.sequences) for item in samples]
     rows = []

@@ -15,18 +15,21 @@ compute it.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from rollouts import SHAPES, Shape, rollout
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from rollouts import SHAPES, Shape, rollout, unpadded
 from torch import Tensor
 
 from arlopti_openrlhf.forward.shared_prompt import Segment, pack
+from arlopti_openrlhf.update.partition import by_prompt
 
-LOW_SHARE = 0.15  # of the tokens that Lopti updates first
-FORKING_SHARE = 0.2  # of the tokens that 80/20 updates
+LOW_SHARE = 0.15  # of the tokens, which Lopti updates first
+FORKING_SHARE = 0.2  # of the tokens, which 80/20 updates
 SETTINGS = {
     "K&K's lengths": dict(prompts=16, response_length=None, micro_batch_size=8, checkpointing=False),
     "4,096 tokens, checkpointing": dict(prompts=1, response_length=4096, micro_batch_size=1, checkpointing=True),
@@ -35,20 +38,24 @@ MODELS = ("small", "0.5b", "1.5b", "3b")
 
 
 @dataclass(frozen=True)
-class Products:
-    """What one kind of pass computes, summed over its micro-batches.
+class Pass:
+    """Holds what a pass over a rollout batch computes, summed over its micro-batches.
 
     Attributes:
         tokens: that go through the layers.
         pairs: of tokens of which one sees the other.
         head_tokens: that go through the LM head.
         head_gradients: of these, how many have a gradient.
+        repeats_head: Whether the backward pass computes the LM head's logits again, of the tokens with a gradient.
+        trains: Whether there is a backward pass.
     """
 
     tokens: int
     pairs: int
     head_tokens: int
     head_gradients: int
+    repeats_head: bool = False
+    trains: bool = True
 
 
 def main() -> None:
@@ -57,83 +64,80 @@ def main() -> None:
     args = parser.parse_args()
     record = {}
     for setting, options in SETTINGS.items():
-        batch = SimpleNamespace(shape="0.5b", mini_batches=1, **options)
-        samples = rollout(batch, scale=1.0)
-        counted = {model: update_operations(SHAPES[model], samples, batch) for model in MODELS}
-        record[setting] = dict(settings=vars(batch) | {"tokens": sum(length(s) for s in samples)}, operations=counted)
-        print(f"{setting}: {len(samples)} responses, {record[setting]['settings']['tokens']:,} tokens\n")
-        print(table(counted), end="\n\n")
+        settings = SimpleNamespace(shape="0.5b", mini_batches=1, **options)
+        items = unpadded(rollout(settings, scale=1.0))
+        tokens = sum(len(item.sequences) for item in items)
+        updates = update_passes(items, settings.micro_batch_size)
+        counted = {
+            model: {
+                variant: sum(operations(SHAPES[model], each, settings.checkpointing) for each in passes)
+                for variant, passes in updates.items()
+            }
+            for model in MODELS
+        }
+        record[setting] = dict(settings=vars(settings) | {"tokens": tokens}, operations=counted)
+        print(f"{setting}: {len(items)} responses, {tokens:,} tokens\n\n{table(counted)}\n")
     if args.json:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def update_operations(shape: Shape, samples: list, batch: SimpleNamespace) -> dict[str, float]:
-    """Return the operations of each update of a rollout batch, the forward passes for the old log-probs included.
+def update_passes(items: list[Experience], micro_batch_size: int) -> dict[str, list[Pass]]:
+    """Return the passes of each update of a rollout batch, those for the old log-probs included.
 
     Args:
-        shape: of the model.
-        samples: single samples in rollout order.
-        batch: `micro_batch_size`, of OpenRLHF's updates, and `checkpointing`.
+        items: single, unpadded samples in rollout order.
+        micro_batch_size: of OpenRLHF's updates.
     """
-    lengths = [length(s) for s in samples]
+    lengths = [len(item.sequences) for item in items]
     shuffled = [lengths[i] for i in torch.randperm(len(lengths), generator=torch.Generator().manual_seed(3)).tolist()]
     # The old log-probs come in rollout order, and training shuffles the responses.
-    in_order, mixed = (padded(values, batch.micro_batch_size) for values in (lengths, shuffled))
+    in_order, mixed = (plain(padded(values, micro_batch_size)) for values in (lengths, shuffled))
     real = plain(lengths)
-    low, forking = (chosen(samples, share) for share in (LOW_SHARE, FORKING_SHARE))
-    response = [s.action_mask.bool() for s in samples]
+    response = [item.action_mask.bool() for item in items]
+    low, forking = (chosen(response, share) for share in (LOW_SHARE, FORKING_SHARE))
     high = [mask & ~group for mask, group in zip(response, low, strict=True)]
-    everything = shared(samples, response, response)
-
-    def forward(products: Products) -> float:
-        return operations(shape, products, forward_only=True)
-
-    def train(products: Products, repeats_head: bool = False) -> float:
-        return operations(shape, products, checkpointing=batch.checkpointing, repeats_head=repeats_head)
-
-    def selective(computed: list[Tensor], updated: list[Tensor]) -> float:
-        return train(shared(samples, computed, updated), repeats_head=True)
-
+    whole = shared(items, response, response)
+    forward = partial(replace, trains=False)
     return {
-        "stock GRPO": forward(in_order) + train(mixed),
-        "Lopti as published": forward(in_order) + 2 * train(mixed),
-        "OpenRLHF, packing": forward(real) + train(real),
+        "stock GRPO": [forward(in_order), mixed],
+        "Lopti as published": [forward(in_order), mixed, mixed],
+        "OpenRLHF, packing": [forward(real), real],
         # The first pass computes the log-probs of all tokens, since they are π_old.
-        "GRPO": selective(response, response),
-        "AR + Lopti": selective(response, low) + selective(high, high),
+        "GRPO": [whole],
+        "AR + Lopti": [shared(items, response, low), shared(items, high, high)],
         # Which tokens are the fifth with the greatest entropies, it has to know before.
-        "80/20": forward(everything) + selective(forking, forking),
+        "80/20": [forward(whole), shared(items, forking, forking)],
     }
 
 
-def padded(lengths: Sequence[int], micro_batch_size: int) -> Products:
-    """Return what OpenRLHF computes of micro-batches of so many sequences, padded to the longest of them."""
+def padded(lengths: Sequence[int], micro_batch_size: int) -> list[int]:
+    """Return the lengths of sequences in micro-batches of so many, padded to the longest of them."""
     starts = range(0, len(lengths), micro_batch_size)
     micro_batches = [lengths[i : i + micro_batch_size] for i in starts]
-    return plain([max(micro_batch) for micro_batch in micro_batches for _ in micro_batch])
+    return [max(micro_batch) for micro_batch in micro_batches for _ in micro_batch]
 
 
-def plain(lengths: Sequence[int]) -> Products:
-    """Return what OpenRLHF computes of sequences of these lengths, each by itself, with the logits of every token."""
-    pairs = sum(n * (n + 1) // 2 for n in lengths)
-    return Products(sum(lengths), pairs, sum(lengths), sum(lengths))
+def plain(lengths: Sequence[int]) -> Pass:
+    """Return OpenRLHF's pass over sequences of these lengths, with the logits of every token."""
+    return Pass(sum(lengths), sum(n * (n + 1) // 2 for n in lengths), sum(lengths), sum(lengths))
 
 
-def shared(samples: list, computed: list[Tensor], updated: list[Tensor]) -> Products:
-    """Return what a pass of the selective update computes, with a micro-batch for each prompt.
+def shared(items: list[Experience], computed: Sequence[Tensor], updated: Sequence[Tensor]) -> Pass:
+    """Return the selective update's pass, with a micro-batch for each prompt.
 
     Args:
-        samples: single samples in rollout order.
-        computed: (1, A) masks of the tokens whose log-probs the pass computes.
-        updated: (1, A) masks of those that it updates.
+        items: single, unpadded samples, those of a prompt one after the other.
+        computed: (A,) masks of the tokens whose log-probs the pass computes.
+        updated: (A,) masks of those that it updates.
     """
-    tokens = pairs = 0
-    for rows in by_prompt(samples):
-        masks = [computed[i] for i in rows]
-        packed = pack(*padded_batch([samples[i].sequences for i in rows], masks))
+    masks, tokens, pairs = iter(computed), 0, 0
+    for samples in by_prompt(items):
+        batch = make_experience_batch([replace(sample, action_mask=next(masks).long()) for sample in samples])
+        packed = pack(batch.sequences, batch.attention_mask, batch.action_mask)
         tokens += packed.tokens.shape[1]
         pairs += visible_pairs(packed.segments)
-    return Products(tokens, pairs, *(sum(int(mask.sum()) for mask in masks) for masks in (computed, updated)))
+    head_tokens, head_gradients = (sum(int(mask.sum()) for mask in masks) for masks in (computed, updated))
+    return Pass(tokens, pairs, head_tokens, head_gradients, repeats_head=True)
 
 
 def visible_pairs(segments: Sequence[Segment]) -> int:
@@ -142,63 +146,27 @@ def visible_pairs(segments: Sequence[Segment]) -> int:
     return own + sum(s.length * segments[s.prefix].length for s in segments if s.prefix is not None)
 
 
-def operations(
-    shape: Shape,
-    products: Products,
-    forward_only: bool = False,
-    checkpointing: bool = False,
-    repeats_head: bool = False,
-) -> float:
-    """Return the operations of a pass: forward, or forward and backward.
+def chosen(response: Sequence[Tensor], share: float) -> list[Tensor]:
+    """Return (A,) masks of so many of the response tokens, chosen at random."""
+    generator = torch.Generator().manual_seed(2)
+    return [mask & (torch.rand(mask.shape, generator=generator) < share) for mask in response]
+
+
+def operations(shape: Shape, of: Pass, checkpointing: bool = False) -> int:
+    """Return the operations of a pass.
 
     Args:
         shape: of the model.
-        products: what the pass computes.
-        forward_only: whether there is no backward pass.
-        checkpointing: whether the backward pass repeats the layers' forward pass.
-        repeats_head: whether the backward pass repeats the LM head's, for the tokens with a gradient.
+        of: the pass.
+        checkpointing: whether a backward pass repeats the layers' forward pass.
     """
-    width, layers = shape.hidden_size, shape.num_hidden_layers
-    key_width = width * shape.num_key_value_heads // shape.num_attention_heads
-    weights = layers * (2 * width * (width + key_width) + 3 * width * shape.intermediate_size)
-    head = width * shape.vocab_size
-    times = 1 if forward_only else 1 + checkpointing  # the layers' forward pass
-    total = 2 * times * weights * products.tokens + 2 * head * products.head_tokens
-    total += 2 * times * 2 * width * layers * products.pairs
-    if not forward_only:
-        total += 4 * weights * products.tokens + (4 + 2 * repeats_head) * head * products.head_gradients
-        total += 5 * 2 * width * layers * products.pairs
-    return float(total)
-
-
-def length(sample) -> int:
-    return sample.sequences.shape[1]
-
-
-def chosen(samples: list, share: float) -> list[Tensor]:
-    """Return (1, A) masks of so many of the response tokens, chosen at random."""
-    generator = torch.Generator().manual_seed(2)
-    return [s.action_mask.bool() & (torch.rand(s.action_mask.shape, generator=generator) < share) for s in samples]
-
-
-def by_prompt(samples: list) -> list[range]:
-    """Return the indices of the samples of each prompt, which are neighbours."""
-    starts = [i for i, s in enumerate(samples) if i == 0 or not torch.equal(prompt(s), prompt(samples[i - 1]))]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(samples)], strict=True)]
-
-
-def prompt(sample) -> Tensor:
-    return sample.sequences[0, : length(sample) - int(sample.action_mask.sum())]
-
-
-def padded_batch(sequences: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids (B, T), attention mask (B, T) and action mask (B, T - 1), padded on the right."""
-    width = max(s.shape[1] for s in sequences)
-
-    def stack(rows: Sequence[Tensor], columns: int) -> Tensor:
-        return torch.cat([torch.nn.functional.pad(row.long(), (0, columns - row.shape[1])) for row in rows])
-
-    return stack(sequences, width), stack([torch.ones_like(s) for s in sequences], width), stack(masks, width - 1)
+    forwards = 2 if of.trains and checkpointing else 1
+    layers = shape.layer_weights * of.tokens
+    attention = 2 * shape.hidden_size * shape.num_hidden_layers * of.pairs  # one product
+    total = forwards * (2 * layers + 2 * attention) + 2 * shape.head_weights * of.head_tokens
+    if of.trains:
+        total += 4 * layers + 5 * attention + (6 if of.repeats_head else 4) * shape.head_weights * of.head_gradients
+    return total
 
 
 def table(counted: dict[str, dict[str, float]]) -> str:

@@ -22,6 +22,17 @@ class Shape:
     vocab_size: int = 151_936
     more: dict = field(default_factory=dict)  # what else this type of model needs to know
 
+    @property
+    def layer_weights(self) -> int:
+        """How many weights the matrices of all layers have."""
+        width, key_width = self.hidden_size, self.hidden_size * self.num_key_value_heads // self.num_attention_heads
+        return self.num_hidden_layers * (2 * width * (width + key_width) + 3 * width * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        """How many weights the LM head has."""
+        return self.hidden_size * self.vocab_size
+
 
 _LLAMA_ROPE = dict(
     rope_type="llama3",
@@ -75,12 +86,16 @@ def make_model(shape: str, attention: str, dtype: torch.dtype = torch.bfloat16) 
 def operations(shape: str, lengths: list[int], passes: int) -> float:
     """FLOPs of the published method on real tokens: forward 2, forward and backward 6 per weight, token and pass."""
     s = SHAPES[shape]
-    width, layers = s.hidden_size, s.num_hidden_layers
-    kv = width * s.num_key_value_heads // s.num_attention_heads
-    weights = layers * (2 * width * (width + kv) + 3 * width * s.intermediate_size) + width * s.vocab_size
     # Attention: two products of width x (half the length, on average) per token and layer.
-    attention = sum(layers * 2 * width * length**2 / 2 for length in lengths)
-    return (2 + 6 * passes) * (weights * sum(lengths) + attention)
+    attention = sum(s.num_hidden_layers * 2 * s.hidden_size * length**2 / 2 for length in lengths)
+    return (2 + 6 * passes) * ((s.layer_weights + s.head_weights) * sum(lengths) + attention)
+
+
+def unpadded(samples: list) -> list:
+    """The samples of a rollout in the form in which OpenRLHF's replay buffer holds them."""
+    from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, split_experience_batch
+
+    return [item for sample in samples for item in remove_padding_in_sequences(split_experience_batch(sample))]
 
 
 def rollout(args: argparse.Namespace, scale: float) -> list:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,24 +90,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from arlopti_openrlhf import cpu
 logging.disable(logging.WARNING)
 cpu.enable()
-import operations
-from rollouts import SHAPES, make_model
+from operations import operations, update_passes
+from rollouts import SHAPES, make_model, unpadded
 from update_bench import Bench, default_attention
 
 # One micro-batch of both prompts: a shuffle then pads to the same length.
 args = SimpleNamespace(shape="toy", scale=0.06, prompts=2, mini_batches=1, micro_batch_size=16, packing=False,
-                       response_length=None, checkpointing=False)
+                       response_length=None)
 bench = Bench(args, make_model("toy", default_attention()))
 bench.step("GRPO")  # the self-check's passes are over then
-whole = operations.operations
-# The counter knows nothing of the attention kernels.
-operations.operations = lambda shape, products, **flags: whole(shape, replace(products, pairs=0), **flags)
 found = {}
-for variant, predicted in operations.update_operations(SHAPES["toy"], bench.rollout, args).items():
+for variant, passes in update_passes(unpadded(bench.rollout), 16).items():
     if variant in bench.trainers:
         with FlopCounterMode(display=False) as counter:
             bench.step(variant)
         counted = counter.get_flop_counts()["Global"]
+        # The counter knows nothing of the attention kernels.
+        predicted = sum(operations(SHAPES["toy"], replace(each, pairs=0)) for each in passes)
         found[variant] = [sum(n for name, n in counted.items() if "attention" not in str(name)), predicted]
 print(json.dumps(found))
 """
@@ -124,41 +124,42 @@ def test_operations_are_those_that_the_updates_execute():
 
 def test_operations_of_a_pass():
     """A layer of 2 x 2 x (2 + 1) + 3 x 2 x 3 = 30 weights (width 2, keys of width 1), and a head of 2 x 5 = 10."""
-    import operations
+    from operations import Pass, operations
     from rollouts import Shape
 
     shape = Shape("", 2, 3, 1, 2, 1, vocab_size=5)
-    pass_ = operations.Products(tokens=7, pairs=11, head_tokens=4, head_gradients=3)
+    train = Pass(tokens=7, pairs=11, head_tokens=4, head_gradients=3)
     forward = 2 * 30 * 7 + 2 * 10 * 4 + 2 * 2 * 2 * 11
-    assert operations.operations(shape, pass_, forward_only=True) == forward
+    for checkpointing in (False, True):
+        assert operations(shape, replace(train, trains=False), checkpointing) == forward
     backward = 4 * 30 * 7 + 4 * 10 * 3 + 5 * 2 * 2 * 11
-    assert operations.operations(shape, pass_) == forward + backward
-    assert operations.operations(shape, pass_, repeats_head=True) == forward + backward + 2 * 10 * 3
+    assert operations(shape, train) == forward + backward
+    assert operations(shape, replace(train, repeats_head=True)) == forward + backward + 2 * 10 * 3
     layers = 2 * 30 * 7 + 2 * 2 * 2 * 11
-    assert operations.operations(shape, pass_, checkpointing=True) == forward + backward + layers
+    assert operations(shape, train, checkpointing=True) == forward + backward + layers
 
 
-def test_operations_of_a_batch():
+def test_passes_over_a_batch():
     """Two responses of 3 and 2 tokens to a prompt of 4. The last token of each predicts nothing."""
-    import operations
     from openrlhf.trainer.ppo_utils.experience import Experience
+    from operations import Pass, padded, plain, shared
 
-    def sample(tokens):
-        mask = torch.zeros(1, len(tokens) - 1, dtype=torch.long)
-        mask[:, 3:] = 1
-        return Experience(sequences=torch.tensor([tokens]), action_mask=mask)
+    def item(tokens):
+        mask = torch.zeros(len(tokens) - 1, dtype=torch.long)
+        mask[3:] = 1
+        return Experience(
+            sequences=torch.tensor(tokens), attention_mask=torch.ones(len(tokens), dtype=torch.long), action_mask=mask
+        )
 
-    samples = [sample([1, 2, 3, 4, 5, 6, 7]), sample([1, 2, 3, 4, 8, 9])]
-    everything = [s.action_mask.bool() for s in samples]
-    first = [mask.clone() for mask in everything]
-    for mask in first:
-        mask[:, 4:] = False
+    items = [item([1, 2, 3, 4, 5, 6, 7]), item([1, 2, 3, 4, 8, 9])]
+    everything = [one.action_mask.bool() for one in items]
+    first = [mask & (torch.arange(len(mask)) < 4) for mask in everything]
     # The row is the prompt, 2 and 1 tokens. 4 x 5 / 2 pairs in the prompt, 3 and 1 in the responses, 4 to each of 3.
-    assert operations.shared(samples, everything, first) == operations.Products(7, 10 + 3 + 1 + 12, 5, 2)
+    assert shared(items, everything, first) == Pass(7, 10 + 3 + 1 + 12, 5, 2, repeats_head=True)
     # The first token of each response is predicted by the prompt alone.
-    assert operations.shared(samples, first, first) == operations.Products(4, 10, 2, 2)
-    assert operations.padded([7, 6], 2) == operations.Products(14, 2 * 28, 14, 14)
-    assert operations.padded([7, 6], 1) == operations.plain([7, 6]) == operations.Products(13, 28 + 21, 13, 13)
+    assert shared(items, first, first) == Pass(4, 10, 2, 2, repeats_head=True)
+    assert padded([7, 6, 5], 2) == [7, 7, 5]
+    assert plain([7, 6]) == Pass(13, 28 + 21, 13, 13)
 
 
 @pytest.mark.long

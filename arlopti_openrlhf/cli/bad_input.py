@@ -49,13 +49,13 @@ def check_files(parser: argparse.ArgumentParser, flag: str, files: Iterable[str]
 
 
 def check_models(parser: argparse.ArgumentParser, flag: str, models: Sequence[str]) -> None:
-    """Refuse models that could not be loaded. Of one that is not on this machine, the configuration is fetched."""
+    """Refuse models that could not be loaded. The hub is asked whether it has one that is not on this machine."""
     for name in models:
         for finding in model.check_folder(flag, name):
             if finding.is_fatal:
                 parser.error(f"argument {finding}")
         if local_folder(name) is None:
-            _fetch(parser, flag, name, "config.json")
+            _ask_the_hub(parser, flag, name)
 
 
 def check_tokenizer(parser: argparse.ArgumentParser, name: str) -> None:
@@ -65,18 +65,22 @@ def check_tokenizer(parser: argparse.ArgumentParser, name: str) -> None:
     finding = model.not_here("--tokenizer", name)
     if finding.is_fatal:
         parser.error(f"argument {finding}")
-    _fetch(parser, "--tokenizer", name, "tokenizer_config.json")
+    _ask_the_hub(parser, "--tokenizer", name)
 
 
-def _fetch(parser: argparse.ArgumentParser, flag: str, name: str, file: str) -> None:
-    """Fetch a small file of a model from the hub, and refuse the model where the hub has none, or is out of reach."""
-    from huggingface_hub import hf_hub_download
+def _ask_the_hub(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
+    """Refuse a model that the hub does not have, or that it cannot be asked for. Nothing is downloaded.
+
+    A download would leave a part of the model in the cache, which the next check would take for all of it.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import model_info
     from huggingface_hub.errors import HFValidationError
 
     try:
-        hf_hub_download(name, file)
-    except (OSError, HFValidationError) as error:  # what the hub raises, and what the connection to it does
-        parser.error(f"argument {flag}: {name} is no folder, and the hub does not give its {file}: {error}")
+        model_info(name, timeout=30)
+    except (HTTPError, OSError, HFValidationError) as error:  # what the hub raises, and what the connection to it does
+        parser.error(f"argument {flag}: {name} is no folder here, and the hub does not give it: {error}")
 
 
 def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from httpx import ConnectError
+from huggingface_hub.errors import HFValidationError
 
 from arlopti_openrlhf.cli import bad_input
 from arlopti_openrlhf.cli.processes import InUse, lock
@@ -135,33 +136,33 @@ def test_the_commands_refuse_before_they_import_what_takes_long(place, command):
     assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
 
 
+@pytest.mark.parametrize("error", [ConnectError("Name or\nservice not known"), HFValidationError("no name")])
 @pytest.mark.parametrize(
-    ("check", "arguments", "file"),
+    ("flag", "check"),
     [
-        ("check_models", ("--model", ["org/name"]), "config.json"),
-        ("check_tokenizer", ("org/name",), "tokenizer_config.json"),
+        ("--model", lambda parser: bad_input.check_models(parser, "--model", ["org/name"])),
+        ("--tokenizer", lambda parser: bad_input.check_tokenizer(parser, "org/name")),
     ],
 )
-def test_a_name_that_the_hub_does_not_have(monkeypatch, capsys, check, arguments, file):
-    """It is asked for a small file before anything is loaded. Without a hub that is what says so."""
-    asked = []
+def test_a_name_that_the_hub_does_not_have(monkeypatch, capsys, error, flag, check):
+    """It is asked before anything is loaded. The second time it has the model."""
+    answers, asked = [error], []
 
-    def download(*request):
-        asked.append(request)
+    def model_info(name, timeout):
+        asked.append(name)
         if answers:
             raise answers.pop()
 
-    answers: list[Exception] = [LocalEntryNotFoundError("Cannot reach\nthe hub.")]
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.model_info", model_info)
     parser = bad_input.Parser(prog="command")
     with pytest.raises(SystemExit) as stop:
-        getattr(bad_input, check)(parser, *arguments)
-    flag = "--model" if check == "check_models" else "--tokenizer"
-    said = f"argument {flag}: org/name is no folder, and the hub does not give its {file}: Cannot reach the hub."
+        check(parser)
+    because = " ".join(str(error).split())
+    said = f"argument {flag}: org/name is no folder here, and the hub does not give it: {because}"
     assert stop.value.code == 2 and capsys.readouterr().err == f"command: error: {said}\n"
-    getattr(bad_input, check)(parser, *arguments)  # now the hub has it
-    assert asked == [("org/name", file)] * 2
+    check(parser)
+    assert asked == ["org/name"] * 2
 
 
 def test_a_port_in_use(refused):
