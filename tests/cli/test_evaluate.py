@@ -42,6 +42,7 @@ def test_models_side_by_side(tmp_path, monkeypatch, capsys):
     data.write_text("".join(json.dumps(row) + "\n" for row in problems()))
     asked, processes = [], []
     monkeypatch.setattr(offline, "_engine", engine_that_knows(asked))
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: None)
 
     def main(*arguments):
         monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])

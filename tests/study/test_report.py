@@ -98,6 +98,25 @@ def test_all_comparisons_of_both_conditions_are_corrected_together():
     assert corrected[index] == pytest.approx(30 * family.compare(family.COMPARISONS[index], results).p)
 
 
+@pytest.mark.parametrize(
+    ("zero_share", "shown"),
+    [
+        (None, ["0.300", "1.500"]),  # as of a run without a token method
+        ([0.002, 0.016], ["0.300", "1.500"]),
+        ([0.002, 0.020], ["-", "-"]),
+    ],
+)
+def test_statistics_of_a_part_of_the_tokens_are_not_shown(zero_share, shown):
+    """A method may leave out one token in a hundred on average."""
+    made = result(of_name("noise-stapo-0"))
+    made["curves"] |= {"low_share": [0.4, 0.3], "entropy": [2.0, 1.5]}
+    made["curves"] |= {"zero_share": zero_share} if zero_share else {}
+    (row,) = comparison.rows_of(["noise-stapo"], {"noise-stapo-0": made})
+    titles, _, cells = (line.split(" | ") for line in tables.stability_table([row]).splitlines())
+    first = titles.index("share of p < 0.5, last")
+    assert titles[first + 1] == "entropy, last" and cells[first : first + 2] == shown
+
+
 @pytest.mark.parametrize("name", ["study.md", "study_family.md", "token_methods.md"])
 def test_the_page_has_its_marks(name):
     page = (ROOT / "docs" / name).read_text("utf-8")
