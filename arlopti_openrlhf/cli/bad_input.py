@@ -49,12 +49,13 @@ def check_files(parser: argparse.ArgumentParser, flag: str, files: Iterable[str]
 
 
 def check_models(parser: argparse.ArgumentParser, flag: str, models: Sequence[str]) -> None:
-    """Refuse models that could not be loaded. The hub is asked whether it has one that is not on this machine."""
+    """Refuse models that could not be loaded. The hub is asked whether it has one that is not all on this machine."""
     for name in models:
-        for finding in model.check_folder(flag, name):
+        findings = model.check_folder(flag, name)
+        for finding in findings:
             if finding.is_fatal:
                 parser.error(f"argument {finding}")
-        if local_folder(name) is None:
+        if findings:  # warnings of what the hub is to give
             _ask_the_hub(parser, flag, name)
 
 
@@ -69,10 +70,7 @@ def check_tokenizer(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _ask_the_hub(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
-    """Refuse a model that the hub does not have, or that it cannot be asked for. Nothing is downloaded.
-
-    A download would leave a part of the model in the cache, which the next check would take for all of it.
-    """
+    """Refuse a model that the hub does not have, or that it cannot be asked for. Nothing is downloaded."""
     from httpx import HTTPError
     from huggingface_hub import model_info
     from huggingface_hub.errors import HFValidationError
@@ -80,7 +78,7 @@ def _ask_the_hub(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
     try:
         model_info(name, timeout=30)
     except (HTTPError, OSError, HFValidationError) as error:  # what the hub raises, and what the connection to it does
-        parser.error(f"argument {flag}: {name} is no folder here, and the hub does not give it: {error}")
+        parser.error(f"argument {flag}: {name} has to come from the hub, which does not give it: {error}")
 
 
 def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> None:

@@ -10,6 +10,7 @@ from arlopti_openrlhf.preflight.finding import Finding
 from arlopti_openrlhf.preflight.tokenizer import Tokenizer, local_folder, read_json
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_DOWNLOAD = "download it first, for a check and a faster start"
 _OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.tiktoken", "tekken.json")
 # Tokenizer classes without special tokens of their own, so that all have to stand in the folder.
 _PLAIN = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
@@ -28,14 +29,17 @@ def check(args: SimpleNamespace) -> list[Finding]:
         if args.use_ms and not Path(model).is_dir():
             continue  # ModelScope has a cache of its own
         of_model = check_folder(flag, model)
-        if flag == "--actor.model_name_or_path" and not of_model and (folder := local_folder(model)):
-            of_model = _check_tokenizer(flag, model, folder, args) + _check_context(folder, args)
+        is_fatal = any(finding.is_fatal for finding in of_model)
+        if flag == "--actor.model_name_or_path" and not is_fatal and (folder := local_folder(model)):
+            of_model += _check_tokenizer(flag, model, folder, args) + _check_context(folder, args)
         findings += of_model
     return findings
 
 
 def check_folder(flag: str, model: str) -> list[Finding]:
     """Return what keeps a model from being loaded: no folder, or one without a whole configuration or weights.
+
+    What the hub is to give, all of the model or a part, is a warning.
 
     Args:
         flag: where the model was named.
@@ -46,7 +50,11 @@ def check_folder(flag: str, model: str) -> list[Finding]:
         return [not_here(flag, model)]
     if not os.access(folder, os.R_OK | os.X_OK):
         return [Finding(flag, model, "the folder cannot be read", "mend its permissions")]
-    problems = _config_problems(folder) + _weight_problems(folder)
+    problems = _config_problems(folder)
+    if not problems and _hub_completes(model) and _lacks_weights(folder):
+        problem = "the hub's cache lacks weights of it, so the run downloads them, and they are not checked"
+        return [Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)]
+    problems += _weight_problems(folder)
     return [Finding(flag, model, problem, remedy) for problem, remedy in problems]
 
 
@@ -64,16 +72,24 @@ def _models(args: SimpleNamespace) -> dict[str, str]:
 
 def not_here(flag: str, model: str) -> Finding:
     """Return what follows from a model's not being on this machine. It may be on the hub, unless that is shut off."""
-    is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/"):
         return Finding(flag, model, "there is no such folder", "correct the path")
-    if is_offline:
+    if _is_offline():
         problem = "neither a folder nor in the hub's cache, and HF_HUB_OFFLINE forbids to download it"
         return Finding(flag, model, problem, "correct the path, or download it first")
     problem = (
         "neither a folder nor in the hub's cache, so the run looks for it on the hub, and nothing of it is checked"
     )
-    return Finding(flag, model, problem, "download it first, for a check and a faster start", is_fatal=False)
+    return Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _hub_completes(model: str) -> bool:
+    """Return whether files that are not on this machine come from the hub."""
+    return not (Path(model).is_dir() or _is_offline())
 
 
 def _config_problems(folder: Path) -> list[tuple[str, str]]:
@@ -99,23 +115,41 @@ def _config_problems(folder: Path) -> list[tuple[str, str]]:
     return []
 
 
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of the files that hold the weights. ValueError, with the name, for an index that is broken."""
+    for name in _WEIGHTS:
+        if (folder / name).exists():
+            return [name]
+        index = f"{name}.index.json"
+        if (folder / index).exists():
+            try:
+                return sorted(set(read_json(folder / index).get("weight_map", {}).values()))
+            except (ValueError, AttributeError, TypeError) as error:
+                raise ValueError(f"{index}: {error}") from None
+    return []
+
+
+def _lacks_weights(folder: Path) -> bool:
+    """Return whether a file of the weights is not there. What is there may be broken."""
+    try:
+        files = _weight_files(folder)
+    except ValueError:
+        return False
+    return not files or not all((folder / file).exists() for file in files)
+
+
 def _weight_problems(folder: Path) -> list[tuple[str, str]]:
     """Return problems and remedies of the weights: files that are not there, or not whole."""
     remedy = "copy or download it anew"
-    for name in _WEIGHTS:
-        if (folder / name).exists():
-            files = [name]
-        elif (folder / f"{name}.index.json").exists():
-            try:
-                files = sorted(set(read_json(folder / f"{name}.index.json").get("weight_map", {}).values()))
-            except (ValueError, AttributeError, TypeError) as error:
-                return [(f"{name}.index.json: {error}", remedy)]
-        else:
-            continue
-        problems = {file: problem for file in files if (problem := _file_problem(folder / file))}
-        more = f" (and {len(problems) - 1} of {len(files)} files more)" if len(problems) > 1 else ""
-        return [(f"{file} {problem}{more}", remedy) for file, problem in list(problems.items())[:1]]
-    return [(f"it has no weights: {', '.join(_WEIGHTS)}, or either in parts", "give a folder that has them")]
+    try:
+        files = _weight_files(folder)
+    except ValueError as error:
+        return [(str(error), remedy)]
+    if not files:
+        return [(f"it has no weights: {', '.join(_WEIGHTS)}, or either in parts", "give a folder that has them")]
+    problems = {file: problem for file in files if (problem := _file_problem(folder / file))}
+    more = f" (and {len(problems) - 1} of {len(files)} files more)" if len(problems) > 1 else ""
+    return [(f"{file} {problem}{more}", remedy) for file, problem in list(problems.items())[:1]]
 
 
 def _file_problem(path: Path) -> str | None:
@@ -146,6 +180,9 @@ def _check_tokenizer(flag: str, model: str, folder: Path, args: SimpleNamespace)
         if any((folder / name).exists() for name in _OLDER_TOKENIZERS):
             problem = "it has no tokenizer.json, so neither tokenizer nor lengths of prompts are checked"
             return [Finding(flag, model, problem, "save its tokenizer with transformers", is_fatal=False)]
+        if _hub_completes(model):
+            problem = "the hub's cache has no tokenizer of it, so neither tokenizer nor lengths of prompts are checked"
+            return [Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)]
         return [Finding(flag, model, "it has no tokenizer", "copy the tokenizer's files into the folder")]
     except ValueError as error:
         return [Finding(flag, model, str(error), "mend the file")]

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -159,10 +160,27 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch, capsys, error, flag, che
     with pytest.raises(SystemExit) as stop:
         check(parser)
     because = " ".join(str(error).split())
-    said = f"argument {flag}: org/name is no folder here, and the hub does not give it: {because}"
+    said = f"argument {flag}: org/name has to come from the hub, which does not give it: {because}"
     assert stop.value.code == 2 and capsys.readouterr().err == f"command: error: {said}\n"
     check(parser)
     assert asked == ["org/name"] * 2
+
+
+def test_the_hub_is_asked_for_what_its_cache_lacks(monkeypatch, tmp_path, tiny_model):
+    """It is not asked for a model that is there."""
+    asked = []
+    (tmp_path / "models--org--name/refs").mkdir(parents=True)
+    (tmp_path / "models--org--name/refs/main").write_text("abc")
+    cached = Path(shutil.copytree(tiny_model, tmp_path / "models--org--name/snapshots/abc"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: asked.append(name))
+    parser = bad_input.Parser(prog="command")
+    bad_input.check_models(parser, "--model", ["org/name"])
+    assert asked == []
+    (cached / "model.safetensors").unlink()
+    bad_input.check_models(parser, "--model", ["org/name"])
+    assert asked == ["org/name"]
 
 
 def test_a_port_in_use(refused):

@@ -47,16 +47,50 @@ def test_a_model_that_is_not_there(monkeypatch, name, offline, fatal, problem):
     assert found.startswith("!" * fatal + f"--actor.model_name_or_path {name}: ") and problem in found
 
 
-def test_a_model_in_the_hubs_cache_is_checked(monkeypatch, tmp_path, tiny_model):
+@pytest.fixture
+def cached(monkeypatch, tmp_path, tiny_model) -> Path:
+    """Return the folder of some/model in the hub's cache, which holds the tiny model."""
     from huggingface_hub import constants
 
-    cached = tmp_path / "models--some--model"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs/main").write_text("abc")
-    shutil.copytree(tiny_model, cached / "snapshots/abc")
+    cache = tmp_path / "models--some--model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs/main").write_text("abc")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return Path(shutil.copytree(tiny_model, cache / "snapshots/abc"))
+
+
+def test_a_model_in_the_hubs_cache_is_checked(cached):
     assert check("some/model") == []
-    (cached / "snapshots/abc/model.safetensors").unlink()
+    weights = cached / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    [found] = check("some/model")
+    assert found.startswith("!--actor") and "model.safetensors is not whole" in found
+
+
+def test_what_the_hubs_cache_lacks_comes_from_the_hub(monkeypatch, cached):
+    """Whoever has loaded a tokenizer by name has the configuration and not the weights. Offline this is an error."""
+    weights, tokenizer = cached / "model.safetensors", cached / "tokenizer.json"
+    whole = weights.read_bytes()
+    weights.unlink()
+    [found] = check("some/model", data__apply_chat_template=True)
+    assert found.startswith("--actor.model_name_or_path some/model: the hub's cache lacks weights of it, so the run")
+    change(cached / "config.json", max_position_embeddings=8)
+    assert [text.split()[0] for text in check("some/model")] == ["--actor.model_name_or_path", "!--data.max_len"]
+    change(cached / "config.json", max_position_embeddings=8192)
+    index = cached / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (cached / "1.safetensors").write_bytes(whole)
+    assert check("some/model") == [found]
+    tokenizer.unlink()
+    _, of_tokenizer = check("some/model")
+    assert "the hub's cache has no tokenizer of it, so neither" in of_tokenizer and of_tokenizer[0] != "!"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    [found] = check("some/model")
+    assert found.startswith("!--actor") and "2.safetensors is not there" in found
+    (cached / "2.safetensors").write_bytes(whole)
+    assert "it has no tokenizer; copy" in check("some/model")[0]
+    index.write_text("{}")
     assert "it has no weights" in check("some/model")[0]
 
 
