@@ -52,7 +52,7 @@ def check_folder(flag: str, model: str) -> list[Finding]:
         return [Finding(flag, model, "the folder cannot be read", "mend its permissions")]
     problems = _config_problems(folder)
     if not problems and _hub_completes(model) and _lacks_weights(folder):
-        problem = "the hub's cache lacks weights of it, so the run downloads them, and they are not checked"
+        problem = "not all of its weights are in the hub's cache, so the run downloads the rest, and none are checked"
         return [Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)]
     problems += _weight_problems(folder)
     return [Finding(flag, model, problem, remedy) for problem, remedy in problems]
@@ -181,7 +181,7 @@ def _check_tokenizer(flag: str, model: str, folder: Path, args: SimpleNamespace)
             problem = "it has no tokenizer.json, so neither tokenizer nor lengths of prompts are checked"
             return [Finding(flag, model, problem, "save its tokenizer with transformers", is_fatal=False)]
         if _hub_completes(model):
-            problem = "the hub's cache has no tokenizer of it, so neither tokenizer nor lengths of prompts are checked"
+            problem = "its tokenizer is not in the hub's cache, so neither it nor lengths of prompts are checked"
             return [Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)]
         return [Finding(flag, model, "it has no tokenizer", "copy the tokenizer's files into the folder")]
     except ValueError as error:

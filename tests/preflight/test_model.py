@@ -74,7 +74,7 @@ def test_what_the_hubs_cache_lacks_comes_from_the_hub(monkeypatch, cached):
     whole = weights.read_bytes()
     weights.unlink()
     [found] = check("some/model", data__apply_chat_template=True)
-    assert found.startswith("--actor.model_name_or_path some/model: the hub's cache lacks weights of it, so the run")
+    assert found.startswith("--actor.model_name_or_path some/model: not all of its weights are in the hub's cache")
     change(cached / "config.json", max_position_embeddings=8)
     assert [text.split()[0] for text in check("some/model")] == ["--actor.model_name_or_path", "!--data.max_len"]
     change(cached / "config.json", max_position_embeddings=8192)
@@ -84,7 +84,7 @@ def test_what_the_hubs_cache_lacks_comes_from_the_hub(monkeypatch, cached):
     assert check("some/model") == [found]
     tokenizer.unlink()
     _, of_tokenizer = check("some/model")
-    assert "the hub's cache has no tokenizer of it, so neither" in of_tokenizer and of_tokenizer[0] != "!"
+    assert "its tokenizer is not in the hub's cache, so neither" in of_tokenizer and of_tokenizer[0] != "!"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     [found] = check("some/model")
     assert found.startswith("!--actor") and "2.safetensors is not there" in found
