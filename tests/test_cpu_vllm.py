@@ -13,26 +13,90 @@ from arlopti_openrlhf import cpu_vllm
 BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
 
 
-# Waits for a message that does not come, 0.3 s after the last one, and prints for how many seconds it has worked.
+# Waits for a message that does not come, 0.3 s after the last one, and prints for how many seconds it has worked, and
+# how often it has looked.
 WAIT = """
 import os, time, zmq
 waiting = module.SpinCondition(is_reader=True, context=zmq.Context(), notify_address="inproc://nobody")
 waiting.record_read()
 start, worked = time.monotonic(), time.thread_time()
+looks = 0
 while time.monotonic() < start + 0.3:
-    waiting.wait(timeout_ms=100)
-print(time.thread_time() - worked, flush=True)
+    waiting.wait(timeout_ms=5000)
+    looks += 1
+print(time.thread_time() - worked, looks, flush=True)
 os._exit(0)  # as it is, with its sockets open
 """
+# Prints how many seconds it takes to ask and to answer 20 times.
+ANSWER = """
+import threading, time
+asks, answers = (module.MessageQueue(1, 1, max_chunk_bytes=1024) for _ in range(2))
+
+def answer():
+    asked = module.MessageQueue.create_from_handle(asks.export_handle(), 0)
+    asked.wait_until_ready(), answers.wait_until_ready()
+    for _ in range(20):
+        answers.enqueue(asked.dequeue(indefinite=True))
+
+thread = threading.Thread(target=answer)
+thread.start()
+answered = module.MessageQueue.create_from_handle(answers.export_handle(), 0)
+asks.wait_until_ready(), answered.wait_until_ready()
+start = time.monotonic()
+for number in range(20):
+    asks.enqueue(number)
+    assert answered.dequeue() == number
+print(time.monotonic() - start)
+thread.join()
+"""
+# Sends 50 notifications, each 0.5 ms after the one before has arrived, and prints how many arrive.
+NOTIFY = """
+import os, time, zmq
+context, address = zmq.Context(), f"ipc://@arlopti-test-{os.getpid()}"
+sender = module.SpinCondition(is_reader=False, context=context, notify_address=address)
+reader = module.SpinCondition(is_reader=True, context=context, notify_address=address)
+arrived = 0
+
+def arrives():
+    sender.notify()
+    return bool(reader.poller.poll(20)) and bool(reader.local_notify_socket.recv())
+
+while not arrives():  # until they are connected
+    pass
+for _ in range(50):
+    time.sleep(0.0005)
+    arrived += arrives()
+print(arrived, flush=True)
+os._exit(0)
+"""
+
+
+def run(code: str, first: str = "cpu.enable()") -> list[float]:
+    """Run code in a process whose `module` is vLLM's, patched, and return the numbers that it prints last."""
+    code = f"from arlopti_openrlhf import cpu; {first}; cpu.enable(); import {BROADCAST} as module\n{code}"
+    environment = {name: value for name, value in os.environ.items() if name != "ARLOPTI_ENABLED"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [float(number) for number in done.stdout.splitlines()[-1].split()]
 
 
 @pytest.mark.parametrize("first", ["cpu.enable()", f"import {BROADCAST}"])
 def test_a_process_that_waits_sleeps_whenever_it_imported_the_module(first):
-    code = f"from arlopti_openrlhf import cpu; {first}; cpu.enable(); import {BROADCAST} as module\n{WAIT}"
-    environment = {name: value for name, value in os.environ.items() if name != "ARLOPTI_ENABLED"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert float(done.stdout.splitlines()[-1]) < 0.1  # it would spin for all of the 0.3 s
+    worked, looks = run(WAIT, first)
+    assert worked < 0.1  # it would spin for all of the 0.3 s
+    assert looks > 10  # or else look once, and then be 5 s late where the notification was lost
+
+
+def test_quick_answers_do_not_wait_for_a_notification_that_was_lost():
+    """ZeroMQ drops every second notification here, each of which costs 5 s where nothing is done about it."""
+    [seconds] = run(ANSWER)
+    assert seconds < 2
+
+
+def test_quick_notifications_arrive():
+    """Where ZeroMQ is not made to check, no more than half of them do."""
+    [arrived] = run(NOTIFY)
+    assert arrived > 35
 
 
 def test_a_generator_is_not_turned_back():

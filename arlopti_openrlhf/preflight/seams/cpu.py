@@ -5,6 +5,7 @@ from arlopti_openrlhf.preflight.seams.kinds import Seam, Signature, Text
 PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
 STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
+BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
 
 SEAMS: list[Seam] = [
     Signature(
@@ -23,15 +24,33 @@ SEAMS: list[Seam] = [
         "cpu_patches._patch_worker_wrap",
     ),
     Signature(
-        "vllm.distributed.device_communicators.shm_broadcast",
+        BROADCAST,
         "SpinCondition.__init__",
         "self is_reader context notify_address busy_loop_s",
         "cpu_vllm._patch_shm_broadcast",
     ),
     Text(
-        "vllm.distributed.device_communicators.shm_broadcast",
+        BROADCAST,
         "SpinCondition.wait",
         "if current_time <= self.last_read + self.busy_loop_s: sched_yield() else: events = dict(self.poller.poll(",
+        "cpu_vllm._patch_shm_broadcast",
+    ),
+    Signature(
+        BROADCAST,
+        "SpinCondition.wait",
+        "self timeout_ms",
+        "cpu_vllm._patch_shm_broadcast",
+    ),
+    Text(
+        BROADCAST,
+        "SpinCondition.notify",
+        "self.local_notify_socket.send(",
+        "cpu_vllm._patch_shm_broadcast",
+    ),
+    Text(
+        BROADCAST,
+        "MessageQueue.acquire_read",
+        "self._spin_condition.record_read()",
         "cpu_vllm._patch_shm_broadcast",
     ),
     Text(
