@@ -35,24 +35,9 @@ SEAMS: list[Seam] = [
         "if current_time <= self.last_read + self.busy_loop_s: sched_yield() else: events = dict(self.poller.poll(",
         "cpu_vllm._patch_shm_broadcast",
     ),
-    Signature(
-        BROADCAST,
-        "SpinCondition.wait",
-        "self timeout_ms",
-        "cpu_vllm._patch_shm_broadcast",
-    ),
-    Text(
-        BROADCAST,
-        "SpinCondition.notify",
-        "self.local_notify_socket.send(",
-        "cpu_vllm._patch_shm_broadcast",
-    ),
-    Text(
-        BROADCAST,
-        "MessageQueue.acquire_read",
-        "self._spin_condition.record_read()",
-        "cpu_vllm._patch_shm_broadcast",
-    ),
+    Signature(BROADCAST, "SpinCondition.wait", "self timeout_ms", "cpu_vllm._patch_shm_broadcast"),
+    Text(BROADCAST, "SpinCondition.notify", "self.local_notify_socket.send(", "cpu_vllm._patch_shm_broadcast"),
+    Text(BROADCAST, "MessageQueue.acquire_read", "_spin_condition.record_read()", "cpu_vllm._patch_shm_broadcast"),
     Text(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner._bookkeeping_sync",
