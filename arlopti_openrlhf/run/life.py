@@ -51,28 +51,35 @@ def prefix() -> str:
 class Heart:
     """Writes a sign of life to Ray's key-value store for as long as `sign` returns.
 
+    The first one is there when this returns: without any, nobody would know that the actor is to be watched.
+
     Args:
         who: what the actor is, for messages.
         sign: returns a number. Only a change is a sign of life. What it raises says that the actor has failed.
     """
 
     def __init__(self, who: str, sign: Callable[[], float]) -> None:
-        self.who, self.sign = who, sign
+        self.sign = sign
+        self.name = f"{who} (process {os.getpid()} on {socket.gethostname()})"
         self.key = prefix() + ray.get_runtime_context().get_actor_id()
-        threading.Thread(target=self._beat, daemon=True).start()
+        if self._beat():
+            threading.Thread(target=self._go_on, daemon=True).start()
 
-    def _beat(self) -> None:
-        name = f"{self.who} (process {os.getpid()} on {socket.gethostname()})"
+    def _go_on(self) -> None:
         while True:
-            try:
-                sign, failure = self.sign(), None
-            except Exception as error:
-                sign, failure = 0.0, f"{type(error).__name__}: {error}"
-            entry = {"name": name, "sign": sign, "failure": failure}
-            internal_kv._internal_kv_put(self.key, json.dumps(entry), overwrite=True)
-            if failure:
-                return
             time.sleep(_BEAT)
+            if not self._beat():
+                return
+
+    def _beat(self) -> bool:
+        """Write a sign, and say whether to go on."""
+        try:
+            sign, failure = self.sign(), None
+        except Exception as error:
+            sign, failure = 0.0, f"{type(error).__name__}: {error}"
+        entry = {"name": self.name, "sign": sign, "failure": failure}
+        internal_kv._internal_kv_put(self.key, json.dumps(entry), overwrite=True)
+        return failure is None
 
 
 def living(actor_class, who: str) -> Any:

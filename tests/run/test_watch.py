@@ -14,7 +14,7 @@ from arlopti_openrlhf.run import life, watch
 from arlopti_openrlhf.run.stopping import NotResponding, RunStopped
 from arlopti_openrlhf.run.watch import Watch
 
-LIMIT = 4  # seconds without a sign of life
+LIMIT = 6  # seconds without a sign of life
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,6 +59,13 @@ class Rank:
         time.sleep(seconds)
 
 
+@ray.remote
+class EngineThatStops:
+    async def __init__(self, path):
+        path.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def wait_for_cause(seconds=30.0):
     """What a new watch finds within `seconds`, and after how many."""
     looks, start = Watch(LIMIT), time.monotonic()
@@ -100,8 +107,16 @@ def test_a_stopped_engine(start, which):
         cause, seconds = wait_for_cause()
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert isinstance(cause, NotResponding) and seconds < LIMIT + 5
+    assert isinstance(cause, NotResponding) and seconds < 3 * LIMIT
     assert "vLLM engine (process" in str(cause) and "no sign of life for" in str(cause)
+
+
+def test_an_actor_that_stops_at_once(start, tmp_path):
+    path = tmp_path / "pid"
+    start(life.living_engine(EngineThatStops), path)
+    cause, seconds = wait_for_cause(60)
+    os.kill(int(path.read_text()), signal.SIGCONT)
+    assert f"(process {path.read_text()} on" in str(cause) and "no sign of life for" in str(cause)
 
 
 def test_an_engine_that_is_stuck_in_its_start(start):
