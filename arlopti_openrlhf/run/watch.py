@@ -62,8 +62,11 @@ class Watch:
         now, prefix = time.monotonic(), life.prefix()
         keys = [key.decode() for key in internal_kv._internal_kv_list(prefix) or []]
         entries = {key.removeprefix(prefix): json.loads(internal_kv._internal_kv_get(key) or b"{}") for key in keys}
-        dead = state.state.actor_table(None, job_id=worker.global_worker.current_job_id, actor_state_name="DEAD")
-        for actor, found in dead.items():
+        for actor, found in _actors("PENDING_CREATION").items():
+            if found["Pid"]:  # a process imports the actor's class, and its constructor has not begun
+                name = f"{found['ActorClassName']} (process {found['Pid']} on {found['Address']['IPAddress']})"
+                entries.setdefault(actor, {"name": name, "sign": "", "failure": None})
+        for actor, found in _actors("DEAD").items():
             entry = entries.pop(actor, {"name": found["ActorClassName"]})
             if cause := death(entry["name"], found["DeathCause"]):
                 return cause
@@ -81,6 +84,11 @@ class Watch:
             return None
         names = ", ".join(name for seconds, name in silent if seconds > self.seconds / 2)
         return NotResponding(f"{names}: no sign of life for {silent[0][0]:.0f} s (--train.stall_minutes)")
+
+
+def _actors(in_state: str) -> dict[str, dict[str, Any]]:
+    """Return this job's actors in a state of Ray's: id → entry of Ray's table."""
+    return state.state.actor_table(None, job_id=worker.global_worker.current_job_id, actor_state_name=in_state)
 
 
 def death(name: str, cause: Any) -> RunStopped | None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import ray
+from ray.experimental import internal_kv
 
 from arlopti_openrlhf.run import life, watch
 from arlopti_openrlhf.run.stopping import NotResponding, RunStopped
@@ -59,6 +60,16 @@ class Rank:
         time.sleep(seconds)
 
 
+class Slow:
+    def __reduce__(self):
+        return time.sleep, (60,)
+
+
+@ray.remote
+class RankThatImportsForLong:
+    imported = Slow()
+
+
 @ray.remote
 class EngineThatStops:
     async def __init__(self, path):
@@ -66,14 +77,22 @@ class EngineThatStops:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def wait_for_cause(seconds=30.0):
+def wait_for_cause(seconds=60.0, limit=LIMIT):
     """What a new watch finds within `seconds`, and after how many."""
-    looks, start = Watch(LIMIT), time.monotonic()
+    looks, start = Watch(limit), time.monotonic()
     while time.monotonic() - start < seconds:
         if cause := looks.look():
             return cause, time.monotonic() - start
         time.sleep(0.2)
     return None, seconds
+
+
+def wait_for_constructor(handle):
+    """The actor's process imports for 7 s on an idle core. Whoever is in the constructor has an entry."""
+    deadline, key = time.monotonic() + 300, life.prefix() + handle._actor_id.hex()
+    while not internal_kv._internal_kv_exists(key):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -90,9 +109,10 @@ def start():
         ray.kill(handle)
 
 
-def test_actors_that_work_for_long_and_end_are_no_cause(start):
+def test_actors_that_wait_for_their_place_work_for_long_and_end_are_no_cause(start):
+    start(life.living(Rank, "policy").options(num_cpus=99))
     engine, rank = start(life.living_engine(Engine)), start(life.living(Rank, "policy"))
-    ray.get(engine.pids.remote())
+    ray.get([engine.pids.remote(), rank.pid.remote()])
     rank.work.remote(60)
     assert wait_for_cause(3 * LIMIT)[0] is None
     ray.kill(engine)
@@ -113,15 +133,23 @@ def test_a_stopped_engine(start, which):
 
 def test_an_actor_that_stops_at_once(start, tmp_path):
     path = tmp_path / "pid"
-    start(life.living_engine(EngineThatStops), path)
-    cause, seconds = wait_for_cause(60)
-    os.kill(int(path.read_text()), signal.SIGCONT)
-    assert f"(process {path.read_text()} on" in str(cause) and "no sign of life for" in str(cause)
+    wait_for_constructor(start(life.living_engine(EngineThatStops), path))
+    try:
+        cause, seconds = wait_for_cause()
+    finally:
+        os.kill(pid := int(path.read_text()), signal.SIGCONT)
+    assert f"vLLM engine (process {pid} on" in str(cause) and "no sign of life for" in str(cause)
+
+
+def test_an_actor_that_never_gets_to_its_constructor(start):
+    start(life.living(RankThatImportsForLong, "policy"))
+    cause, seconds = wait_for_cause()
+    assert isinstance(cause, NotResponding) and "RankThatImportsForLong (process" in str(cause)
 
 
 def test_an_engine_that_is_stuck_in_its_start(start):
-    start(life.living_engine(Engine), 60.0)
-    cause, seconds = wait_for_cause(60)
+    wait_for_constructor(start(life.living_engine(Engine), 60.0))
+    cause, seconds = wait_for_cause()
     assert isinstance(cause, NotResponding) and "vLLM engine (process" in str(cause)
 
 
@@ -130,7 +158,7 @@ def test_a_stopped_rank_is_named(start):
     pids = ray.get([rank.pid.remote() for rank in ranks])
     os.kill(pids[1], signal.SIGSTOP)
     try:
-        cause, seconds = wait_for_cause()
+        cause, seconds = wait_for_cause(limit=2 * LIMIT)
     finally:
         os.kill(pids[1], signal.SIGCONT)
     assert f"policy (process {pids[1]} on" in str(cause) and str(pids[0]) not in str(cause)
@@ -164,6 +192,6 @@ def test_an_engine_that_fails_in_its_constructor(start):
     ray.shutdown()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     start(life.living_engine(Engine), 0.0, ValueError("utilization 1.5:\n  must be below 1"))
-    cause, seconds = wait_for_cause(120)  # a new cluster starts its first worker, and the worker imports
+    cause, seconds = wait_for_cause(300, limit=300)  # a new cluster starts its first worker, and the worker imports
     assert type(cause) is RunStopped and cause.exit_code == 1
     assert str(cause).endswith("ValueError: utilization 1.5: must be below 1") and "vLLM engine" in str(cause)

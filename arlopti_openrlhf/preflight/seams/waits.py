@@ -31,6 +31,7 @@ SEAMS: list[Seam] = [
         "self actor_id job_id actor_state_name",
         "run.watch.Watch.look",
     ),
+    Text("ray._private.state", "GlobalState._gen_actor_info", '"Pid": actor_table_data.pid,', "run.watch.Watch.look"),
     Text(
         "ray._private.state",
         "GlobalState._gen_actor_info",
