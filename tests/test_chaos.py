@@ -36,7 +36,7 @@ for path in sorted(actor.glob("global_step*"), reverse=True):
 if variant == "forgets":
     step = 0
 while step < 8:
-    time.sleep(0.4)
+    time.sleep(0.6)  # a fault comes up to 0.33 s after a step
     step += 1
     if not (variant == "skips" and step == 4):
         with open(folder / "prompts.txt", "a") as log:

@@ -85,6 +85,21 @@ def test_signals_are_handed_on(training, tmp_path, signum, status):
     assert len(starts(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(("script", "command"), [(SUPERVISE, "child=$!"), (SLURM, "run=$!")])
+def test_a_signal_that_comes_as_something_starts(training, tmp_path, script, command):
+    """Bash runs a trap between two commands, here when the process exists and nobody knows its id yet."""
+    code = """set -T; trap '[[ $BASH_COMMAND != "$COMMAND" ]] || kill -TERM $$' DEBUG; . "$0" "$@" """
+    done = subprocess.run(
+        ["bash", "-c", code, script[1], *training("waits", 0)],
+        env=os.environ | {"COMMAND": command},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        timeout=60,
+    )
+    assert done.returncode == 143
+    assert subprocess.run(["pgrep", "-f", str(tmp_path / "training")]).returncode == 1
+
+
 def test_a_signal_ends_a_pause(training, tmp_path):
     with subprocess.Popen(
         SUPERVISE + training(1, 0), env=os.environ | {"PAUSE": "60"}, stderr=subprocess.PIPE, text=True

@@ -181,14 +181,21 @@ def worker_pool(workers: int = WORKERS) -> WorkerPool:
         return _pool
 
 
-@functools.lru_cache(maxsize=2**14)  # the responses to one prompt are graded close together, and many agree
 def _compare(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
+    try:
+        return _finished(answer, labels, boxed)
+    except (TimedOut, Died):
+        return Grade(0.0, boxed, timed_out=True)
+
+
+# The responses to one prompt are graded close together, and many agree. A comparison that was not finished raises and is
+# not kept: it may have been the machine that was slow.
+@functools.lru_cache(maxsize=2**14)
+def _finished(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
     if boxed and any(_plain(answer) == _plain(label) for label in labels):
         return Grade(1.0, boxed, timed_out=False)
     try:
         return Grade(float(worker_pool().call(answer, labels, boxed)), boxed, timed_out=False)
-    except (TimedOut, Died):
-        return Grade(0.0, boxed, timed_out=True)
     except Raised as error:  # what math-verify lets through comes from the answer, such as deep recursion
         return Grade(0.0, boxed, timed_out="MemoryError" in str(error))
 

@@ -7,6 +7,7 @@ processes overwrite their environment with a title. The watcher knows those by t
 The watcher is this file, run as a script. It needs nothing but Python's own library, and starts within 0.1 s.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -81,11 +82,11 @@ def watch(driver: int, run: str, folder: Path) -> None:
 
 def end_processes(run: str, folder: Path) -> None:
     """End all processes of `run`, whose folder this is, those that begin meanwhile too."""
-    start_time = time.monotonic()
-    while time.monotonic() - start_time < _GIVE_UP:
+    start_time, times_none = time.monotonic(), 0
+    # A process that is just executing another program has no environment, so none has to be found twice in a row.
+    while time.monotonic() - start_time < _GIVE_UP and times_none < 2:
         found = list(processes(run, folder))
-        if not found:
-            return
+        times_none = 0 if found else times_none + 1
         for pid in found:
             is_late = time.monotonic() - start_time > _GRACE
             try:
@@ -132,8 +133,13 @@ def _logs_to(process: Path, folder: Path) -> bool:
 
 def _remove_oldest(base: Path) -> None:
     """Remove the folders of runs that failed, but for the last few and those of runs that go on."""
-    folders = [folder for folder in base.glob(f"{_prefix()}*") if folder.lstat().st_uid == os.getuid()]
-    for folder in sorted(folders, key=lambda folder: folder.lstat().st_mtime)[:-_KEPT]:
+    folders = []
+    for folder in base.glob(f"{_prefix()}*"):
+        with contextlib.suppress(FileNotFoundError):  # another run's watcher has removed it
+            status = folder.lstat()
+            if status.st_uid == os.getuid():
+                folders.append((status.st_mtime, folder))
+    for _, folder in sorted(folders)[:-_KEPT]:
         try:
             with open(folder / _WATCHED) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

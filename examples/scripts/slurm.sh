@@ -16,12 +16,20 @@ set -uo pipefail
 
 [ $# -gt 0 ] || set -- bash examples/scripts/train_kk.sh
 
+run=
+asked=  # to end, perhaps before there is anything to end
+out_of_time=
+hand_on() {
+  asked=yes
+  [ -z "$run" ] || kill -TERM "$run"
+}
+trap 'out_of_time=yes; hand_on' USR1
+trap hand_on TERM
+
 # Slurm runs a copy of this file from another folder.
 bash examples/scripts/supervise.sh "$@" &
 run=$!
-out_of_time=
-trap 'out_of_time=yes; kill -TERM "$run"' USR1
-trap 'kill -TERM "$run"' TERM
+[ -z "$asked" ] || kill -TERM "$run" 2>/dev/null
 
 while kill -0 "$run" 2>/dev/null; do wait "$run"; done
 wait "$run"

@@ -22,16 +22,23 @@ LONGEST_PAUSE=${LONGEST_PAUSE:-600}
 [ $# -gt 0 ] || { echo "usage: supervise.sh COMMAND ..." >&2; exit 2; }
 
 child=
+starts=  # the command, whose process is not known yet
+asked=   # the signal that came meanwhile
 hand_on() {  # NAME NUMBER
-  if [ -n "$child" ]; then kill -"$1" "$child" 2>/dev/null; else exit $((128 + $2)); fi
+  if [ -n "$child" ]; then kill -"$1" "$child" 2>/dev/null
+  elif [ -n "$starts" ]; then asked=$1
+  else exit $((128 + $2)); fi
 }
 trap 'hand_on TERM 15' TERM
 trap 'hand_on INT 2' INT
 
 restart=0
 while true; do
+  starts=yes asked=
   "$@" --ckpt.load_enable &
   child=$!
+  starts=
+  [ -z "$asked" ] || kill -"$asked" "$child" 2>/dev/null
   # A signal ends `wait` before the command ends.
   while kill -0 "$child" 2>/dev/null; do wait "$child"; done
   wait "$child"

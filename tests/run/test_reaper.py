@@ -1,10 +1,12 @@
 """No process of a run outlives its driver, and no other process is touched."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ import pytest
 from arlopti_openrlhf.run import reaper
 
 # A driver whose child starts a grandchild in a session of its own. Both ignore SIGTERM.
-DRIVER = """
+RUN = f"run-{uuid.uuid4().hex}"
+DRIVER = f"RUN = {RUN!r}" + """
 import os, subprocess, sys, time
 from arlopti_openrlhf.run import reaper
-folder = reaper.start("run-of-this-test")
+folder = reaper.start(RUN)
 ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 grandchild = ignore + "print('up', flush=True); time.sleep(600)"
 child = ignore + f'''
@@ -57,13 +60,13 @@ def wait_until(condition, seconds: float = 15) -> bool:
 
 
 def running(folder: Path) -> list[int]:
-    return list(reaper.processes("run-of-this-test", folder))
+    return list(reaper.processes(RUN, folder))
 
 
 def test_a_killed_driver_takes_its_processes_along(driver):
     process, folder = driver
     assert len(running(folder)) == 2 and folder.stat().st_mode & 0o777 == 0o700
-    with subprocess.Popen(["sleep", "60"], env=os.environ | {reaper.MARKER: "run-of-this-test-2"}) as bystander:
+    with subprocess.Popen(["sleep", "60"], env=os.environ | {reaper.MARKER: f"{RUN}-2"}) as bystander:
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert wait_until(lambda: not running(folder))
@@ -91,7 +94,7 @@ def test_a_process_that_overwrites_its_environment_is_known_by_its_log(tmp_path)
             code = [title, "-c", "import time; time.sleep(600)"]
             children.append(subprocess.Popen(code, executable=sys.executable, env={}, stdout=log))
     try:
-        assert list(reaper.processes("run-of-this-test", run)) == [children[0].pid]
+        assert list(reaper.processes(RUN, run)) == [children[0].pid]
     finally:
         for child in children:
             child.kill()
@@ -99,8 +102,19 @@ def test_a_process_that_overwrites_its_environment_is_known_by_its_log(tmp_path)
 
 
 def watchers(folder: Path) -> list[str]:
-    lines = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
-    return [line.decode() for line in lines if str(folder).encode() in line]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            found.append(path.read_bytes().decode())
+    return [line for line in found if str(folder) in line]
+
+
+def test_a_process_that_is_missed_once_is_ended(tmp_path, monkeypatch):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        looks = iter([[], [process.pid], [], []])
+        monkeypatch.setattr(reaper, "processes", lambda *_: next(looks))
+        reaper.end_processes("", tmp_path)
+        assert process.wait(10) == -signal.SIGTERM
 
 
 def test_folders_of_the_last_failed_runs_are_kept(tmp_path):
