@@ -33,7 +33,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment(**variables), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment(**variables), capture_output=True, text=True, timeout=400
     )
 
 

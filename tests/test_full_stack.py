@@ -81,6 +81,7 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(name)}
 
 
+@pytest.mark.timeout(1800)
 def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, tiny_data, noisy_reward, tmp_path):
     flags = f"""{GRPO} --algo.ar.alpha 0.3 --algo.lopti.quantile 0.3 --ds.zero_stage 3 --ds.packing_samples
         --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all

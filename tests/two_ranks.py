@@ -1,10 +1,11 @@
 """Runs a function of a test file on two ranks, each in a process of its own, without Ray."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from ports import free_port
 
 CODE = """
 import runpy, sys
@@ -22,9 +23,7 @@ def errors_on_two_ranks(file: str, function: str, argument: str) -> str:
     Returns:
         What both ranks wrote to stderr, if one of them ended with an error; else nothing.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = dict(os.environ, WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     ranks = [
         subprocess.Popen(

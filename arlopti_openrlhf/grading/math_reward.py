@@ -188,8 +188,8 @@ def _compare(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
         return Grade(0.0, boxed, timed_out=True)
 
 
-# The responses to one prompt are graded close together, and many agree. A comparison that was not finished raises and is
-# not kept: it may have been the machine that was slow.
+# The responses to one prompt are graded close together, and many agree. A comparison that was not finished raises and
+# is not kept, for the machine may have been slow.
 @functools.lru_cache(maxsize=2**14)
 def _finished(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
     if boxed and any(_plain(answer) == _plain(label) for label in labels):

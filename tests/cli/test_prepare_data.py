@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import datasets
+import huggingface_hub
 import pandas as pd
 import pytest
 
@@ -270,7 +272,10 @@ def test_knights_and_knaves_by_name():
 
 
 def test_a_data_set_that_cannot_be_had(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "data sets")
     with pytest.raises(SystemExit):
         main(["--dataset", "math500", "--out", str(tmp_path / "out.jsonl")])
     error = capsys.readouterr().err

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 
 PROMPT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>"
 RIGHT = PROMPT + "</think><answer>(1) Zoey is a knight</answer>"
@@ -46,9 +47,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 @contextmanager
 def server(*flags, log=None, **environment):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.serve_rewards", "--port", str(port), *map(str, flags)]
     with open(log or os.devnull, "w") as stderr:
         process = subprocess.Popen(command, stderr=stderr, env=os.environ | environment)
@@ -78,6 +77,18 @@ def post(url, message, **headers):
         return error.code, json.load(error)
 
 
+def metrics(process):
+    return urllib.request.urlopen(process.url + "/metrics").read().decode()
+
+
+def wait_until(condition):
+    """Whether `condition()` holds within half a minute."""
+    deadline = time.monotonic() + 30
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return holds
+
+
 def ask(query, prompts=None, labels=None):
     query = query if isinstance(query, list) else [query]
     return {"query": query, "prompts": prompts or [PROMPT] * len(query), "labels": labels or [LABEL] * len(query)}
@@ -88,7 +99,7 @@ def custom(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     (folder / "length.py").write_text(CUSTOM)
     flags = ["--grader", "kk", "--grader", "math", "--grader", folder / "length.py", "--workers", "2"]
-    flags += ["--grading-seconds", "1", "--max-body-mib", "1", "--max-batch", "64"]
+    flags += ["--grading-seconds", "3", "--max-body-mib", "1", "--max-batch", "64"]
     with server(*flags, log=folder / "log") as process:
         process.log = folder / "log"
         yield process
@@ -269,8 +280,7 @@ def test_half_requests_and_clients_that_leave_cost_neither_the_end_nor_a_traceba
             with socket.create_connection(address) as client:
                 client.sendall(part)
                 time.sleep(0.1)
-        time.sleep(0.2)
-        assert "\nreward_clients_left_total 3.0" in urllib.request.urlopen(s.url + "/metrics").read().decode()
+        assert wait_until(lambda: "\nreward_clients_left_total 3.0" in metrics(s))
         with socket.create_connection(address) as first, socket.create_connection(address) as second:
             first.sendall(b"POST")
             second.sendall(head + b"{")
@@ -285,13 +295,11 @@ def test_no_descriptors_left_is_logged_and_over_when_they_are_back(tmp_path):
         resource.prlimit(s.pid, resource.RLIMIT_NOFILE, (64, 64))
         address = ("127.0.0.1", int(s.url.rsplit(":")[-1]))
         clients = [socket.create_connection(address) for _ in range(100)]
-        time.sleep(0.5)
+        assert wait_until(lambda: '"no descriptors left"' in (tmp_path / "log").read_text())
         for client in clients:
             client.close()
-        deadline = time.monotonic() + 10
-        while "descriptors are back" not in (log := (tmp_path / "log").read_text()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert '"no descriptors left"' in log and "descriptors are back" in log and "Traceback" not in log
+        assert wait_until(lambda: "descriptors are back" in (tmp_path / "log").read_text())
+        assert "Traceback" not in (tmp_path / "log").read_text()
         assert post(s.url + "/get_reward", ask(RIGHT))[0] == 200
 
 

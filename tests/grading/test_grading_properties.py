@@ -81,7 +81,7 @@ def test_a_math_response_is_right_or_wrong_in_time(text, boxed):
     start = time.monotonic()
     grade = math_reward.grade(f"\\boxed{{{text}}}" if boxed else text, "42")
     assert grade.score in (0.0, 1.0)
-    assert time.monotonic() - start < math_reward.TIMEOUT + 1.5
+    assert time.monotonic() - start < math_reward.TIMEOUT + 8
 
 
 JSON = st.recursive(

@@ -64,20 +64,20 @@ def converse(*parts, left=None, pause=0.0, shutdown=False):
 def test_a_slow_head_is_cut_off(parts, monkeypatch):
     monkeypatch.setattr(limited_protocol, "HEAD_SECONDS", 0.3)
     answer, seconds = converse(*parts, pause=0.05)
-    assert answer == b"" and seconds < 2
+    assert answer == b"" and seconds < 6
 
 
 def test_the_second_head_of_a_connection_is_cut_off_too(monkeypatch):
     monkeypatch.setattr(limited_protocol, "HEAD_SECONDS", 0.3)
     answer, seconds = converse(HEAD + b"Content-Length: 0\r\n\r\n", HEAD, pause=0.05)
-    assert answer.endswith(b"ok") and seconds < 2
+    assert answer.endswith(b"ok") and seconds < 6
 
 
 def test_a_connection_may_idle_between_requests_and_a_body_may_take_longer(monkeypatch):
-    monkeypatch.setattr(limited_protocol, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(limited_protocol, "HEAD_SECONDS", 0.4)
     request = HEAD + b"Content-Length: 1\r\n\r\n"
     left = []
-    answer, _ = converse(request, b"x", request, b"x", HEAD + b"Connection: close\r\n\r\n", pause=0.2, left=left)
+    answer, _ = converse(request, b"x", request, b"x", HEAD + b"Connection: close\r\n\r\n", pause=0.5, left=left)
     assert answer.count(b"200 OK") == 3 and not left
 
 
@@ -109,4 +109,4 @@ def test_a_half_body_delays_the_end_for_a_bounded_time(monkeypatch):
     monkeypatch.setattr(limited_protocol, "SHUTDOWN_SECONDS", 0.3)
     half = HEAD + b"Content-Length: 9\r\n\r\n{"
     answer, seconds = converse(half, pause=0.05, shutdown=True)
-    assert answer == b"" and seconds < 2
+    assert answer == b"" and seconds < 6

@@ -12,6 +12,7 @@ import torch
 
 from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.grading.math_reward import grade, last_box, reward_func
+from arlopti_openrlhf.grading.worker_pool import Died, TimedOut, WorkerPool
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "math"
 REWARD_FILES = [Path(math_reward.__file__), Path(__file__).parents[2] / "rewards" / "math_reward.py"]
@@ -135,6 +136,20 @@ HOSTILE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def patient_pool():
+    pool = WorkerPool("arlopti_openrlhf.grading.math_compare:compare", math_reward.WORKERS, timeout=60, memory_gib=1.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def patient(patient_pool, monkeypatch):
+    """The limit is far away. A machine that is busy may hold a comparison up for 2 s."""
+    monkeypatch.setattr(math_reward, "_pool", patient_pool)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("label, answer", EQUAL)
 def test_equal_answers(label, answer):
     assert grade(f"So it is \\boxed{{{answer}}}.", label).score == 1
@@ -145,6 +160,7 @@ def test_unequal_answers(label, answer):
     assert grade(f"So it is \\boxed{{{answer}}}.", label) == (0.0, True, False)
 
 
+@pytest.mark.usefixtures("patient")
 def test_spellings_of_one_label():
     label = "\\frac{3}{56}"
     for text in ("\\boxed{%s}", "\\boxed{ %s }", "$\\boxed{%s}$", "\\[\\boxed{%s}\\]", "\\boxed{$%s$}", "\\fbox{%s}"):
@@ -180,6 +196,7 @@ def test_a_response_of_16_mib_is_graded_in_time(piece):
     assert time.monotonic() - start < math_reward.TIMEOUT
 
 
+@pytest.mark.usefixtures("patient")
 def test_without_a_box_the_library_extracts():
     assert grade("We get x = 3. The answer is 42.", "42") == (1.0, False, False)
     assert grade("The answer is 1/2", "0.5") == (1.0, False, False)
@@ -207,16 +224,34 @@ def test_hostile_answers_are_wrong_in_bounded_time(answer, form, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     start = time.monotonic()
     assert grade(form % answer, "42").score == 0
-    assert time.monotonic() - start < math_reward.TIMEOUT + 1.5
+    assert time.monotonic() - start < math_reward.TIMEOUT + 8  # as it is, they are busy for hours
     assert not list(tmp_path.iterdir())
 
 
 def test_the_next_answer_after_a_hostile_one():
-    math_reward._compare.cache_clear()
+    math_reward._finished.cache_clear()
     hostile = "9^{9^{9^{9}}} + x^{1000000} (x+1)^{100000}"
     with ThreadPoolExecutor(16) as threads:
-        grades = list(threads.map(grade, [f"\\boxed{{{hostile}}}", "\\boxed{1/2}"] * 16, ["y^{99999}", "0.5"] * 16))
-    assert [g.score for g in grades] == [0.0, 1.0] * 16
+        grades = list(threads.map(grade, [f"\\boxed{{{hostile}}}", "\\boxed{1/2}"] * 4, ["y^{99999}", "0.5"] * 4))
+    assert [g.score for g in grades] == [0.0, 1.0] * 4
+
+
+def test_a_comparison_that_was_not_finished_is_made_again(monkeypatch):
+    """The machine may have been slow. What is finished is compared once."""
+    math_reward._finished.cache_clear()
+    outcomes = iter([TimedOut, Died, True])
+
+    class Pool:
+        def call(self, *args):
+            outcome = next(outcomes)
+            if outcome is True:
+                return True
+            raise outcome
+
+    monkeypatch.setattr(math_reward, "worker_pool", Pool)
+    grades = [grade("\\boxed{1/2}", "0.5") for _ in range(4)]
+    assert grades == [(0.0, True, True), (0.0, True, True), (1.0, True, False), (1.0, True, False)]
+    math_reward._finished.cache_clear()
 
 
 @pytest.mark.parametrize("path", REWARD_FILES, ids=["packaged", "rewards/"])
@@ -260,6 +295,7 @@ def test_batches():
         reward_func(["a"], ["b"], [])
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published sets are not here")
 @pytest.mark.parametrize("name", ["aime", "amc", "math500", "minerva", "olympiad_bench"])
 def test_every_published_label_equals_itself(name):

@@ -1,5 +1,6 @@
 """Calls in killable processes: limits that hold, and nothing lost when a process is killed."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -45,12 +46,32 @@ def answer(what, value=None):
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory):
+def functions(tmp_path_factory):
     path = tmp_path_factory.mktemp("pool") / "functions.py"
     path.write_text(FUNCTIONS)
-    pool = WorkerPool(f"{path}:answer", workers=2, timeout=0.5, memory_gib=1.0)
+    return f"{path}:answer"
+
+
+@pytest.fixture(scope="module")
+def pool(functions):
+    """The limit is far away. A machine that is busy may hold a process up for a second."""
+    pool = WorkerPool(functions, workers=2, timeout=20, memory_gib=1.0)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def strict_pool(functions):
+    pool = WorkerPool(functions, workers=2, timeout=0.5, memory_gib=1.0)
+    yield pool
+    pool.close()
+
+
+def is_still_there(pool):
+    """Whether calls are answered. One that a busy machine holds up is asked again."""
+    for _ in range(10):
+        with contextlib.suppress(TimedOut):
+            return pool.call("echo", "next") == "next"
 
 
 def test_values_pass_unchanged(pool):
@@ -59,20 +80,21 @@ def test_values_pass_unchanged(pool):
 
 
 @pytest.mark.parametrize("what", ["sleep", "busy in C"])
-def test_a_call_is_ended_at_its_limit(pool, what):
-    before, start = pool.timed_out, time.monotonic()
+def test_a_call_is_ended_at_its_limit(strict_pool, what):
+    strict_pool.start()
+    before, start = strict_pool.timed_out, time.monotonic()
     with pytest.raises(TimedOut):
-        pool.call(what, 30)
-    assert 0.4 < time.monotonic() - start < 3 and pool.timed_out == before + 1
-    assert pool.call("echo", "next") == "next"
+        strict_pool.call(what, 30)
+    assert 0.4 < time.monotonic() - start < 8 and strict_pool.timed_out == before + 1
+    assert is_still_there(strict_pool)
 
 
-def test_a_call_that_is_deaf_to_its_timer_is_ended_too(pool, monkeypatch):
+def test_a_call_that_is_deaf_to_its_timer_is_ended_too(strict_pool, monkeypatch):
     monkeypatch.setattr("arlopti_openrlhf.grading.worker_pool._GRACE_SECONDS", 0.5)
     with pytest.raises(TimedOut):
-        pool.call("deaf")
+        strict_pool.call("deaf")
     monkeypatch.undo()
-    assert pool.call("echo", "next") == "next"
+    assert is_still_there(strict_pool)
 
 
 @pytest.mark.parametrize("what, name", [("raise", "ValueError: from here"), ("memory", "MemoryError")])
@@ -99,13 +121,13 @@ def test_killed_processes_lose_no_call(pool):
     stop = threading.Event()
 
     def kill():
-        for i in range(12):
-            time.sleep(0.15)
-            try:
-                os.kill(pool.start().process.pid if i % 4 == 3 else pool.call("pid"), signal.SIGKILL)
-            except (ProcessLookupError, Died):
-                pass
-        stop.set()
+        try:
+            for i in range(12):
+                time.sleep(0.15)
+                with contextlib.suppress(ProcessLookupError, Died):
+                    os.kill(pool.start().process.pid if i % 4 == 3 else pool.call("pid"), signal.SIGKILL)
+        finally:
+            stop.set()
 
     def call(thread):
         count = 0
@@ -118,8 +140,9 @@ def test_killed_processes_lose_no_call(pool):
         return count
 
     with ThreadPoolExecutor(9) as threads:
-        threads.submit(kill)
+        killing = threads.submit(kill)
         counts = list(threads.map(call, range(8)))
+    killing.result()
     assert min(counts) > 10
 
 
@@ -149,10 +172,11 @@ def answer(value):
 
 
 def test_as_many_calls_at_a_time_as_workers(pool):
+    pool.call("echo", "the processes run")
     start = time.monotonic()
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: pool.call("sleep", 0.2), range(4)))
-    assert 0.4 <= time.monotonic() - start < 1.5
+        list(threads.map(lambda _: pool.call("sleep", 1), range(4)))
+    assert 2 <= time.monotonic() - start < 4
 
 
 def test_a_function_that_cannot_be_loaded(tmp_path, capfd):

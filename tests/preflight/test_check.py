@@ -93,7 +93,7 @@ def test_a_run_that_can_start(fitting):
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "estimated peak memory per GPU of the actor: 0.0 GiB" in done.stdout
     assert "the run can start. Nothing has been started." in done.stdout
-    assert time.monotonic() - start < 60  # 5 s on an idle core
+    assert time.monotonic() - start < 200  # 5 s on an idle core
 
 
 def test_mistakes_of_every_kind_in_one_list(fitting, tmp_path):

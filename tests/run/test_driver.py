@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -73,7 +72,7 @@ RUN = """
 import sys, threading
 from arlopti_openrlhf.run import driver, stopping
 run = driver.Driver()
-run.stall_minutes = 1 / 60
+run.stall_minutes = %s
 TRAINING = %s
 driver.ray.is_initialized = lambda: True
 stopping.is_training = lambda: TRAINING
@@ -96,7 +95,7 @@ with run.ending():
 def test_signals(training, signals, code, said):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(
-        [sys.executable, "-c", RUN % training],
+        [sys.executable, "-c", RUN % (1 / 60 if len(signals) == 1 else 1, training)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -104,10 +103,13 @@ def test_signals(training, signals, code, said):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         assert process.stdout and process.stdout.readline() == "up\n"
-        for signum in signals:
+        process.send_signal(signals[0])
+        out = ""
+        for signum in signals[1:]:
+            out += process.stdout.readline()
             process.send_signal(signum)
-            time.sleep(0.3)
-        out, err = process.communicate(timeout=30)
+        rest, err = process.communicate(timeout=30)
+        out += rest
     assert process.returncode == code
     assert said in err
     assert ("asked" in out) == training

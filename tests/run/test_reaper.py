@@ -15,7 +15,9 @@ from arlopti_openrlhf.run import reaper
 
 # A driver whose child starts a grandchild in a session of its own. Both ignore SIGTERM.
 RUN = f"run-{uuid.uuid4().hex}"
-DRIVER = f"RUN = {RUN!r}" + """
+DRIVER = (
+    f"RUN = {RUN!r}"
+    + """
 import os, subprocess, sys, time
 from arlopti_openrlhf.run import reaper
 folder = reaper.start(RUN)
@@ -34,6 +36,7 @@ print(folder, flush=True)
 sys.stdin.read()
 (folder / reaper.COMPLETE).touch()
 """
+)
 
 
 @pytest.fixture

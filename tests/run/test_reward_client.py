@@ -251,7 +251,7 @@ def test_samples_that_were_graded_beside_the_slow_one_name_it(tmp_path):
 
     async def run():
         async def later(prompt):
-            await asyncio.sleep(1 if prompt != "slow" else 0)
+            await asyncio.sleep(2 if prompt != "slow" else 0)
             return await executor._call_function(prompt, prompt, "label")
 
         return await asyncio.gather(*map(later, ["slow", "good"]), return_exceptions=True)
