@@ -63,7 +63,7 @@ class Watch:
         keys = [key.decode() for key in internal_kv._internal_kv_list(prefix) or []]
         entries = {key.removeprefix(prefix): json.loads(internal_kv._internal_kv_get(key) or b"{}") for key in keys}
         for actor, found in _actors("PENDING_CREATION").items():
-            if found["Pid"]:  # a process imports the actor's class, and its constructor has not begun
+            if found["Pid"]:  # without an entry it imports the class: its constructor has not begun
                 name = f"{found['ActorClassName']} (process {found['Pid']} on {found['Address']['IPAddress']})"
                 entries.setdefault(actor, {"name": name, "sign": "", "failure": None})
         for actor, found in _actors("DEAD").items():

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ports import free_port
+from waiting import wait_until
 
 PROMPT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>"
 RIGHT = PROMPT + "</think><answer>(1) Zoey is a knight</answer>"
@@ -79,14 +80,6 @@ def post(url, message, **headers):
 
 def metrics(process):
     return urllib.request.urlopen(process.url + "/metrics").read().decode()
-
-
-def wait_until(condition):
-    """Whether `condition()` holds within half a minute."""
-    deadline = time.monotonic() + 30
-    while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return holds
 
 
 def ask(query, prompts=None, labels=None):

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from arlopti_openrlhf.run import reaper
 
@@ -52,14 +52,6 @@ def driver(tmp_path):
     driver.kill()
     driver.wait()
     driver.stdout.close()
-
-
-def wait_until(condition, seconds: float = 15) -> bool:
-    """Return whether `condition()` is true within `seconds`."""
-    end = time.monotonic() + seconds
-    while not (is_met := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return is_met
 
 
 def running(folder: Path) -> list[int]:

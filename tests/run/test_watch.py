@@ -15,6 +15,8 @@ from arlopti_openrlhf.run import life, watch
 from arlopti_openrlhf.run.stopping import NotResponding, RunStopped
 from arlopti_openrlhf.run.watch import Watch
 
+pytestmark = pytest.mark.whole_stack  # for their time
+
 LIMIT = 6  # seconds without a sign of life
 
 
