@@ -1,10 +1,10 @@
 """The command line: what it refuses, in one line and before Ray starts, and what it adds to OpenRLHF's flags."""
 
 import re
-import resource
 import subprocess
 import sys
 
+import cpu_seconds
 import pytest
 import ray
 
@@ -107,12 +107,6 @@ finally:
 """
 
 
-def children_seconds() -> float:
-    """CPU time of the children that have ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
@@ -124,13 +118,13 @@ def children_seconds() -> float:
     ],
 )
 def test_a_refusal_takes_seconds_and_imports_nothing_heavy(flags, status, said):
-    before = children_seconds()
+    before = cpu_seconds.of_children()
     command = [sys.executable, "-c", REFUSED, *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == status and said in done.stdout + done.stderr
     assert done.stderr.endswith("[]\n"), done.stderr
     assert "Traceback" not in done.stderr
-    assert children_seconds() - before < 10  # under 2 s on an idle core
+    assert cpu_seconds.of_children() - before < 10  # under 2 s on an idle core
 
 
 def test_help_lists_upstreams_flags_and_ours(capsys):

@@ -155,6 +155,7 @@ def test_equal_answers(label, answer):
     assert grade(f"So it is \\boxed{{{answer}}}.", label).score == 1
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("label, answer", UNEQUAL)
 def test_unequal_answers(label, answer):
     assert grade(f"So it is \\boxed{{{answer}}}.", label) == (0.0, True, False)

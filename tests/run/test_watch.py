@@ -10,6 +10,7 @@ import time
 import pytest
 import ray
 from ray.experimental import internal_kv
+from waiting import wait_until
 
 from arlopti_openrlhf.run import life, watch
 from arlopti_openrlhf.run.stopping import NotResponding, RunStopped
@@ -91,10 +92,8 @@ def wait_for_cause(seconds=60.0, limit=LIMIT):
 
 def wait_for_constructor(handle):
     """The actor's process imports for 7 s on an idle core. Whoever is in the constructor has an entry."""
-    deadline, key = time.monotonic() + 300, life.prefix() + handle._actor_id.hex()
-    while not internal_kv._internal_kv_exists(key):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    key = life.prefix() + handle._actor_id.hex()
+    assert wait_until(lambda: internal_kv._internal_kv_exists(key), seconds=300)
 
 
 @pytest.fixture
@@ -182,9 +181,7 @@ def test_a_rank_that_was_killed_ends_the_run_once(start):
     pid = ray.get(start(life.living(Rank, "policy")).pid.remote())
     watch.start(causes.append, LIMIT)
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while not causes and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: causes, seconds=20)
     time.sleep(3)
     assert len(causes) == 1 and isinstance(causes[0], NotResponding)
     assert f"policy (process {pid}" in str(causes[0]) and "has died" in str(causes[0])
