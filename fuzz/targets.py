@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from arlopti_openrlhf.cli import prepare_data
 from arlopti_openrlhf.data import knights_knaves
 from arlopti_openrlhf.grading import kk_reward, math_reward
+from fuzz import requests
+from fuzz.oracles import judged_kk, judged_math
 
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
 TURN = f"<think>If Zoey is a knave, ...</think>\n<answer>{SOLUTION}</answer><|im_end|>"
@@ -66,6 +68,21 @@ def check_math(case: dict) -> None:
         score = math_reward.grade(response, label).score
     if score not in case.get("score", (0.0, 1.0)):
         raise Broken(f"a score of {score}")
+
+
+def check_kk_answer(case: dict) -> None:
+    """An answer earns what Logic-RL's rule says, written down a second time."""
+    response, expected = judged_kk(ascii(case.get("seed")), SOLUTION)
+    if (reward := kk_reward.grade(response, SOLUTION).reward) != expected:
+        raise Broken(f"a reward of {reward} in place of {expected} for {response!r}")
+
+
+def check_math_answer(case: dict) -> None:
+    """An answer made from a label is right where its value is the label's."""
+    response, label, expected = judged_math(ascii(case.get("seed")))
+    grade = math_reward.grade(response, label)
+    if grade.score != expected and not grade.timed_out:
+        raise Broken(f"a score of {grade.score} for {response!r} and the label {label!r}")
 
 
 def check_data(case: dict) -> None:
@@ -121,6 +138,12 @@ class Server:
             raise Broken(log.decode(errors="replace")[-3000:])
         if self.process is None or self.process.poll() is not None:
             raise Broken("the server has ended")
+
+    def check_request(self, case: dict) -> None:
+        """A request gets the reward function's own answer, or a refusal where it is malformed."""
+        sent = requests.as_http(case)
+        if sent is not None:
+            requests.check(case, self._ask(sent, seconds=20))
 
     def start(self) -> None:
         """Start the process if it does not run."""
@@ -210,6 +233,8 @@ TARGETS = {
         + [{"response": "Thus \\[ x = 3 \\] and the final answer is $\\frac{1}{2}$.", "label": "0.5"}],
         _start_grader,
     ),
+    "kk_answers": Target(check_kk_answer, [{"seed": "an answer"}]),
+    "math_answers": Target(check_math_answer, [{"seed": "an answer"}], _start_grader),
     "data": Target(
         check_data,
         [
@@ -241,4 +266,5 @@ TARGETS = {
         ],
         SERVER.start,
     ),
+    "requests": Target(SERVER.check_request, requests.battery(PROMPT + TURN, PROMPT, SOLUTION), SERVER.start),
 }

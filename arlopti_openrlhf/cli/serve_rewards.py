@@ -6,6 +6,11 @@ Each grader answers at /NAME/get_reward, and the first one at /get_reward too. T
 from ARLOPTI_REWARD_TOKEN. OpenRLHF's client sends no headers, so give it http://host:port/TOKEN/get_reward then.
 """
 
+from arlopti_openrlhf import interrupts
+
+if __name__ == "__main__":
+    interrupts.answer()
+
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
 """Puts a reward function behind a queue: it runs in worker processes, and requests that wait share a call."""
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
@@ -62,7 +62,7 @@ class Grader:
         self.wake = asyncio.Event()
 
     async def grade(self, query: list, prompts: list, labels: list) -> dict:
-        """Return the reward function's result for B samples: `rewards` and `scores` (B,), `extra_logs` of (B,) each.
+        """Return the reward function's answer for B samples, as `reward_answers.normalise` reads it.
 
         Raises:
             Refused: the queue is full (503), or the call failed (see `_as_refusal`).
@@ -109,12 +109,12 @@ class Grader:
             part = slice(start, start + len(job.query))
             start = part.stop
             if not job.result.done():
-                extra_logs = {name: values[part] for name, values in results["extra_logs"].items()}
+                scores = results["scores"]
                 job.result.set_result(
                     {
                         "rewards": results["rewards"][part],
-                        "scores": results["scores"][part],
-                        "extra_logs": extra_logs,
+                        "scores": None if scores is None else scores[part],
+                        "extra_logs": {name: values[part] for name, values in results["extra_logs"].items()},
                     }
                 )
         return True
@@ -130,7 +130,11 @@ class Grader:
                 job.result.set_result(result)
 
     async def _call(self, query: list, prompts: list, labels: list) -> dict:
-        return _checked(await asyncio.wrap_future(self.submit(query, prompts, labels)), len(query))
+        answer = await asyncio.wrap_future(self.submit(query, prompts, labels))
+        try:
+            return normalise(answer, len(query))
+        except ValueError as error:
+            raise ValueError(f"reward_func returned {error}") from None
 
 
 class _Job(NamedTuple):
@@ -138,29 +142,6 @@ class _Job(NamedTuple):
     prompts: list
     labels: list
     result: asyncio.Future
-
-
-def _checked(result: object, count: int) -> dict:
-    """Return a reward function's result as lists of `count` finite numbers. ValueError where it is anything else."""
-    if not isinstance(result, dict) or "rewards" not in result:
-        raise ValueError(f"reward_func returned no dict with `rewards`, but {str(result)[:200]}")
-
-    def numbers(name: str, values: Any) -> list[float]:
-        values = values.tolist() if hasattr(values, "tolist") else values
-        values = values if isinstance(values, list | tuple) else [values]
-        if len(values) != count or not all(isinstance(v, int | float) for v in values):
-            raise ValueError(f"reward_func returned for {count} queries as {name}: {str(values)[:200]}")
-        if not all(math.isfinite(v) for v in values):
-            raise ValueError(f"reward_func returned a {name} that is not finite: {str(values)[:200]}")
-        return [float(v) for v in values]
-
-    rewards = numbers("rewards", result["rewards"])
-    scores = result.get("scores")
-    return {
-        "rewards": rewards,
-        "scores": rewards if scores is None else numbers("scores", scores),
-        "extra_logs": {name: numbers(name, v) for name, v in (result.get("extra_logs") or {}).items()},
-    }
 
 
 def _as_refusal(error: Exception) -> Refused:

@@ -1,28 +1,27 @@
-"""Compares two answers with math-verify. This part of the math reward runs in worker processes.
+"""Compares an answer with its labels. This part of the math reward runs in worker processes.
 
-Nothing here is bounded in time or memory, but the processes are. Their template imports this module and fills its
-tables once, before it forks them.
+math-verify finds and parses the answer; `math_equal` decides. Nothing here is bounded in time or memory, but the
+processes are. Their template imports this module and fills its tables once, before it forks them.
 """
 
 import functools
 import logging
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import NamedTuple
 
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parser, verify
-from sympy import Basic, Eq, Expr, Float, Function, NumberSymbol
+from latex2sympy2_extended import NormalizationConfig, latex2sympy2
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parser
+from sympy import Basic, Expr, Float, Function, NumberSymbol
 
-from arlopti_openrlhf.grading.math_units import without_unit, words
+from arlopti_openrlhf.grading.math_equal import equal, sides
+from arlopti_openrlhf.grading.math_text import BasedNumber, based_number, rewritten, with_decimals, with_formulas
+from arlopti_openrlhf.grading.math_units import MULTIPLIER, split_unit, words
 
 # Not part of a word or of a longer number.
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}(?!\w)")
-_FORMULAS = [
-    re.compile(rf"(?<!\\)({left})(.+?)(?<!\\)({right})", re.DOTALL)
-    for left, right in ((r"\$\$?", r"\$\$?"), (r"\\\[", r"\\\]"), (r"\\\(", r"\\\)"))
-]
-# A base or degrees, which math-verify drops.
-_OTHER_SCALE = re.compile(r"\d\s*_|\\circ")
+_FORMULA = re.compile(r"(?<!\\)(\$\$?|\\\[|\\\()(.+?)(?<!\\)(\$\$?|\\\]|\\\))", re.DOTALL)
+_MULTIPLIED = re.compile(rf"(\$|\\\]|\\\))[\s-]+((?:{MULTIPLIER.pattern})(?![a-zA-Z]))")
 _CONGRUENCE = re.compile(r"(?:.*\\equiv)?(.*?)\\pmod\s*(?:\{[^{}]*\}|\d)\s*", re.DOTALL)
 # math-verify's defaults, but for the units, which are ours.
 _TARGETS = (
@@ -35,74 +34,144 @@ _TARGETS = (
 )
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
-# math-verify would `eval` plain expressions such as 1/2.
+# math-verify would write all letters in lower case, and `eval` plain expressions such as 1/2.
+parser.latex2sympy = functools.partial(
+    latex2sympy2.latex2sympy, conversion_config=latex2sympy2.ConversionConfig(lowercase_symbols=False)
+)
 parser.parse_expr_cached = functools.lru_cache(maxsize=20)(
     lambda text: parser.latex2sympy(text.replace("**", "^").rstrip(". "), normalization_config=None)
 )
 
 
+class _Reading(NamedTuple):
+    """Holds what a text may mean.
+
+    parsed: expressions, and texts that math-verify does not parse.
+    measures: the measures of the unit.
+    braced: there are braces, so that what is listed is a set.
+    numbers: the sides of an equation as integers, or None for a side that is none.
+    """
+
+    parsed: list
+    measures: Set[str]
+    braced: bool
+    numbers: list[BasedNumber | None]
+
+
 def compare(answer: str, labels: list[str], boxed: bool) -> bool:
     """Return whether an answer equals any of the labels.
 
-    An answer that does not parse equals none. Nor does one that contradicts itself (`43 = 42`), or that words other
-    than a unit follow (`math_units`).
+    An answer that does not parse equals none. Nor does one that contradicts itself (`43 = 42`), that words other than
+    a unit follow, or that has another unit than the label (`math_units`).
 
     Args:
         answer: the content of a box, or a text that the answer is extracted from.
         labels: LaTeX, without dollars or with.
         boxed: which of the two the answer is.
     """
-    answers = _parse_answer(answer, frozenset().union(*map(words, labels)), boxed)
-    if not _OTHER_SCALE.search(answer) and any(_contradicts_itself(parsed) for parsed in answers):
+    label_words = frozenset().union(*map(words, labels))
+    read = _read_answer(answer, label_words) if boxed else _read_text(answer, label_words)
+    if "\\circ" not in answer and any(map(_contradicts_itself, read.parsed)):
         return False
-    return any(
-        verify(parsed, answers, timeout_seconds=None) or any(_same_number(a, b) for a in parsed for b in answers)
-        for parsed in map(_parse_label, labels)
-    )
+    return any(_is_right(_read_label(label), read) for label in labels)
 
 
-def _parse_answer(answer: str, label_words: Set[str], boxed: bool) -> list:
-    if boxed:
-        answer = re.sub(r"\\?\$", "", answer).strip().removeprefix("=")
-        answer = re.sub(r"(?<![\\.])[.,;:]\s*\Z", "", answer)
-        if (congruence := _CONGRUENCE.fullmatch(answer)) and "pmod" not in label_words:
-            answer = congruence[1]
-        answer = f"${answer}$"
-    # Where the formula does not parse, math-verify would look for a number in it.
-    answers = _parse(answer, label_words, "first_match")
-    if boxed or any(isinstance(parsed, Basic) for parsed in answers):
-        return answers
-    for formula in _FORMULAS:
-        answer = formula.sub(" ", answer)
-    return answers + _parse(answer, label_words, "first_match")
+def _is_right(label: _Reading, answer: _Reading) -> bool:
+    if label.measures and answer.measures and label.measures.isdisjoint(answer.measures):
+        return False
+    if (expected := label.numbers[-1]) and expected.base:
+        based = [number for number in answer.numbers if number and number.base]
+        return (expected in answer.numbers or expected._replace(base=None) in answer.numbers) and len(
+            {with_decimals("{}_{{{}}}".format(*number)) for number in based}
+        ) <= 1
+    return any(equal(a, b, label.braced, answer.braced) for a in label.parsed for b in answer.parsed)
+
+
+def _read_answer(answer: str, label_words: Set[str]) -> _Reading:
+    answer = re.sub(r"(?<![\\.])[.,;:]\s*\Z", "", re.sub(r"(?<!\\)\$", "", answer).strip())
+    answer = rewritten(answer).strip().removeprefix("=")
+    if (congruence := _CONGRUENCE.fullmatch(answer)) and "pmod" not in label_words:
+        answer = congruence[1]
+    return _read(answer, label_words, "first_match")
 
 
 @functools.lru_cache(maxsize=1024)
-def _parse_label(label: str) -> list:
-    text = label.replace("\\$", "")  # the currency
-    return _parse(text if "$" in text else f"${text}$", words(label), "any_match")
+def _read_label(label: str) -> _Reading:
+    if "$" not in label.replace("\\$", ""):
+        return _read(rewritten(label), words(label), "any_match")
+    parsed = _parse(_in_formulas(label.replace("\\$", ""), rewritten), "any_match")
+    return _Reading(parsed, frozenset(), "\\{" in label, [None])
 
 
-def _parse(text: str, label_words: Set[str], extraction_mode: str) -> list:
+def _read(latex: str, label_words: Set[str], extraction_mode: str) -> _Reading:
+    """Read LaTeX with its unit as a unit, and as the product that it also is."""
+    numbers = [based_number(side) for side in latex.split("=")]
+    if len(numbers) > 1:
+        latex = with_decimals(latex)
+    latex = _in_minutes(latex, label_words)
+    currency = {"dollar"} if "\\$" in latex else set()
+    latex = latex.replace("\\$", "")
+    bare, measures = split_unit(latex, label_words)
+    readings = (_parse(f"${text}$", extraction_mode) for text in dict.fromkeys((bare, latex)))
+    return _Reading([part for parsed in readings for part in parsed], measures | currency, "\\{" in latex, numbers)
+
+
+def _read_text(text: str, label_words: Set[str]) -> _Reading:
+    last = _Reading([], frozenset(), False, [None])
+
+    def read(formula: str) -> str:
+        nonlocal last
+        formula = _in_minutes(rewritten(formula), label_words)
+        bare, measures = split_unit(formula, label_words)
+        last = _Reading([], measures, "\\{" in formula, [based_number(side) for side in formula.split("=")])
+        return bare
+
+    parsed = _parse(_in_formulas(text, read), "first_match")
+    # Where the formula does not parse, math-verify would look for a number in it.
+    if not any(isinstance(part, Basic) for part in parsed):
+        parsed = parsed + _parse(_in_formulas(_FORMULA.sub(" ", text), read), "first_match")
+    return last._replace(parsed=parsed)
+
+
+def _in_minutes(latex: str, label_words: Set[str]) -> str:
+    """Return LaTeX with times of the day in minutes, where the label is one. They would be read as ratios."""
+    if label_words.isdisjoint(("am", "pm")):
+        return latex
+    return re.sub(r"(\d+)(?:\\!)*:(?:\\!)*(\d\d)", r"\1 \\cdot 60 + \2", latex)
+
+
+def _in_formulas(text: str, change: Callable[[str], str]) -> str:
+    """Change the formulas of a text. What else is no plain number becomes one."""
+    # What multiplies a formula may stand behind it, as in $17$ million.
+    text = _MULTIPLIED.sub(r"\\text{ \2}\1", text)
+    parts, end = [], 0
+    for formula in _FORMULA.finditer(text):
+        between = with_formulas(_without_exponents(text[end : formula.start()]))
+        parts += [between, formula[1], change(formula[2]), formula[3]]
+        end = formula.end()
+    return "".join([*parts, with_formulas(_without_exponents(text[end:]))])
+
+
+def _parse(text: str, extraction_mode: str) -> list:
     """Return what math-verify extracts from a text: the expression where it parses, and its text."""
-    for formula in _FORMULAS:
-        text = formula.sub(lambda found: found[1] + without_unit(found[2], label_words) + found[3], text)
-    return parser.parse(_without_exponents(text), _TARGETS, extraction_mode=extraction_mode, parsing_timeout=None)
+    text = _without_exponents(text)
+    return parser.parse(text, _TARGETS, extraction_mode=extraction_mode, parsing_timeout=None)
 
 
 def _contradicts_itself(answer: object) -> bool:
     """Return whether an answer equates two numbers that differ by more than decimals are rounded."""
-    return isinstance(answer, Basic) and any(_differ(equation.lhs, equation.rhs) for equation in answer.atoms(Eq))
+    equated = sides(answer)
+    return any(map(_differ, equated, equated[1:]))
 
 
-def _differ(left: Expr, right: Expr) -> bool:
-    sides = (left, right)
+def _differ(left: object, right: object) -> bool:
+    pair = [side for side in (left, right) if isinstance(side, Expr)]
     # A function may take degrees, or another base of the logarithm.
-    if not all(x.is_number for x in sides) or any(x.has(Function) for x in sides):
+    if len(pair) < 2 or not all(x.is_number and not x.has(Function) for x in pair):
         return False
     # Decimals are rounded, and π is given as 22/7.
-    tolerance = 1e-2 if any(x.has(Float, NumberSymbol) for x in sides) else 1e-12
-    first, second = (x.doit().evalf(20) for x in sides)
+    tolerance = 1e-2 if any(x.has(Float, NumberSymbol) for x in pair) else 1e-12
+    first, second = (x.doit().evalf(20) for x in pair)
     return bool(abs(first - second) > tolerance * abs(second))
 
 
@@ -117,18 +186,6 @@ def _without_exponents(text: str) -> str:
         return latex if inside else f"${latex}$"
 
     return _SCIENTIFIC.sub(as_latex, text)
-
-
-def _same_number(label: object, answer: object) -> bool:
-    """Compare numbers with a decimal point by value. math-verify finds 8.7 * 10^8 and 870000000 different."""
-    if not isinstance(label, Expr) or not isinstance(answer, Expr):
-        return False
-    if not all(x.is_number and x.is_real for x in (label, answer)):
-        return False
-    if not (label.has(Float) or answer.has(Float)):
-        return False
-    expected, found = label.evalf(20), answer.evalf(20)
-    return bool(abs(expected - found) <= 1e-12 * abs(expected))
 
 
 # The parser's tables are filled at first use.

@@ -203,5 +203,6 @@ def _finished(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
 def _plain(text: str) -> str:
     r"""Drop what does not change a text's meaning: white space, dollars, a final full stop, `\left`, `\dfrac`."""
     text = text.replace("\\$", "").strip().strip("$").rstrip(".")
-    text = re.sub(r"\s+|\\[,;:!]|\\left(?![a-z])|\\right(?![a-z])", "", text)
+    # A space between two digits may be one between two numbers.
+    text = re.sub(r"(?<!\d)(?:\s|\\[,;:!])+|(?:\s|\\[,;:!])+(?!\d)|\\left(?![a-z])|\\right(?![a-z])", "", text)
     return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")

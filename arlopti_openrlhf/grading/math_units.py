@@ -6,80 +6,200 @@ math-verify drops whatever text an answer ends with, and reads `42 \text{ maybe}
 import re
 from collections.abc import Set
 
-_MEASURES = frozenset(
-    """
-    mm cm dm m km um nm in inch inches ft foot feet yd yard mi mile meter metre centimeter centimetre millimeter
-    millimetre kilometer kilometre sq square cu cubic unit acre hectare cc ml l liter litre gal gallon oz ounce lb
-    pound mg g gm kg gram kilogram ton tonne ms s sec second min minute h hr hour day week month yr year am pm mph kmh
-    kph rpm n newton j kj joule ev kev mev gev cal kcal w kw watt mv v kv volt ma a amp ampere c f k pa kpa atm bar hz
-    khz mhz ghz hertz t tesla mol mole rad radian deg degree celsius fahrenheit kelvin ohm pascal bit byte cent dollar
-    usd eur euro rupee per
-    """.split()
-)
+# One unit a line, in all its spellings. The first is its name here.
+_SPELLINGS = """
+    nm nanometer nanometre
+    um micrometer micrometre micron
+    mm millimeter millimetre
+    cm centimeter centimetre
+    dm decimeter decimetre
+    m meter metre
+    km kilometer kilometre
+    in inch inches
+    ft foot feet
+    yd yard
+    mi mile
+    acre
+    ha hectare
+    cc
+    ml mL milliliter millilitre
+    L l liter litre
+    gal gallon
+    oz ounce
+    lb pound
+    mg milligram
+    g gm gram
+    kg kilogram
+    ton tonne
+    ms millisecond
+    s sec second
+    min minute
+    h hr hour
+    day
+    week
+    month
+    yr year
+    am
+    pm
+    mph
+    kmh kph
+    rpm
+    N newton
+    J joule
+    kJ kilojoule
+    eV
+    keV
+    MeV
+    GeV
+    cal calorie
+    kcal kilocalorie
+    W watt
+    kW kilowatt
+    V volt
+    mV millivolt
+    A amp ampere
+    C celsius
+    F fahrenheit
+    K kelvin
+    Pa pascal
+    kPa
+    atm
+    bar
+    Hz hertz
+    kHz
+    MHz
+    GHz
+    T tesla
+    mol mole
+    rad radian
+    deg degree
+    ohm
+    bit
+    byte
+    cent
+    dollar USD
+    euro EUR
+    rupee
+"""
+_UNITS = {spelling: line.split()[0] for line in _SPELLINGS.splitlines() if line for spelling in line.split()}
+_FOLDED = {spelling.lower(): unit for spelling, unit in _UNITS.items() if len(spelling) > 1}
+_POWERS = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
 # What is counted, where it is no plural in -s, and what stands before it.
 _COUNTED = frozenset(
     """
-    of the people person men man women woman children child mice geese sheep fish dice vertices different distinct
-    possible total ordered whole positive negative real
+    of the per in a each unit people person men man women woman children child mice geese sheep fish dice vertices
+    different distinct possible total ordered whole positive negative real old percent percentage
     """.split()
 )
 # They end like a plural noun, but are none.
 _NO_NOUNS = frozenset(
     """
-    always as becomes besides depends does doubtless else equals exists fails gives guess has hence his is less looks
-    means minus otherwise perhaps plus regardless seems sometimes this thus times unless us versus was whereas yes
+    always as becomes besides basis depends does doubtless else equals exists fails gives guess has hence his is less
+    looks means minus otherwise perhaps plus regardless seems sometimes this thus times unless us versus was whereas
+    yes
     """.split()
 )
-_POWER = r"\s*(?:\^\s*(?:-?\d|\{\s*-?\d\s*\}))?"
-_SPACE = r"(?:\s|~|\\[ ,;:!]|\\quad(?![a-zA-Z]))*"
-_COMMAND = r"\\(?:text(?:rm|it|bf|normal)?|math(?:rm|it|bf)|mbox)\s*"
-_TEXT_AT_END = re.compile(rf"(?<![\\\s~]){_SPACE}{_COMMAND}\{{([^{{}}]*)\}}{_POWER}{_SPACE}\Z")
-_WORD_AT_END = re.compile(rf"(?<=[\d}})\]%\s])(?<!\\)({_SPACE})(?<!\\)([a-zA-Z]+){_POWER}{_SPACE}\Z")
-_NUMBER = re.compile(r"[-+\d.,{}!\\\s]+")
-_PERCENT = re.compile(rf"{_COMMAND}\{{\s*(percent|percentage|pct)\s*\}}")
+# They change the number. A quarter is counted too, and a month only ends like a fraction.
+MULTIPLIER = re.compile(
+    r"hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w*teen|\w*tie|hundred|thousand|\w*illion)ths?"
+    r"|tens|hundreds?|thousands?|\w*illions?|dozens?|gross|lakhs?|lacs?|crores?|myriads?|googols?|permilles?"
+)
+_SPACE = r"(?:\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z]))*"
+_COMMAND = r"\\(?:text(?:rm|it|bf|normal|sf)?|math(?:rm|bf|sf)|mbox|operatorname)\s*"
+_POWER = r"\s*(?:\^\s*(?:(-?\d)|\{\s*(-?\d)\s*\}))?"
+_TEXT_AT_END = re.compile(
+    rf"(?<![\\\s~]){_SPACE}{_COMMAND}\{{((?:[^{{}}]|\^\{{-?\d\}})*)\}}{_POWER}{_SPACE}\.?{_SPACE}\Z"
+)
+_WORD_AT_END = re.compile(
+    rf"(?<=[\d}})\]%\s~/])(?<!\\)({_SPACE})(?<![\\a-zA-Z])([a-zA-Z]+(?:/[a-zA-Z]+)?){_POWER}{_SPACE}\Z"
+)
+_VARIABLE = re.compile(r"(?<!\\)(?<![a-zA-Z])[a-zA-Z]")
 
 
-def without_unit(answer: str, label_words: Set[str]) -> str:
-    r"""Return an answer without the unit at its end.
+def split_unit(answer: str, label_words: Set[str]) -> tuple[str, frozenset[str]]:
+    r"""Return an answer without the unit at its end, and the measures of the unit with their powers.
 
-    A unit is a measure (`42 cm`, `42\ \mathrm{m}/\mathrm{s}^2`) or a plural noun (`42 \text{ marbles}`). A word of the
-    label is one too, because nobody takes an answer back with it. An answer that is nothing but a unit stays whole.
+    A unit is a measure (`42 cm`, `42\ \mathrm{m}/\mathrm{s}^2`) or a plural noun (`42 \text{ marbles}`), but no word
+    that multiplies (`42 \text{ thousands}`). A word of the label is one too, because nobody takes an answer back with
+    it. An answer that is nothing but a unit stays whole.
 
     Args:
         answer: LaTeX without dollars.
         label_words: the words of the labels, from `words`.
     """
-    answer = _PERCENT.sub(r" \1", answer)
+    measures: frozenset[str] = frozenset()
     while found := _TEXT_AT_END.search(answer) or _WORD_AT_END.search(answer):
         rest = answer[: found.start()]
         if found.re is _TEXT_AT_END:
-            is_unit = _is_unit(found[1], label_words)
+            text, is_unit = found[1], _is_unit(found[1], label_words)
         else:
-            is_unit = _is_plain_unit(found[2].lower(), rest, rest[-1].isspace() or bool(found[1]), label_words)
-        if not is_unit or not rest.replace("\\displaystyle", "").strip():
+            text = found[2]
+            is_apart = bool(found[1]) or rest[-1:].isspace() or rest[-1:] in ("~", "/")
+            is_unit = _is_plain_unit(text, rest, is_apart)
+        if not is_unit or not rest.strip():
             break
         answer = rest.rstrip().removesuffix("/")
-    return answer
+        measures |= _measures(text, found.groups("")[-2] or found.groups("")[-1])
+    return answer, measures
 
 
 def words(text: str) -> frozenset[str]:
     """Return the words of a text, in lower case."""
-    return frozenset(word.lower() for word in re.findall(r"[a-zA-Z]+", text.replace(".", "")))
+    return frozenset(word.lower() for word in _words(text))
 
 
-def _is_plain_unit(word: str, before: str, is_apart: bool, label_words: Set[str]) -> bool:
-    if word not in _MEASURES or len(word) > 1:
-        return word in _MEASURES
-    # One letter is a variable, but after a number; right after it, where the label has it too, as in 10t.
-    return bool(_NUMBER.fullmatch(before.rpartition("=")[2])) and (is_apart or word not in label_words)
+def _words(text: str) -> list[str]:
+    return re.findall(r"(?<![a-zA-Z\\])[a-zA-Z]+", text.replace(".", ""))
+
+
+def _unit(word: str) -> str | None:
+    """Return the name of a unit. The case of a single letter counts."""
+    for spelling in (word, word.removesuffix("s"), word.removesuffix("es")):
+        if unit := _UNITS.get(spelling) or _FOLDED.get(spelling.lower()):
+            return unit
+    return None
+
+
+def _is_plain_unit(word: str, before: str, is_apart: bool) -> bool:
+    # One letter is a variable, but after a number and a space. So are several right after a number, and a few letters
+    # after an expression with variables, as in `3V + 2 Mm`.
+    parts = word.split("/")
+    is_number = not _VARIABLE.search(before.rpartition("=")[2])
+    if not is_apart or min(map(len, parts)) == 1:
+        return all(part in _UNITS for part in parts) and (len(word) > 1 or is_apart) and is_number
+    return (is_number or min(map(len, parts)) > 3) and all(
+        _unit(part) or part.lower() in _COUNTED or (len(part) > 3 and _is_counted(part)) for part in parts
+    )
 
 
 def _is_unit(text: str, label_words: Set[str]) -> bool:
     # A digit would be a second answer, but for a power.
-    if not re.fullmatch(r"(?:[^\W\d_]+\d?|\^-?\d|[\s~./·*,()°-]|\\[ ,])*", text):
+    if not re.fullmatch(r"(?:[^\W\d_]+\d?|\^(?:-?\d|\{-?\d\})|[\s~./·*,()°-]|\\[ ,]|\\cdot )*", text):
         return False
-    return all(
-        (len(word) > 3 and word.endswith("s") and word not in _NO_NOUNS)
-        or not {word, word.removesuffix("s")}.isdisjoint(_MEASURES | _COUNTED | label_words)
-        for word in words(text)
+    found = _words(text)
+    if found and all(word in _POWERS for word in found):
+        return False
+    return all(_unit(word) or _is_counted(word) or _is_known(word, label_words) for word in found)
+
+
+def _is_known(word: str, label_words: Set[str]) -> bool:
+    return len(word) > 1 and not {word.lower(), word.lower().removesuffix("s")}.isdisjoint(label_words)
+
+
+def _is_counted(word: str) -> bool:
+    word = word.lower()
+    if MULTIPLIER.fullmatch(word) or word in _NO_NOUNS:
+        return False
+    return word in _COUNTED or word in _POWERS or (len(word) > 3 and word.endswith("s"))
+
+
+def _measures(text: str, power: str) -> frozenset[str]:
+    """Return the measures in a text, such as {"m", "s2"} for m/s^2. The power stands after the text."""
+    tokens = re.findall(r"([a-zA-Z]+)\s*\^?\s*\{?-?(\d)?", text.replace(".", ""))
+    spoken = next((_POWERS[word] for word, _ in tokens if word in _POWERS), "")
+    last = len(tokens) - 1
+    return frozenset(
+        unit + (digit or (power.lstrip("-") if i == last else "") or spoken)
+        for i, (word, digit) in enumerate(tokens)
+        if (unit := _unit(word))
     )

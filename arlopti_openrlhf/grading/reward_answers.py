@@ -1,7 +1,17 @@
-"""Reads what a reward function or a reward server answers, in every form that users write."""
+"""Reads what a reward function or a reward server answers, in every form that users write.
 
+This is the one reading: of the run, for a function and for a server, of the pre-flight, and of our own server. A
+function's answer passes through JSON before, since the function runs in a process of its own each time.
+"""
+
+import json
 import math
 from typing import Any
+
+
+def to_json(value: Any) -> str:
+    """Return a value as JSON. Tensors and arrays become lists, and what JSON does not know becomes its text."""
+    return json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
 
 
 def normalise(answer: Any, n: int) -> dict[str, Any]:
@@ -46,7 +56,10 @@ def _numbers(name: str, values: Any, n: int) -> list[float]:
     if len(numbers) != n or not all(isinstance(number, int | float) for number in numbers):
         samples, wanted = ("one sample", "one number") if n == 1 else (f"{n} samples", f"{n} numbers")
         raise ValueError(f"{name} for {samples} that are not {wanted}: {str(listed)[:200]}")
-    return [float(number) for number in numbers]
+    try:
+        return [float(number) for number in numbers]
+    except OverflowError:
+        raise ValueError(f"{name} that are not finite: a whole number above 1e308") from None
 
 
 def _innermost(value: Any) -> Any:

@@ -3,9 +3,10 @@
     POST /get_reward    {"query": [...], "prompts": [...], "labels": [...]}
     200                 {"rewards": ..., "scores": ..., "extra_logs": {NAME: ...}}
 
-Each grader answers at /NAME/get_reward, and the first one at /get_reward too. The values of a single query are
-numbers, as OpenRLHF 0.11.2's client needs them: it sends one query at a time, and would nest a list. The values of
-several queries are lists.
+Each grader answers at /NAME/get_reward, and the first one at /get_reward too. There are no `scores` where the reward
+function gives none. The values of a single query are numbers, as OpenRLHF 0.11.2's client needs them: it sends one
+query at a time, and would nest a list. The values of several queries are lists. An extra log that is undefined is NaN,
+as Python reads and writes it in JSON.
 """
 
 import asyncio
@@ -14,6 +15,8 @@ import json
 import logging
 import math
 import os
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +24,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import ClientDisconnect
 
+from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.grading.grader import FIELDS, Grader, Limits, Refused
 
 log = logging.getLogger("arlopti_openrlhf.rewards")
@@ -155,14 +158,14 @@ class RewardServer:
         """Answer a POST with the rewards of grader `name`, and count and log it."""
         start, count, refused = time.perf_counter(), 0, None
         try:
-            result, count = await asyncio.wait_for(self._grade(name, request), self.limits.seconds)
+            message, count = await asyncio.wait_for(self._grade(name, request), self.limits.seconds)
         except Refused as error:
             refused = error
         except asyncio.TimeoutError:
             refused = Refused(503, f"no answer within {self.limits.seconds:g} s")
         except ClientDisconnect:  # the connection has counted it (`LimitedProtocol`)
             return Response()
-        response = _refusal(refused) if refused else JSONResponse(result)
+        response = _refusal(refused) if refused else _json(message)
         seconds = time.perf_counter() - start
         self.metrics.requests.labels(name, response.status_code).inc()
         self.metrics.gradings.labels(name).inc(count)
@@ -178,11 +181,8 @@ class RewardServer:
         """Return the answer, and how many queries it is for."""
         self._authorize(request)
         query, prompts, labels = read_request(await self._read_body(request), self.limits)
-        result = await self.graders[name].grade(query, prompts, labels)
-        if len(query) == 1:
-            extra_logs = {name: value for name, [value] in result["extra_logs"].items()}
-            result = {"rewards": result["rewards"][0], "scores": result["scores"][0], "extra_logs": extra_logs}
-        return result, len(query)
+        answer = await self.graders[name].grade(query, prompts, labels)
+        return _message(answer, is_single=len(query) == 1), len(query)
 
     def _authorize(self, request: Request) -> None:
         if self.token is None:
@@ -205,7 +205,7 @@ class RewardServer:
 
     async def get_health(self, request: Request) -> Response:
         """Answer a GET: the process runs."""
-        return JSONResponse({"status": "ok"})
+        return _json({"status": "ok"})
 
     async def get_ready(self, request: Request) -> Response:
         """Answer a GET: 200 if every grader can grade. One whose processes are gone starts again at once."""
@@ -213,7 +213,7 @@ class RewardServer:
         for pool in gone:
             asyncio.get_running_loop().run_in_executor(None, pool.start)
         ready = not gone
-        return JSONResponse({"ready": ready, "graders": list(self.graders)}, 200 if ready else 503)
+        return _json({"ready": ready, "graders": list(self.graders)}, 200 if ready else 503)
 
     async def get_metrics(self, request: Request) -> Response:
         """Answer a GET with Prometheus' text."""
@@ -244,9 +244,21 @@ async def _watch_descriptors() -> None:
         await asyncio.sleep(0.2)
 
 
+def _message(answer: dict, is_single: bool) -> dict:
+    """Return the message of an answer as `normalise` reads it. Where it has no scores, the message has none either."""
+    first = (lambda values: values[0]) if is_single else list
+    message = {name: first(answer[name]) for name in ("rewards", "scores") if answer[name] is not None}
+    return message | {"extra_logs": {name: first(values) for name, values in answer["extra_logs"].items()}}
+
+
 def _refusal(refused: Refused) -> Response:
     message = {"error": refused.message} | ({"field": refused.field} if refused.field else {})
-    return JSONResponse(message, refused.status, {"Retry-After": "1"} if refused.status == 503 else None)
+    return _json(message, refused.status, {"Retry-After": "1"} if refused.status == 503 else None)
+
+
+def _json(message: dict, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a message as Python's JSON: NaN is NaN, and text is ASCII, because a lone surrogate has no UTF-8."""
+    return Response(json.dumps(message, separators=(",", ":")), status, headers, "application/json")
 
 
 class JsonFormatter(logging.Formatter):
@@ -264,17 +276,24 @@ class JsonFormatter(logging.Formatter):
 
 
 def serve(server: RewardServer, host: str, port: int) -> None:
-    """Run a server that has been started until SIGTERM or SIGINT, and then answer what it has accepted.
+    """Run a server that has been started until SIGTERM, SIGINT or SIGHUP, and then answer what it has accepted.
 
-    A request whose body is not whole 5 s after the signal is dropped.
+    A request whose body is not whole 5 s after the signal is dropped. Under nohup SIGHUP stays ignored.
+
+    Raises:
+        SystemExit: with 128 + the signal's number.
     """
     import uvicorn
+    import uvicorn.server
 
     from arlopti_openrlhf.grading.limited_protocol import LimitedProtocol
 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    uvicorn.server.HANDLED_SIGNALS = tuple(interrupts.handled())
+    for signum in interrupts.handled():  # uvicorn sends itself the signal again once it has stopped
+        signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
     uvicorn.run(
         server.app(),
         http=partial(LimitedProtocol, on_left=server.metrics.left.inc),

@@ -20,10 +20,13 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+from arlopti_openrlhf.grading.reward_answers import to_json
 
 # Why not pebble's ProcessPool, as fast with eight callers? Measured with 5.2.3, two workers from a fork server
 # and a limit of 0.5 s. A call that was busy in C ended after 3.6 s, and calls of the other worker waited for 3 s of
@@ -38,6 +41,7 @@ _TEMPLATE = (
 _START_SECONDS = 300  # to import the function; only the first call waits for it
 _DIGITS = 18  # of a request's number, which stands before its arguments
 _GRACE_SECONDS = 10  # after its limit, how long a call waits for a worker that the kernel did not end
+_ASLEEP_SECONDS = 5  # a limit that is noticed so much too late ran out while the machine slept
 
 
 class TimedOut(Exception):
@@ -57,7 +61,7 @@ class WorkerPool:
 
     Args:
         function: "package.module:name" or "path/file.py:name". A file is loaded as OpenRLHF loads reward files. The
-            function takes and returns what JSON can hold. Tensors in its result become lists.
+            function takes and returns what JSON can hold (`reward_answers.to_json`).
         workers: how many calls run at a time. The others wait.
         timeout: seconds of wall-clock time that a call may take.
         memory_gib: GiB that a worker may allocate on top of what its imports took.
@@ -81,7 +85,8 @@ class WorkerPool:
     def call(self, *args: Any) -> Any:
         """Return the function's result.
 
-        A call whose process ended for another reason than its time limit is repeated once.
+        A call whose process ended for another reason than its time limit is repeated once. So is one whose time ran
+        out while the machine slept.
 
         Raises:
             TimedOut, Died, Raised: see there.
@@ -96,18 +101,21 @@ class WorkerPool:
         return self._threads.submit(self._call, args)
 
     def _call(self, args: tuple) -> Any:
-        for _ in range(2):
-            template = self.start()
+        for is_last in (False, True):
+            template, start, limit = self.start(), time.monotonic(), self.timeout
             try:
                 reply = template.ask(self._thread.slot, args, self.timeout + _GRACE_SECONDS)
             except (OSError, ValueError) as error:  # the worker is stuck, or all are gone
                 reply = {"ended": "timed_out" if isinstance(error, TimeoutError) else "died"}
+                limit += _GRACE_SECONDS
                 template.kill()
             if "raised" in reply:
                 raise Raised(reply["raised"])
             if "result" in reply:
                 return reply["result"]
             if reply["ended"] == "timed_out":
+                if time.monotonic() - start > limit + _ASLEEP_SECONDS and not is_last:
+                    continue
                 self.timed_out += 1
                 raise TimedOut(f"no result after {self.timeout:g} s")
             self.died += 1
@@ -256,7 +264,7 @@ def _serve(call: Callable, connection: socket.socket, current: mmap.mmap, timeou
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
-            message = json.dumps({"result": call(*args), "request": request}, default=lambda value: value.tolist())
+            message = to_json({"result": call(*args), "request": request})
         except (Exception, KeyboardInterrupt, SystemExit):
             message = json.dumps({"raised": traceback.format_exc(), "request": request})
         signal.setitimer(signal.ITIMER_REAL, 0)

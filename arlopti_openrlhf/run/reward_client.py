@@ -19,7 +19,7 @@ from openrlhf.utils.logging_utils import init_logger
 from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import Died, TimedOut
-from arlopti_openrlhf.run import credentials
+from arlopti_openrlhf.run import awake, credentials
 from arlopti_openrlhf.run.reward_process import Raised, RewardProcess
 from arlopti_openrlhf.run.rollout_log_probs import SpotChecks, fill
 
@@ -87,6 +87,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
         if is_file:
             logger.info(f"rewards come from {self.sources[0]}")
         self._spot_checks = SpotChecks()
+        self.calls = 0  # under way. Each ends within a limit of its own
         self._failure: RewardError | None = None  # of the call that ended the process
         self._waiting = 0  # samples that wait for a server
         self._down_since = self._said = 0.0
@@ -113,10 +114,14 @@ class RewardExecutor(SingleTurnAgentExecutor):
         if not self.sources:
             return output
         query = hf_tokenizer.decode(output["observation_tokens"], skip_special_tokens=False)
-        if self._process:
-            result = await self._call_function(query, prompt, label)
-        else:
-            result = await self._ask_server({"query": [query], "prompts": [prompt], "labels": [label]})
+        self.calls += 1
+        try:
+            if self._process:
+                result = await self._call_function(query, prompt, label)
+            else:
+                result = await self._ask_server({"query": [query], "prompts": [prompt], "labels": [label]})
+        finally:
+            self.calls -= 1
         try:
             answer = normalise(result, 1)
         except ValueError as error:
@@ -153,13 +158,13 @@ class RewardExecutor(SingleTurnAgentExecutor):
         Raises:
             RewardError: the time is up, or the server refuses the request itself (4xx).
         """
-        start, pause, failed = time.monotonic(), _FIRST_PAUSE, False
+        clock, pause, failed = awake.Clock(longest=_ATTEMPT.total + 2 * _LONGEST_PAUSE), _FIRST_PAUSE, False
         try:
             while True:
                 url = next(self._servers)
                 try:
                     answer = await _post(url, message)
-                except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+                except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError) as error:
                     cause = credentials.mask(f"{type(error).__name__}: {error}", url)
                 else:
                     if failed and self._down_since:
@@ -169,7 +174,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
                 if not failed:
                     failed = True
                     self._waiting += 1
-                waited = time.monotonic() - start
+                waited = clock()
                 self._say(url, cause)
                 if waited + pause > self.retry_seconds:
                     raise RewardError(

@@ -23,7 +23,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from arlopti_openrlhf.grading.reward_answers import to_json
 from arlopti_openrlhf.grading.worker_pool import Died, TimedOut
+from arlopti_openrlhf.run import awake
 
 # The process finds modules where the engine does. With `python -m`, it would look into the working directory first.
 _COMMAND = f"""
@@ -55,7 +57,7 @@ class RewardProcess:
 
     Args:
         path: the file, which is loaded as OpenRLHF loads reward files.
-        timeout: seconds of wall-clock time that a call may take.
+        timeout: seconds of wall-clock time that a call may take. A machine that sleeps takes none.
 
     Raises:
         RuntimeError: the file cannot be loaded, or has no `reward_func`.
@@ -98,7 +100,7 @@ class RewardProcess:
         connection = self._free.get()
         try:
             connection.send(args)
-            if not connection.poll(self.timeout):
+            if not awake.succeeds(connection.poll, self.timeout):
                 limit = f"no result after {self.timeout:g} s (--reward.timeout_seconds)"
                 raise TimedOut(f"{limit}, while it was here:\n{self._running()}")
             reply = json.loads(connection.recv_bytes())
@@ -141,14 +143,9 @@ def _load(path: str) -> Callable:
     return module.reward_func
 
 
-def _plain(value: Any) -> Any:
-    """Return what JSON holds of a value. Whoever reads it refuses the text of what is no number."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
 def _answer(function: Callable, args: tuple) -> bytes:
     try:
-        return json.dumps({"result": function(*args)}, default=_plain).encode()
+        return to_json({"result": function(*args)}).encode()
     except BaseException as error:
         stack = "".join(traceback.format_exception(error))
         return json.dumps({"raised": f"{type(error).__name__}: {error}", "traceback": stack}).encode()

@@ -14,12 +14,11 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from ports import free_port
+from reward_server import post, server
 from waiting import wait_until
 
 PROMPT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>"
@@ -33,6 +32,8 @@ import os, time
 def reward_func(queries, prompts, labels, **kwargs):
     if "raise" in queries:
         raise KeyError("from the reward function")
+    if "surrogate" in queries:
+        raise ValueError("\\ud800 from the reward function")
     if "short" in queries:
         return {"rewards": []}
     if "exit" in queries:
@@ -44,38 +45,6 @@ def reward_func(queries, prompts, labels, **kwargs):
     rewards = [special.get(query, len(query)) for query in queries]
     return {"rewards": rewards, "extra_logs": {"size": [len(query) / 2 for query in queries]}}
 """
-
-
-@contextmanager
-def server(*flags, log=None, **environment):
-    port = free_port()
-    command = [sys.executable, "-m", "arlopti_openrlhf.cli.serve_rewards", "--port", str(port), *map(str, flags)]
-    with open(log or os.devnull, "w") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, env=os.environ | environment)
-    process.url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(process.url + "/ready", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.1)
-                assert process.poll() is None
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-
-
-def post(url, message, **headers):
-    """(status, answer)"""
-    body = message if isinstance(message, bytes) else json.dumps(message).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"} | headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def metrics(process):
@@ -104,7 +73,7 @@ def test_one_query_gets_numbers_and_more_get_lists(custom):
     status, two = post(custom.url + "/kk/get_reward", ask([RIGHT, WRONG]))
     assert (status, two["rewards"], two["scores"]) == (200, [3.0, -0.5], [1.0, 0.0])
     assert post(custom.url + "/math/get_reward", ask("\\boxed{1/2}", labels=["0.5"]))[1]["rewards"] == 1.0
-    expected = {"rewards": 3.0, "scores": 3.0, "extra_logs": {"size": 1.5}}
+    expected = {"rewards": 3.0, "extra_logs": {"size": 1.5}}  # no scores, as its reward function gives none
     assert post(custom.url + "/length/get_reward", ask("abc")) == (200, expected)
 
 
@@ -145,6 +114,7 @@ def test_unknown_paths(custom):
     "query, status, said",
     [
         ("raise", 422, "KeyError: 'from the reward function'"),
+        ("surrogate", 422, "\ud800 from the reward function"),
         ("nan", 422, "not finite"),
         ("short", 422, "rewards"),
         ("exit", 500, "died"),
@@ -164,6 +134,7 @@ def test_one_bad_request_among_many_fails_alone(custom):
     for query, (status, answer) in zip(queries, answers, strict=True):
         expected = 200 if query[0] == "a" else 500 if query == "exit" else 422
         assert (status, answer.get("rewards")) == (expected, len(query) if expected == 200 else None)
+        assert "scores" not in answer
 
 
 def test_killed_grader_processes_drop_no_request(custom):
@@ -253,16 +224,15 @@ def test_token(tmp_path):
     assert '"request"' in log and "s3cret" not in log
 
 
-def test_sigterm_answers_what_was_accepted(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_it_answer_what_was_accepted(signum, tmp_path):
     (tmp_path / "length.py").write_text(CUSTOM)
     with server("--grader", tmp_path / "length.py", "--workers", "2") as s, ThreadPoolExecutor(8) as threads:
         answers = [threads.submit(post, s.url + "/get_reward", ask("sleep 0.4")) for _ in range(8)]
         time.sleep(1)
-        s.send_signal(signal.SIGTERM)
-        assert [a.result() for a in answers] == [
-            (200, {"rewards": 9.0, "scores": 9.0, "extra_logs": {"size": 4.5}})
-        ] * 8
-        assert s.wait(20) in (0, -signal.SIGTERM)  # uvicorn ends by the signal, when all is done
+        s.send_signal(signum)
+        assert [a.result() for a in answers] == [(200, {"rewards": 9.0, "extra_logs": {"size": 4.5}})] * 8
+        assert s.wait(20) == 128 + signum
 
 
 def test_half_requests_and_clients_that_leave_cost_neither_the_end_nor_a_traceback(tmp_path):
@@ -279,7 +249,7 @@ def test_half_requests_and_clients_that_leave_cost_neither_the_end_nor_a_traceba
             second.sendall(head + b"{")
             time.sleep(0.2)
             s.send_signal(signal.SIGTERM)
-            assert s.wait(15) in (0, -signal.SIGTERM)
+            assert s.wait(15) == 128 + signal.SIGTERM
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arlopti_openrlhf.grading import kk_reward, math_reward
 from arlopti_openrlhf.grading.grader import Limits, Refused
-from arlopti_openrlhf.grading.math_units import without_unit, words
+from arlopti_openrlhf.grading.math_units import split_unit, words
 from arlopti_openrlhf.grading.server import read_request
 
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
@@ -69,8 +69,8 @@ def test_a_box_is_part_of_its_text(text):
 
 @given(texts([*MATH_PIECES, "\\text{ maybe}", " cm", "^2", "\\mathrm{m}", "/"]), st.sampled_from(["42", "42 cm"]))
 def test_what_is_left_without_a_unit_has_none(answer, label):
-    left = without_unit(answer, words(label))
-    assert without_unit(left, words(label)) == left
+    left, _ = split_unit(answer, words(label))
+    assert split_unit(left, words(label)) == (left, frozenset())
     assert bool(left.strip()) == bool(answer.strip())
 
 

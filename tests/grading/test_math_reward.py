@@ -62,7 +62,7 @@ EQUAL = [
     ("42 \\text{ wombles and more}", "42.0 \\text{ Wombles}"),
     ("63\\pi", "63\\pi cm"),
     ("(12, 13)", "(12, 13) cm"),
-    ("42", "42m"),
+    ("42", "42 m"),
     ("5 m", "5"),
     ("27a^2", "n = 27a^2"),
     ("10t", "x = 10t"),
@@ -113,6 +113,7 @@ UNEQUAL = [
     ("42", "43 \\equiv 42"),
     ("2\\pi", "43 = 2\\pi"),
     ("10t", "10"),
+    ("42", "4 2"),
 ]
 HOSTILE = [
     "9^{9^{9^9}}",
@@ -159,6 +160,49 @@ def test_equal_answers(label, answer):
 @pytest.mark.parametrize("label, answer", UNEQUAL)
 def test_unequal_answers(label, answer):
     assert grade(f"So it is \\boxed{{{answer}}}.", label) == (0.0, True, False)
+
+
+def near_misses() -> list[tuple[str, str, str, str]]:
+    """Return kind, verdict, label and answer of each row of the table."""
+    lines = Path(__file__).with_name("near_misses.tsv").read_text("utf-8").splitlines()
+    return [tuple(line.split("\t")) for line in lines[1:]]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("kind", sorted({kind for kind, *_ in near_misses()}))
+def test_near_misses(kind):
+    graded = {
+        (label, answer): (verdict, "right" if grade(f"\\boxed{{{answer}}}", label).score else "wrong")
+        for found, verdict, label, answer in near_misses()
+        if found == kind
+    }
+    assert not {pair: verdicts for pair, verdicts in graded.items() if len(set(verdicts)) > 1}
+    assert {verdict for verdict, _ in graded.values()} == {"right", "wrong"}
+
+
+def test_the_table_has_hundreds_of_near_misses_and_none_twice():
+    pairs = [(label, answer) for _, _, label, answer in near_misses()]
+    assert len(pairs) == len(set(pairs)) >= 300
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    "label, text",
+    [
+        ("15", "The answer is 15n."),
+        ("15", "The answer is $15 n$."),
+        ("3", "The answer is 2x + 3."),
+        ("3", "So the answer is x + 3."),
+        ("17", "The answer is 17 thousand."),
+        ("17", "The answer is $17$ million."),
+        ("8 \\text{ cm}", "The answer is $8 \\text{ mm}$."),
+        ("101_2", "The answer is $101_3$."),
+        ("\\frac{1}{3}", "The answer is $0.\\overline{4}$."),
+        ("\\pi(R^2-r^2)", "The answer is $\\pi(r^2-R^2)$."),
+    ],
+)
+def test_near_misses_without_a_box(label, text):
+    assert grade(text, label) == (0.0, False, False)
 
 
 @pytest.mark.usefixtures("patient")

@@ -54,6 +54,7 @@ def test_extra_logs_may_be_undefined():
         (1.0, 2, "not 2 numbers"),
         ([[1.0, 2.0], [3.0, 4.0]], 2, "not 2 numbers"),
         (float("nan"), 1, "rewards that are not finite: nan"),
+        (10**400, 1, "rewards that are not finite"),
         ({"rewards": 1, "scores": [float("inf")]}, 1, "scores that are not finite: inf"),
         ({"rewards": 1, "extra_logs": {"x": [1, 2]}}, 1, "x for one sample"),
         ({"rewards": 1, "extra_logs": [1]}, 1, "extra_logs that are no dict"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,29 +15,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from engine_fakes import Engine, Tokenizer
 from openrlhf.trainer.ppo_utils.experience import make_experience_batch, split_experience_batch
 from vllm import SamplingParams
+from waiting import wait_until
 
 from arlopti_openrlhf.run import evaluation, reward_client
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.run.reward_client import RewardError, RewardExecutor
 
 GOOD = {"rewards": 3.0, "scores": 1.0, "extra_logs": {"answered": 1.0}}
-
-
-class Tokenizer:
-    def __call__(self, text, **kwargs):
-        return {"input_ids": torch.tensor([list(text.encode())])}
-
-    def decode(self, tokens, **kwargs):
-        return bytes(tokens).decode()
-
-
-class Engine:
-    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
-        assert not sampling_params.detokenize  # nobody reads the text
-        answer = SimpleNamespace(token_ids=list(b" answer"), finish_reason="stop", logprobs=None)
-        return SimpleNamespace(outputs=[answer])
 
 
 def execute(executor, prompts=("prompt",), label="label"):
@@ -243,6 +231,26 @@ def test_a_reward_function_that_takes_too_long(tmp_path, body):
     assert 'r.py", line 4 in reward_func' in str(error.value)
     with pytest.raises(ProcessLookupError):
         os.kill(executor._process._process.pid, 0)
+
+
+def test_a_machine_that_sleeps_during_a_call(tmp_path):
+    """The engine's process and the function's are halted for longer than the limit, in the middle of a call."""
+    path = write(tmp_path / "r.py", f"open({str(tmp_path / 'called')!r}, 'w').close(); time.sleep(2); return 1.0")
+    code = f"""if True:
+        from arlopti_openrlhf.run.reward_process import RewardProcess
+        process = RewardProcess({path!r}, 4)
+        print(process._process.pid, flush=True)
+        print(process.call([""], [""], [""]), flush=True)
+        process.kill()
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as engine:
+        pids = [engine.pid, int(engine.stdout.readline())]
+        assert wait_until((tmp_path / "called").exists)
+        for signum, seconds in [(signal.SIGSTOP, 6), (signal.SIGCONT, 0)]:
+            for pid in pids:
+                os.kill(pid, signum)
+            time.sleep(seconds)
+        assert engine.stdout.read() == "1.0\n"
 
 
 def test_samples_that_were_graded_beside_the_slow_one_name_it(tmp_path):

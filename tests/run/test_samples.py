@@ -98,7 +98,8 @@ def generator(args, count: int, upstream: bool = False):
     strategy = SimpleNamespace(args=args)
     if upstream:
         return samples_generator.SamplesGenerator(strategy, loader(count), None, None, [Engine(), Engine()])
-    return SamplesGenerator(strategy, Prompts(loader(count), args.train.seed), None, None, [Engine(), Engine()])
+    prompts = Prompts(loader(count), args.train.seed, args.rollout.n_samples_per_prompt, digest="of these")
+    return SamplesGenerator(strategy, prompts, None, None, [Engine(), Engine()])
 
 
 class Trainer(controller._PPOTrainer):

@@ -14,6 +14,23 @@ SEAMS: list[Seam] = [
         _COMPARE,
     ),
     Text("math_verify.parser", "extract_expr", "parse_expr_cached(", "grading.math_compare: we replace it"),
+    Text("math_verify.parser", "parse_latex_cached", "return latex2sympy(", "grading.math_compare: we replace it"),
+    Text(
+        "latex2sympy2_extended.latex2sympy2",
+        "_Latex2Sympy.convert_atom_expr",
+        "self.config.lowercase_symbols",
+        "grading.math_compare: letter case is kept",
+    ),
+    Text(
+        "latex2sympy2_extended.latex2sympy2",
+        "convert_to_pct",
+        "sympy.UnevaluatedExpr(sympy.Rational(1, 100))",
+        "grading.math_equal: what a percentage is",
+    ),
+    *(
+        Text(f"latex2sympy2_extended.{module}", f"{name}.__new__", "obj._unsorted_args = ", "grading.math_equal._read")
+        for module, name in (("sets", "FiniteSet"), ("logic", "And"))
+    ),
     Text("math_verify.parser", "extract_latex", "normalize_latex(", f"{_COMPARE}: where `units=False` is obeyed"),
     Text(
         "math_verify.parser",
@@ -25,7 +42,7 @@ SEAMS: list[Seam] = [
         "latex2sympy2_extended.math_normalization",
         "normalize_latex",
         '_text = unit_superscript_regex.sub("", text)',
-        "grading.math_units.without_unit: does it instead",
+        "grading.math_units.split_unit: does it instead",
     ),
     *(
         Signature(PROTOCOL, f"HttpToolsProtocol.{name}", parameters, f"{_OURS}.{name}")

@@ -10,6 +10,12 @@ SEAMS: list[Seam] = [
     Text(ASYNC, "GenerateSamplesActor.__init__", "= prepare_datasets(strategy, tokenizer)", "run.prompts.install"),
     Text(TRAINER, "PPOTrainer.fit", "self.prompts_dataloader.state_dict()", "run.prompts.Prompts.state_dict"),
     Text(ASYNC, "GenerateSamplesActor.fit", "self.prompts_dataloader.state_dict()", "run.prompts.Prompts.state_dict"),
+    Text(
+        "openrlhf.datasets.prompts_dataset",
+        "PromptDataset.__init__",
+        "self.prompts.append(prompt) self.labels.append(label)",
+        "run.prompts.digest_of",
+    ),
     # tests/run/test_samples.py compares ours with these.
     Body(
         SAMPLES,
