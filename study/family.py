@@ -1,6 +1,7 @@
 """Write the tables of the study of the family: each condition, both controls, one correction for all comparisons."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -26,16 +27,18 @@ COMPARISONS = [
     for condition in runs.CONDITIONS
     for name, baseline in [*((n, "grpo") for n in runs.FAMILY_VARIANTS if n != "grpo"), ("lopti", runs.CONTROL)]
 ]
+REPEATED = [c for c in COMPARISONS if {c.name, c.baseline} <= set(runs.CONTROLS)]
 
 
-def tables(results: dict[str, dict], folder: Path) -> str:
+def tables(results: dict[str, dict], again: dict[str, dict], folder: Path) -> str:
     """Return the whole generated part of docs/study_family.md.
 
     Args:
         results: of the runs that are done, by name.
+        again: those of `runs.FAMILY_CONTROLS` on puzzles held out by structure.
         folder: of the results, where what `study.agreement` found is, too.
     """
-    parts = [f"**{len(results)} of {len(runs.FAMILY)} runs are done** ({_progress(results)}).\n", _setting()]
+    parts = [f"**{_progress(runs.FAMILY, results)}.**\n", _setting()]
     corrected = dict(zip(COMPARISONS, corrected_p(results), strict=True))
     for condition in runs.CONDITIONS:
         rows = {name: _row(condition, name, results) for name in runs.FAMILY_VARIANTS}
@@ -49,7 +52,24 @@ def tables(results: dict[str, dict], folder: Path) -> str:
         parts += [markdown_table(lines), _weights_table(list(rows.values())), stability_table(list(rows.values()))]
     parts.append("## Agreement before training, and training\n")
     parts += [validation.tables(condition, results, folder) for condition in runs.CONDITIONS]
-    return "\n".join([*parts, origin(results)])
+    return "\n".join([*parts, *_by_structure(results, again), origin([*results.values(), *again.values()])])
+
+
+def _by_structure(results: dict[str, dict], again: dict[str, dict]) -> list[str]:
+    """Return what came out on puzzles held out by structure, beside what came out before."""
+    parts = [f"## Held out by structure\n\n**{_progress(runs.FAMILY_CONTROLS, again)}.**\n"]
+    corrected = dict(zip(REPEATED, corrected_p(again, REPEATED), strict=True))
+    for condition in runs.CONDITIONS:
+        parts += [f"### {condition}\n", accuracy_table([_row(condition, name, again) for name in runs.CONTROLS])]
+        lines = [difference_head("accuracy minus")]
+        for comparison in (c for c in REPEATED if c.condition == condition):
+            for split, found in (("as told", results), ("by structure", again)):
+                row, baseline = (_row(condition, name, found) for name in comparison[1:])
+                title = f"{TITLES[row.name]} minus {TITLES[baseline.name]}, {split}"
+                p = corrected[comparison] if found is again else math.nan
+                lines.append(difference_line(title, row, baseline, p))
+        parts.append(markdown_table(lines))
+    return parts
 
 
 def short_table(results: dict[str, dict]) -> str:
@@ -67,12 +87,12 @@ def short_table(results: dict[str, dict]) -> str:
     return markdown_table(lines)
 
 
-def corrected_p(results: dict[str, dict]) -> list[float]:
-    """Return the p-value of each of `COMPARISONS` with Holm's correction for all of them; nan where there is none.
+def corrected_p(results: dict[str, dict], comparisons: Sequence[Comparison] = COMPARISONS) -> list[float]:
+    """Return the p-value of each comparison with Holm's correction for all of them; nan where there is none.
 
     One that cannot be tested yet counts with p = 1, so an unfinished study is corrected for as many as a finished one.
     """
-    tests = [compare(comparison, results) for comparison in COMPARISONS]
+    tests = [compare(comparison, results) for comparison in comparisons]
     p_values = [test.p if test else math.nan for test in tests]
     corrected = holm([1.0 if math.isnan(p) else p for p in p_values])
     return [math.nan if math.isnan(p) else c for p, c in zip(p_values, corrected, strict=True)]
@@ -88,11 +108,12 @@ def _row(condition: str, name: str, results: dict[str, dict]) -> Row:
     return rows_of([f"{condition}-{name}"], results)[0]
 
 
-def _progress(results: dict[str, dict]) -> str:
-    """Return how many runs of each seed are done, of both conditions together."""
-    seeds = sorted({run.seed for run in runs.FAMILY})
-    counts = {seed: [run.name in results for run in runs.FAMILY if run.seed == seed] for seed in seeds}
-    return ", ".join(f"seed {seed}: {sum(done)} of {len(done)}" for seed, done in counts.items())
+def _progress(planned: Sequence[runs.Run], results: dict[str, dict]) -> str:
+    """Return how many runs are done, of both conditions together, also of each seed."""
+    seeds = sorted({run.seed for run in planned})
+    counts = {seed: [run.name in results for run in planned if run.seed == seed] for seed in seeds}
+    of_seeds = ", ".join(f"seed {seed}: {sum(done)} of {len(done)}" for seed, done in counts.items())
+    return f"{sum(map(sum, counts.values()))} of {len(planned)} runs are done ({of_seeds})"
 
 
 def _setting() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from study import family, runs, tables
 from study.picture import family_picture, picture
 from study.runs import ROOT
-from study.stored import RESULTS, load
+from study.stored import BY_STRUCTURE, RESULTS, load
 
 START, END = "<!-- tables: python -m study.report -->", "<!-- end of tables -->"
 
@@ -34,7 +34,7 @@ def main() -> None:
     page = args.docs / ("study_family.md" if args.family else "study.md")
     try:
         if args.family:
-            put(page, family.tables(results, args.results))
+            put(page, family.tables(results, load(runs.FAMILY_CONTROLS, args.results / BY_STRUCTURE), args.results))
             put(args.docs / "token_methods.md", family.short_table(results))
         else:
             put(page, tables.tables(results))

@@ -5,11 +5,13 @@
     python -m study.run --only "lopti-*"
     python -m study.run --tuning           # the baseline's learning rates
     python -m study.run --family           # the family of token methods, in two conditions
+    python -m study.run --controls --results study/results/by_structure.jsonl
 
 Run it in the repository's root. Runs of AR and Lopti go through the real command. They share one Ray cluster, which
 lives as long as this process. Those of the family are trained in one process each (`study.in_process`).
 
 Each run leaves one small file in study/results. A run whose file is there, with the same configuration, is left out.
+Those files are on an earlier split of the puzzles. A new run of theirs needs another --results.
 So an interrupted study continues where it stopped, on any machine. A run that fails is named at the end, and tried
 again the next time. `python -m study.report` makes the tables and the picture.
 """
@@ -24,7 +26,7 @@ from arlopti_openrlhf.cli.arguments import positive
 from study import runs
 from study.runs import ROOT
 from study.scheduler import Scheduler
-from study.stored import RESULTS, is_done
+from study.stored import RESULTS, is_done, refuse_another_split
 
 _GIB_PER_RUN = 8  # resident memory of a run's processes, and what a warm start adds
 
@@ -42,6 +44,10 @@ def main() -> None:
         for run in selected:
             print(f"{'open' if run in open_runs else 'done'}  {run.name:<28} {run.flags}")
     elif open_runs:
+        try:
+            refuse_another_split(args.results)
+        except ValueError as error:
+            parser.error(f"argument --results: {error}")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         most = max(1, int(memory // _GIB_PER_RUN))
         parallel = min(most, os.cpu_count() or 1) if args.parallel is None else args.parallel
@@ -63,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, selection, what in (
         ("--tuning", runs.TUNING, "the runs that chose the baseline's learning rate"),
         ("--family", runs.FAMILY, "the family of token methods, in two conditions (docs/study_family.md)"),
+        ("--controls", runs.FAMILY_CONTROLS, "of the family, GRPO, Lopti and GRPO with twice the steps"),
     ):
         which.add_argument(name, dest="selection", action="store_const", const=selection, help=what)
     parser.set_defaults(selection=runs.STUDY)
@@ -79,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=90,
         help="time after which a run counts as failed (default: 90)",
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results, or a .jsonl file")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "variants", help="folder for models and logs")
     return parser
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 
 PEOPLE = (2, 3)
+HELD_OUT_BY = "structure"  # what tells held-out puzzles from training puzzles; by what is told, in earlier results
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS = 30, 32, 8, 112
 TEMPERATURE = 1.0  # of rollouts and evaluations
 HELD_OUT, EVAL_SAMPLES = 160, 8  # puzzles per number of people, and answers to each of them
@@ -136,6 +137,9 @@ FAMILY = [
     for name, given in FAMILY_VARIANTS.items()
     for condition in CONDITIONS
 ]
+# Those that a changed split could change most. They were run again on puzzles held out by structure.
+CONTROLS = ("grpo", CONTROL, "lopti")
+FAMILY_CONTROLS = [run for run in FAMILY if run.variant.removeprefix(f"{run.condition}-") in CONTROLS]
 
 
 def flags(run: Run, inputs: Path, out: Path) -> list[str]:
@@ -179,11 +183,12 @@ def flags(run: Run, inputs: Path, out: Path) -> list[str]:
 def inputs_configuration(condition: str, seed: int) -> dict:
     """Return what the puzzles and the warm start of a seed are made from in one condition."""
     return {
+        "held_out_by": HELD_OUT_BY,
         "people": list(PEOPLE),
         "train": STEPS * PROMPTS_PER_STEP,
         "held_out": HELD_OUT,
         "held_out_greedy": HELD_OUT_GREEDY,
-        "warm_start": CONDITIONS[condition].warm_start,
+        "warm_start": dict(CONDITIONS[condition].warm_start),
         "seed": seed,
     }
 

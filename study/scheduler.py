@@ -44,7 +44,7 @@ class Scheduler:
 
     Args:
         work: folder for models and logs.
-        results: folder for the results.
+        results: folder or .jsonl file for the results.
         parallel: runs at a time; each computes with one thread.
         timeout: of one run, in seconds.
     """
@@ -147,7 +147,9 @@ class Scheduler:
 
     def _train_on_the_stack(self, flags: list[str], log: Path) -> None:
         """Run the real command, in a session of its own, whose processes can be killed as one group."""
-        command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags]
+        # A run's configuration does not name this folder, in which it leaves no checkpoint.
+        path = f"--ckpt.path={log.parent / 'checkpoints'}"
+        command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags, path]
         with open(log, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 command,

@@ -1,4 +1,4 @@
-"""Store the results of runs, one small file each, and tell which runs are done."""
+"""Store the results of runs, one small file each or all as lines of one file, and tell which runs are done."""
 
 import hashlib
 import json
@@ -9,25 +9,56 @@ from study import runs
 from study.runs import ROOT, Run
 
 RESULTS = ROOT / "study" / "results"
+BY_STRUCTURE = "by_structure.jsonl"  # in the folder of the results; the others there are on an earlier split
 STAMP = "configuration.json"  # in the folder of a seed's inputs, once they are made; it says what from
 
 
-def is_done(run: Run, folder: Path) -> bool:
+def is_done(run: Run, place: Path) -> bool:
     """Tell whether there is a result of this run with its present configuration."""
-    path = folder / f"{run.name}.json"
-    return path.exists() and json.loads(path.read_text("utf-8"))["configuration"] == runs.configuration(run)
+    return run.name in load([run], place)
 
 
-def load(wanted: Iterable[Run], folder: Path) -> dict[str, dict]:
-    """Return {name: result} of those runs that are done."""
+def load(wanted: Iterable[Run], place: Path) -> dict[str, dict]:
+    """Return {name: result} of those runs that are done, on whichever split.
+
+    Args:
+        wanted: the runs.
+        place: a folder with a file for each result, or a .jsonl file with a line for each.
+    """
+    found = {run.name: run for run in wanted}
     return {
-        run.name: json.loads((folder / f"{run.name}.json").read_text("utf-8"))
-        for run in wanted
-        if is_done(run, folder)
+        result["run"]: result
+        for result in _all(place)
+        if result["run"] in found
+        and _on_any_split(result["configuration"]) == _on_any_split(runs.configuration(found[result["run"]]))
     }
 
 
-def refuse_another_warm_start(run: Run, sha256: str, folder: Path) -> None:
+def _on_any_split(configuration: dict) -> dict:
+    inputs = {name: value for name, value in configuration["inputs"].items() if name != "held_out_by"}
+    return configuration | {"inputs": inputs}
+
+
+def _all(place: Path) -> list[dict]:
+    if place.suffix == ".jsonl":
+        texts = place.read_text("utf-8").splitlines() if place.exists() else []
+    else:
+        texts = [path.read_text("utf-8") for path in sorted(place.glob("*.json"))]
+    return [json.loads(text) for text in texts]
+
+
+def refuse_another_split(place: Path) -> None:
+    """Refuse to add results to those on an earlier split of the puzzles, with which they would make no pair.
+
+    Raises:
+        ValueError: there are such results.
+    """
+    for result in _all(place):
+        if result["configuration"]["inputs"].get("held_out_by") != runs.HELD_OUT_BY:
+            raise ValueError(f"{place} has results on an earlier split of the puzzles, such as {result['run']}'s")
+
+
+def refuse_another_warm_start(run: Run, sha256: str, place: Path) -> None:
     """Refuse to train from a warm start with which the run would make no pair with those that are stored.
 
     Another kind of CPU may make another warm start from the same seed.
@@ -35,12 +66,12 @@ def refuse_another_warm_start(run: Run, sha256: str, folder: Path) -> None:
     Raises:
         RuntimeError: a result of the same inputs has another warm start.
     """
-    for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text("utf-8"))
-        is_same = result["configuration"]["inputs"] == runs.inputs_configuration(run.condition, run.seed)
+    inputs = runs.inputs_configuration(run.condition, run.seed)
+    for result in _all(place):
+        is_same = result["configuration"]["inputs"] == inputs
         if is_same and result["family"] == run.family and result["warm_start_sha256"] != sha256:
             raise RuntimeError(
-                f"its warm start is not {path.stem}'s, as on another kind of CPU, so the two would make no pair: "
+                f"its warm start is not {result['run']}'s, as on another kind of CPU, so the two would make no pair: "
                 "train it where that was trained, or delete the seed's results"
             )
 
@@ -62,10 +93,14 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def write(result: dict, folder: Path) -> None:
-    """Write a run's result."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(_json(result) + "\n", folder / f"{result['run']}.json")
+def write(result: dict, place: Path) -> None:
+    """Write a run's result, as a file in a folder or as a line of a .jsonl file."""
+    if place.suffix == ".jsonl":
+        with open(place, "a", encoding="utf-8") as file:
+            file.write(json.dumps(result, ensure_ascii=False) + "\n")
+    else:
+        place.mkdir(parents=True, exist_ok=True)
+        write_whole(_json(result) + "\n", place / f"{result['run']}.json")
 
 
 def write_whole(text: str, path: Path) -> None:

@@ -33,13 +33,13 @@ def tables(results: dict[str, dict]) -> str:
     parts += ["## The learning rate, chosen for GRPO alone\n", tuning_table(results)]
     missing = [run.name for run in [*runs.STUDY, *runs.TUNING] if run.name not in results]
     parts.append(f"Runs that are missing: {', '.join(missing) or 'none'}.\n")
-    return "\n".join([*parts, origin(results)])
+    return "\n".join([*parts, origin(list(results.values()))])
 
 
-def origin(results: dict[str, dict]) -> str:
+def origin(results: Sequence[dict]) -> str:
     """Return on what machines and at which commits the results were made."""
-    machines = sorted({_machine(r["machine"]) for r in results.values()})
-    commits = sorted({r["commit"] for r in results.values()})
+    machines = sorted({_machine(r["machine"]) for r in results})
+    commits = sorted({r["commit"] for r in results})
     return (
         f"Run on: {'; '.join(machines) or 'nothing yet'}.\n\nAt the commits: {', '.join(commits) or 'nothing yet'}.\n"
     )
@@ -54,12 +54,12 @@ def setting() -> str:
     people = " and ".join(map(str, runs.PEOPLE))
     warm_start = ", ".join(f"{name} {value}" for name, value in runs.WARM_START.items())
     return (
-        f"Puzzles of {people} people, equally often; held out, by structure: {runs.HELD_OUT} for each number of "
-        f"people, answered {runs.EVAL_SAMPLES} times at temperature {runs.TEMPERATURE}, and {runs.HELD_OUT_GREEDY} "
-        f"others, answered greedily. Warm start ({warm_start}), one per seed, shared by the seed's runs. Then "
-        f"{runs.STEPS} steps of {runs.PROMPTS_PER_STEP} puzzles x {runs.SAMPLES_PER_PROMPT} answers of at most "
-        f"{runs.MAX_NEW_TOKENS} tokens at temperature {runs.TEMPERATURE}, the same puzzles in the same order for all; "
-        "two mini-batches a step, each an optimizer step, and two with Lopti; learning rate "
+        f"Puzzles of {people} people, equally often; held out: {runs.HELD_OUT} for each "
+        f"number of people, answered {runs.EVAL_SAMPLES} times at temperature {runs.TEMPERATURE}, and "
+        f"{runs.HELD_OUT_GREEDY} others, answered greedily. Warm start ({warm_start}), one per seed, shared by "
+        f"the seed's runs. Then {runs.STEPS} steps of {runs.PROMPTS_PER_STEP} puzzles x {runs.SAMPLES_PER_PROMPT} "
+        f"answers of at most {runs.MAX_NEW_TOKENS} tokens at temperature {runs.TEMPERATURE}, the same puzzles in "
+        "the same order for all; two mini-batches a step, each an optimizer step, and two with Lopti; learning rate "
         f"{runs.LEARNING_RATE:g}, constant. `study/runs.py` has every flag.\n"
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-Statement = tuple  # ("telling-truth" | "lying", person) or (connective, statement, ...)
+from arlopti_openrlhf.data.structures import Statement, canonical_form
 
 MIN_PEOPLE, MAX_PEOPLE = 2, 8
 
@@ -63,7 +63,7 @@ _SENTENCES = (
     '"{Said}" - {who}.',
 )
 _CONNECTIVES = ("and", "or", "->", "<=>")
-_TEST_SHARE = 4  # one structure in four is held out
+_TEST_SHARE = 3  # one structure in three is held out; with 2 people there are only 249
 
 # With 3 people, these are all. With 4 or more, trying all wrong assignments would take more room than a response has.
 _MAX_WRONG_TRIALS = 7
@@ -178,12 +178,13 @@ def solutions(statements: Sequence[Statement], num_people: int) -> list[tuple[bo
 
 
 def is_held_out(statements: Sequence[Statement]) -> bool:
-    """Tell whether puzzles of this structure belong to the test split, as about one structure in four does.
+    """Tell whether puzzles of this structure belong to the test split, as about one structure in three does.
 
-    The split depends on the statements alone, not on the seed. So no renamed or reworded training puzzle is ever in
-    the test split, and the splits stay disjoint across seeds and counts.
+    The split depends on the puzzle's `canonical_form` alone, not on the seed. So no training puzzle is ever in the
+    test split with other names, its people in another order, or a claim trivially reworded. The splits stay disjoint
+    across seeds and counts.
     """
-    digest = hashlib.sha256(repr(tuple(statements)).encode()).digest()
+    digest = hashlib.sha256(repr(canonical_form(statements)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % _TEST_SHARE == 0
 
 
@@ -211,10 +212,8 @@ def generate(
 def _generate(num_people: int, rng: random.Random, held_out: bool | None, names: Sequence[str]) -> Iterator[Puzzle]:
     while True:
         statements = tuple(_draw_statement(speaker, num_people, rng) for speaker in range(num_people))
-        if held_out is not None and is_held_out(statements) != held_out:
-            continue
         found = solutions(statements, num_people)
-        if len(found) == 1:
+        if len(found) == 1 and (held_out is None or is_held_out(statements) == held_out):
             people = tuple(rng.sample(names, num_people))
             yield Puzzle(people, statements, found[0], _quiz(people, statements, rng))
 

@@ -29,8 +29,9 @@ def generate_rows(
 ) -> list[Row]:
     """Make `count` rows of distinct new puzzles for each number of people, with the sources in turn.
 
-    Rows with `held_out` have other statement structures than those without, at every seed. A larger count continues a
-    smaller one. With `solutions` each row also has a `response`, which is a worked solution to fine-tune a model on.
+    Rows with `held_out` have other structures than those without, at every seed (`knights_knaves.is_held_out`). A
+    larger count continues a smaller one. With `solutions` each row also has a `response`, which is a worked solution
+    to fine-tune a model on.
 
     Raises:
         ValueError: a number of people outside 2 to 8.
@@ -46,7 +47,7 @@ def generate_rows(
 def _distinct_rows(
     puzzles: Iterator[knights_knaves.Puzzle], count: int, prompt_format: str, solutions: bool
 ) -> list[Row]:
-    # Two people have only some hundred structures, so a puzzle counts as new by its wording.
+    # Two people have only 249 structures, so a puzzle counts as new by its wording.
     chosen: dict[str, Row] = {}
     make_prompt = knights_knaves.messages if prompt_format == "messages" else knights_knaves.chatml
     while len(chosen) < count:

@@ -18,12 +18,12 @@ def test_report_of_an_unfinished_study(tmp_path):
     for variant, values in accuracies.items():
         for seed, accuracy in enumerate(values):
             stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path)
-    (tmp_path / "study.md").write_text(f"Before.\n{report.START}\nold\n{report.END}\nAfter.\n")
+    (tmp_path / "study.md").write_text(f"Before.\n{report.START}\nstale\n{report.END}\nAfter.\n")
     command = [sys.executable, "-m", "study.report", "--results", tmp_path, "--docs", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert output.returncode == 0, output.stderr
     page = (tmp_path / "study.md").read_text()
-    assert page.startswith("Before.\n") and page.endswith("\nAfter.\n") and "old" not in page
+    assert page.startswith("Before.\n") and page.endswith("\nAfter.\n") and "stale" not in page
     # GRPO: mean 0.52, s = 0.02, 4.303 · 0.02 / √3 = 0.050. By puzzle: 0.03 in each of 3 x 2, 0.03 / √6 = 0.012.
     row = "| GRPO | 3 of 5 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.012 | 0.500 ± 0.000 | 0.500 ± 0.000 |"
     assert f"{row} 1.500 ± 0.000 |" in page
@@ -62,13 +62,16 @@ def test_report_of_an_unfinished_family(tmp_path):
             made = result(of_name(f"{variant}-{seed}"), accuracy)
             made["curves"] |= {"mean_weight": [0.8, 1.0], "zero_share": [0.0, 0.0]} if variant.endswith("-ar") else {}
             stored.write(made, tmp_path)
+    for variant, values in {"noise-grpo": (0.30, 0.32), "noise-lopti": (0.30, 0.34)}.items():
+        for seed, accuracy in enumerate(values):
+            stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path / stored.BY_STRUCTURE)
     for name in ("study_family.md", "token_methods.md"):
-        (tmp_path / name).write_text(f"Before.\n{report.START}\nold\n{report.END}\nAfter.\n")
+        (tmp_path / name).write_text(f"Before.\n{report.START}\nstale\n{report.END}\nAfter.\n")
     command = [sys.executable, "-m", "study.report", "--family", "--results", tmp_path, "--docs", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert output.returncode == 0, output.stderr
     page = (tmp_path / "study_family.md").read_text()
-    assert "**9 of 150 runs are done** (seed 0: 5 of 30, seed 1: 3 of 30, seed 2: 1 of 30, seed 3: 0 of 30," in page
+    assert "**9 of 150 runs are done (seed 0: 5 of 30, seed 1: 3 of 30, seed 2: 1 of 30, seed 3: 0 of 30," in page
     # Differences 0.05 and 0.07, as above: p = 0.105, which 30 comparisons leave nothing of. 0.05 twice has p = 0.
     assert "| Lopti (η = 0.5) minus GRPO | 2 of 5 | +0.060 ± 0.127 | 0.105 | 1.000 |" in page
     assert "| GRPO, twice as many steps minus GRPO | 2 of 5 | +0.050 ± 0.000 | < 0.001 | < 0.001 |" in page
@@ -76,10 +79,14 @@ def test_report_of_an_unfinished_family(tmp_path):
     assert "| Lopti (η = 0.5) minus GRPO, twice as many steps | 2 of 5 | +0.010 ± 0.127 | 0.500 | 1.000 |" in page
     assert "| AR (α = 0.3) minus GRPO | 1 of 5 | +0.100 |  |  |" in page
     assert "| A3PO, mean weight one minus GRPO | 0 of 5 | missing |" in page
+    # On the other split 0 and 0.02 likewise, beside what they were.
+    assert "**4 of 30 runs are done (seed 0: 2 of 6, seed 1: 2 of 6, seed 2: 0 of 6," in page
+    assert "| Lopti (η = 0.5) minus GRPO, as told | 2 of 5 | +0.060 ± 0.127 | 0.105 |  |" in page
+    assert "| Lopti (η = 0.5) minus GRPO, by structure | 2 of 5 | +0.010 ± 0.127 | 0.500 | 1.000 |" in page
     assert "| AR (α = 0.3) | 1 of 5 | 0.900 | 0.000 |" in page
     assert (tmp_path / "study_family.png").read_bytes().startswith(b"\x89PNG")
     short = (tmp_path / "token_methods.md").read_text()
-    assert short.startswith("Before.\n") and short.endswith("\nAfter.\n") and "old" not in short
+    assert short.startswith("Before.\n") and short.endswith("\nAfter.\n") and "stale" not in short
     assert "| Lopti (η = 0.5) | missing (0 of 5) | +0.060 ± 0.127 (2 of 5) |" in short
     assert "| AR (α = 0.3) | +0.100 (1 of 5) | missing (0 of 5) |" in short and "mean weight" not in short
 

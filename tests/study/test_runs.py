@@ -63,6 +63,12 @@ def test_the_family_is_balanced_wherever_it_is_cut_short():
     assert {r.condition for r in (*runs.STUDY, *runs.TUNING)} == {runs.DECISIONS}
 
 
+def test_the_controls_are_three_of_each_seed_and_condition_in_order():
+    names = [f"{condition}-{name}-0" for name in ("grpo", "lopti", runs.CONTROL) for condition in runs.CONDITIONS]
+    assert [r.name for r in runs.FAMILY_CONTROLS[:6]] == names
+    assert len(runs.FAMILY_CONTROLS) == 30 and [r.seed for r in runs.FAMILY_CONTROLS[::6]] == list(range(5))
+
+
 def test_every_method_of_the_family_parses_as_what_it_is():
     family = {r.variant.removeprefix("noise-"): parsed(r) for r in runs.FAMILY[:30] if r.condition == runs.NOISE}
     grpo = family.pop("grpo")

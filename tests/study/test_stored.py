@@ -44,6 +44,33 @@ def test_runs_that_would_make_no_pair_are_refused(tmp_path):
     stored.refuse_another_warm_start(of_name("decisions-ar-1"), "b", tmp_path)  # no pair with the first study's
 
 
+def test_results_are_files_of_a_folder_or_lines_of_a_file(tmp_path):
+    wanted, other = of_name("noise-lopti-1"), of_name("noise-grpo-1")
+    lines = tmp_path / "some.jsonl"
+    for of in (wanted, other, wanted):
+        stored.write(result(of), lines)
+    stored.write(result(other), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["noise-grpo-1.json", "some.jsonl"]
+    assert stored.load(runs.FAMILY, lines) == {of.name: result(of) for of in (wanted, other)}
+    assert stored.load(runs.FAMILY, tmp_path) == {other.name: result(other)}
+    with pytest.raises(RuntimeError, match="its warm start is not noise-lopti-1's"):
+        stored.refuse_another_warm_start(wanted, "b", lines)
+
+
+def test_results_on_an_earlier_split_are_read_and_none_is_added_to_them(tmp_path):
+    """The same run is now trained and tested on other puzzles than they were."""
+    earlier = result(of_name("grpo-0"))
+    del earlier["configuration"]["inputs"]["held_out_by"]
+    stored.write(result(of_name("grpo-1")), tmp_path)
+    stored.refuse_another_split(tmp_path)
+    stored.write(earlier, tmp_path)
+    assert stored.is_done(of_name("grpo-0"), tmp_path)
+    command = [sys.executable, "-m", "study.run", "--only", "*-2", "--results", tmp_path, "--work", tmp_path / "work"]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert output.returncode == 2 and "on an earlier split of the puzzles, such as grpo-0's" in output.stderr
+    assert not (tmp_path / "work").exists()
+
+
 def test_the_configuration_is_that_of_any_machine():
     text = json.dumps(runs.configuration(of_name("ar-0")))
     assert str(ROOT) not in text and "rewards/kk_reward.py" in text and "INPUTS/model" in text
