@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from arlopti_openrlhf import cpu_vllm
+from arlopti_openrlhf import cpu_adam, cpu_vllm
 
 
 def are_made() -> bool:
@@ -282,6 +282,7 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
 
 _CPU_PATCHES = {
     "deepspeed.comm.torch": _patch_deepspeed_comm,
+    **cpu_adam.PATCHES,
     "openrlhf.trainer.ppo_utils.replay_buffer": _patch_replay_buffer,
     "openrlhf.utils.deepspeed.deepspeed": _patch_strategy,
     "openrlhf.utils.distributed_util": _patch_distributed_util,

@@ -38,6 +38,8 @@ from torch import Tensor
 from arlopti_openrlhf.methods import FOLDER, built_in, name_of, parse_argument
 from arlopti_openrlhf.token_update import token_probabilities
 
+_LARGEST = 1e6  # weight of a made-up token, whose probability is at least 1e-3
+
 
 class Tokens(NamedTuple):
     """Holds what a token method sees of responses, (B, A) each."""
@@ -244,5 +246,7 @@ def _probed(method: Method) -> Method:
     if not method.passes:
         raise ValueError("weigh returned no tensor at all")
     for part in (tokens, Tokens(*(values[:1, :1] for values in tokens))):
-        method.weigh(part, statistic)
+        largest = max(weights.max().item() for weights in method.weigh(part, statistic))
+        if largest > _LARGEST:
+            raise ValueError(f"weigh returned {largest:g} for a made-up token, and at most {_LARGEST:g} can be meant")
     return method

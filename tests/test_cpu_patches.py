@@ -1,5 +1,6 @@
 """What is replaced on the CPU and without flash-attn, builds that are killed, and vLLM's weights after a sync."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -106,6 +107,33 @@ def test_an_all_gather_is_complete_when_it_returns():
     from deepspeed.comm.torch import TorchBackend
 
     assert all(hasattr(f, "__wrapped__") for f in (TorchBackend.all_gather, TorchBackend.all_gather_into_tensor))
+
+
+@pytest.mark.parametrize("optimizer_class", ["FusedAdam", "DeepSpeedCPUAdam"])
+def test_adam_resumed_at_any_step_equals_adam_that_went_on(optimizer_class):
+    """DeepSpeed's op multiplies the powers of the betas from step to step, and a resumed run computes them anew."""
+    from deepspeed.ops import adam
+
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(30, 64, generator=generator)
+    parameter = torch.nn.Parameter(torch.randn(64, generator=generator))
+
+    def train(steps: range, weights: torch.Tensor, state: dict | None = None) -> list[tuple[torch.Tensor, dict]]:
+        parameter.data = weights.clone()
+        optimizer = getattr(adam, optimizer_class)([parameter], lr=1e-3, betas=(0.9, 0.95))
+        if state:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        after = []
+        for i in steps:
+            parameter.grad = gradients[i].clone()
+            optimizer.step()
+            after.append((parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())))
+        return after
+
+    whole = train(range(30), parameter.detach())
+    for done in reversed(range(1, 29)):  # upwards, the op's own count of the steps would go on
+        [(resumed, _), *_] = train(range(done, done + 1), *whole[done - 1])
+        assert torch.equal(resumed, whole[done][0]), done
 
 
 def test_unpadding_helpers_undo_each_other():

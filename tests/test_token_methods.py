@@ -129,6 +129,19 @@ def test_clip_cov_draws_one_token_at_least_and_the_same_in_any_order():
     assert (few.weigh(seen, few.statistic(seen))[0] == 0).sum() == 1
 
 
+def test_clip_cov_draws_no_token_beside_those_drawn_that_has_another_probability():
+    """1,000 tokens of ln p = −1e-9, −2e-9, ... and A = 1.5, 3,000 of ln p = −4 and A = 0: cov = 3.375 and 0.375.
+
+    In float32 hundreds of the first share a covariance.
+    """
+    log_probs = torch.cat([torch.arange(1, 1001) * -1e-9, torch.full((3000,), -4.0)])[None]
+    advantages = torch.where(log_probs > -1, 1.5, 0.0)
+    seen = Tokens(log_probs, advantages, torch.ones_like(log_probs))
+    method = load("clip_cov", "share=0.005")
+    assert len(log_probs.unique()) == 1001
+    assert (method.weigh(seen, method.statistic(seen))[0] == 0).sum() == 20
+
+
 NEUTRAL = {
     "ar": ["alpha=0"],
     "lopti": ["eta=1e-9"],

@@ -50,8 +50,9 @@ def weigh(tokens: Tokens, statistic: Drawn, *, share: float = 2e-4, low: float =
         high: the one below which they may.
     """
     covariances = _covariances(tokens, statistic.advantage, statistic.log_prob)
-    return ~torch.isin(covariances, statistic.covariances.to(covariances))
+    return ~torch.isin(covariances, statistic.covariances.to(covariances.device))
 
 
 def _covariances(tokens: Tokens, mean_advantage: float, mean_log_prob: float) -> Tensor:
-    return (tokens.advantages - mean_advantage) * (tokens.log_probs - mean_log_prob)
+    """Return the covariances in float64. In float32 tokens of other A and π would often share one."""
+    return (tokens.advantages.double() - mean_advantage) * (tokens.log_probs.double() - mean_log_prob)

@@ -1,11 +1,12 @@
 """Lower the tokens that change the entropy most (STEER).
 
-- Paper: STEER, ACL 2026.
+- Paper: arXiv 2510.10150 (STEER), ACL 2026.
 - Formula: Ω = |A| · (1 − π_old) · |ln π_old + H|; w = clamp(exp(−kΩ), w_min, 1) with k = −ln(w_min) / max(max Ω,
   0.02).
 - Code read: github.com/zz-haooo/STEER at b31df71.
 - Constants: w_min = 0.8, and the 0.02.
-- Deviations: the authors' maximum is a micro-batch's, ours the rollout batch's.
+- Deviations: the authors' maximum is a micro-batch's, ours the rollout batch's. Their code has a second mapping, its
+  default, which is linear in Ω, to [0.8, 1.2]. Ours is the paper's exponential one alone.
 """
 
 import math

@@ -131,6 +131,7 @@ class UpdateStatistics:
 
     Attributes:
         is_moved: whether θ has changed since the tokens were sampled; to be set after the first optimizer step.
+        lacks_tokens: whether a method has left out tokens whose gradient nobody knows.
         sums: (bins, sums) and `histograms`: (2, 50) counts and gradient norms, float64, to be added up over the ranks.
     """
 
@@ -138,7 +139,7 @@ class UpdateStatistics:
 
     def __init__(self, device: torch.device | str = "cpu", by_quartile: bool = False) -> None:
         self.by_quartile = by_quartile
-        self.is_moved = False
+        self.is_moved = self.lacks_tokens = False
         self.edges = torch.tensor(EDGES, device=device)
         self.histogram_edges = torch.arange(self.HISTOGRAM_BINS + 1, device=device) / self.HISTOGRAM_BINS
         # Rows are bins, columns are sums. In float64: in float32 a million tokens' sum would lose the small ones.
@@ -175,8 +176,16 @@ class UpdateStatistics:
         self._put(tokens.old_log_probs, values)
 
     @torch.no_grad()
-    def add_left_out(self, old_log_probs: Tensor, advantages: Tensor, squared_rest: Tensor) -> None:
-        """Add tokens that a method leaves out, (N,) each, to the norms before it, as those of the policy π_old."""
+    def add_left_out(self, tokens: tuple[Tensor, Tensor, Tensor] | None) -> None:
+        """Add the tokens that a method leaves out to the norms before it, as those of the policy π_old.
+
+        Args:
+            tokens: log π_old, advantages and Σ_{j≠o} P_j², (N,) each, or None where they are not known.
+        """
+        if tokens is None:
+            self.lacks_tokens = True
+            return
+        old_log_probs, advantages, squared_rest = tokens
         values = torch.zeros(len(advantages), len(_SUMS))
         norms = logit_gradient_norm(advantages, old_log_probs, squared_rest)
         values[:, _SUMS.index("logit_grad_norm_before_ar")] = norms
@@ -201,12 +210,13 @@ class UpdateStatistics:
             self.sums.index_add_(0, bin_index(token_probabilities(log_probs), self.edges), values.double())
         self._kept.clear()
 
-    def metrics(self, with_ar: bool, with_methods: bool = False) -> dict[str, float]:
+    def metrics(self, with_before: bool, with_methods: bool = False) -> dict[str, float]:
         """Return what each bin holds, as `tokens/<bin>/<name>`. A bin without such tokens has no mean.
 
         `count` and `share` count token updates. `abs_advantage` is a mean before AR. `logit_grad_norm` is the sum of
-        Eq. 15's norms, and `grad_share` the bin's share of it; with AR there is also `grad_share_before_ar`, and with
-        token methods `grad_share_before_methods`, also of the tokens that they leave out (`add_left_out`). `entropy`
+        Eq. 15's norms, and `grad_share` the bin's share of it. With `with_before` there is also
+        `grad_share_before_ar`, or `grad_share_before_methods` with token methods, whose sums also hold the tokens that
+        they leave out (`add_left_out`). It is not to be asked for where `lacks_tokens` is true on a rank. `entropy`
         is a mean in nats, and `clip_ratio` the share of clipped tokens. Among the tokens computed after θ has moved,
         `probability_change` is the mean of π − π_old, and `rose` the share of those with a positive advantage whose
         probability rose (Fig. 3).
@@ -216,7 +226,7 @@ class UpdateStatistics:
         shares = {
             "share": sums["count"],
             "grad_share": sums["logit_grad_norm"],
-        } | ({f"grad_share_before_{methods}": sums["logit_grad_norm_before_ar"]} if with_ar else {})
+        } | ({f"grad_share_before_{methods}": sums["logit_grad_norm_before_ar"]} if with_before else {})
         means = {  # name: sum, over how many
             "abs_advantage": ("abs_advantage", "count"),
             "entropy": ("entropy", "computed"),

@@ -131,17 +131,20 @@ class TokenWeights:
         lengths = [int(self._counted[id(sample)][stage.method_pass or 0].sum()) for sample in samples]
         return sum(lengths), sum(length > 0 for length in lengths)
 
-    def left_out(self, samples: Sequence[Experience]) -> tuple[Tensor, Tensor, Tensor]:
+    def left_out(self, samples: Sequence[Experience]) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that no pass updates, (N,) each.
 
-        They are none where a forward pass has not shown their distributions, which it does for entropies, or where the
-        loss is a mean over responses, in which tokens have a share that depends on the response.
+        None where there are such tokens and their gradient is not known. That is so where no forward pass has shown
+        their distributions, which one does for entropies alone, or where the loss is a mean over responses, in which
+        tokens have a share that depends on the response.
         """
-        if self.distributions is None or not self.by_token:
-            return torch.empty(0), torch.empty(0), torch.empty(0)
         found = [torch.empty(3, 0)]
         for sample in samples:
             is_left_out = sample.action_mask.bool().cpu() & (self._of_sample(sample) == 0).all(dim=0)
+            if not is_left_out.any():
+                continue
+            if self.distributions is None or not self.by_token:
+                return None
             rows = sample.action_log_probs, sample.advantages, self.distributions[id(sample)][1]
             found.append(torch.stack([row.cpu().float()[is_left_out] for row in rows]))
         log_probs, advantages, squared_rest = torch.cat(found, dim=1)

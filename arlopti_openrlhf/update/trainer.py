@@ -69,11 +69,11 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         if self.observes:
             by_quartile = self.args.logger.probability_stats == "quartiles"
             self.statistics = UpdateStatistics(torch.cuda.current_device(), by_quartile)
-        eta = self._threshold() if self.uses_lopti else None
         items = self.replay_buffer.items
         self.token_weights = self.token_weights.of_the_next()
         if self.methods and not self.first_pass_gives_old_log_probs:
             self.token_weights.look_at_all(self.actor, items, self.args, self.ranks)
+        eta = self._threshold() if self.uses_lopti else None  # methods that read entropies know log π_old from here on
         if self.uses_lopti or self.methods or (self.is_selective and self._fills_mini_batches()):
             status, items = self._train_in_passes(kl_ctl, self.stages(eta))
         else:
@@ -109,8 +109,8 @@ class TokenUpdateTrainer(MicroBatchTrainer):
                 (num_tokens,) = self.ranks.sum(this_pass.num_tokens)
                 if num_tokens:
                     metrics.add(this_pass, num_tokens, status)
-            if self.statistics is not None:
-                self.statistics.add_left_out(*self.token_weights.left_out(trained))
+            if self.statistics is not None and self.methods:
+                self.statistics.add_left_out(self.token_weights.left_out(trained))
         return metrics.summary(), trained
 
     def _skip_pass(self) -> None:
@@ -207,9 +207,9 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             self.statistics.set_quartiles(self.ranks.quantiles(log_probs, [0.25, 0.5, 0.75]))
         self.statistics.sums = self.ranks.sum_tensor(self.statistics.sums)
         histograms = self.ranks.sum_tensor(self.statistics.histograms)
-        # GSPO's gradient is spread over the response: what AR changed does not show token by token.
-        with_ar = bool(self.alpha or self.methods) and self.args.actor.policy_loss_type != "gspo"
-        by_bin = self.statistics.metrics(with_ar, with_methods=bool(self.methods))
+        # GSPO's gradient is spread over the response, and some methods leave out tokens whose gradient nobody knows.
+        is_known = self.args.actor.policy_loss_type != "gspo" and not self.ranks.max(self.statistics.lacks_tokens)
+        by_bin = self.statistics.metrics(is_known and bool(self.alpha or self.methods), bool(self.methods))
         return by_bin | {HISTOGRAMS: histograms.flatten().tolist()}
 
     def broadcast_to_vllm(self) -> None:

@@ -8,6 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from update_workers import OFF, RANKS, SAMPLES, Group, assert_no_nan, cluster, experiences, flags, relative_distance
 
+from arlopti_openrlhf.methods import built_in
+from arlopti_openrlhf.token_method import load
+
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "token_method.py")
 PLAIN = OFF | {"algo.ar.alpha": 0.0, "ds.packing_samples": True, "algo.kl.use_loss": False, "algo.kl.init_coef": 0.0}
 
@@ -162,6 +165,25 @@ def test_methods_multiply_and_lopti_divides_them_into_its_passes(group):
     assert relative_distance(whole, alone) > 0.9
 
 
+READING_ENTROPIES = ("eighty_twenty", "stapo", "stare", "entropy_advantage", "steer", "surprisal_band")
+
+
+def test_the_methods_that_read_entropies_are_all_in_the_table():
+    methods = load(built_in(), ["surprisal_band.lo=0.9", "surprisal_band.hi=1.2"])
+    assert {method.name for method in methods if method.needs_entropies} == set(READING_ENTROPIES)
+
+
+@pytest.mark.parametrize("source", READING_ENTROPIES)
+def test_a_quantile_divides_the_tokens_of_a_method_that_reads_entropies(group, source):
+    """The forward pass that gives the entropies gives log π_old too, and so the threshold."""
+    (whole,) = run(group, source).gradients
+    result = run(group, source, **{"algo.lopti.quantile": 0.9})
+    low, high = result.gradients
+    assert relative_distance([a + b for a, b in zip(low, high, strict=True)], whole) < 1e-5
+    assert result.status["lopti/low_share"] == pytest.approx(0.9, abs=0.02)
+    assert_no_nan(result.status)
+
+
 @pytest.mark.parametrize("loss", ["token-mean", "seq-mean-token-mean"])
 def test_normalized_weights_have_a_mean_of_one(group, loss):
     """The gradient is the one without, divided by the mean weight. π_old is known before the first pass."""
@@ -232,6 +254,21 @@ def test_statistics_before_a_method_have_the_tokens_that_it_leaves_out(group, ti
         assert found == pytest.approx([value.item() for value in expected], rel=1e-4)
         lower = edge
     assert abs(inside.sum().item() / len(p) - 0.25) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("source", "loss", "is_known"),
+    [
+        ("clip_cov", "token-mean", False),  # no forward pass has shown the distributions of the tokens left out
+        ("eighty_twenty", "seq-mean-token-mean", False),
+        ("positive_weight", "seq-mean-token-mean", True),  # it leaves no token out
+        ("lopti", "token-mean", True),  # each token is in one of its passes
+    ],
+)
+def test_a_share_before_a_method_is_one_of_all_tokens_or_left_out(group, source, loss, is_known):
+    status = run(group, source, **{"actor.loss_agg_mode": loss}).status
+    assert "tokens/p0.00-0.25/grad_share" in status
+    assert ("tokens/p0.00-0.25/grad_share_before_methods" in status) == is_known
 
 
 @pytest.mark.parametrize("more", [{}, {"algo.kl.init_coef": 0.1}], ids=["", "KL in the reward"])

@@ -198,7 +198,10 @@ def test_no_response_has_a_token():
 
 
 def test_the_tokens_that_are_left_out():
-    """Two of the four, with what the statistics need of them; none in a mean over responses, or without entropies."""
+    """Two of the four, with what the statistics need; not known in a mean over responses, or without entropies.
+
+    No token is left out of both of Lopti's passes.
+    """
     (item,) = samples(36)[4:5]
     weights = TokenWeights(token_method.load(["eighty_twenty"], []), by_token=True)
     weights.distributions, weights._statistics = {id(item): TWO_OF_FOUR}, [2.0]
@@ -206,5 +209,7 @@ def test_the_tokens_that_are_left_out():
     assert torch.equal(log_probs, item.action_log_probs[[2, 4]])
     assert torch.equal(advantages, item.advantages[[2, 4]]) and squared_rest.tolist() == pytest.approx([0.5, 0.7])
     weights.by_token = False
-    assert not weights.left_out([item])[0].numel()
+    assert weights.left_out([item]) is None
+    weights.by_token, weights.distributions = True, None
+    assert weights.left_out([item]) is None
     assert not TokenWeights(token_method.load(["lopti"], []), by_token=True).left_out([item])[0].numel()
