@@ -19,10 +19,10 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 help:
 	@echo "make setup       .venv with the whole CPU stack (Python 3.11 and its headers, a C++ compiler)"
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
-	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, a run survives five faults"
+	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, runs survive five and eight faults"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
 	@echo "make lint        set up, then ruff (rules and format), mypy, and hadolint"
-	@echo "make chaos       set up, then inject faults into 30 tiny trainings; ARGS=--short takes one run with five faults"
+	@echo "make chaos       set up, then inject faults into tiny trainings, one by one; ARGS=--nemesis SEED=1 draws eight for one run"
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server or data; ARGS='--seconds 600'"
 	@echo "make docs        build the documentation into site/ (its packages go into .venv-docs)"
@@ -31,9 +31,9 @@ help:
 setup: $(PROJECT)
 
 # The tests' models are too small for a second thread, and threads that wait for each other take the cores of others.
-test long: export OMP_NUM_THREADS := 1
+test long chaos: export OMP_NUM_THREADS := 1
 # Ray's workers would yield to everything else, and the tests wait for them.
-test long: export RAY_worker_niceness := 0
+test long chaos: export RAY_worker_niceness := 0
 
 ifneq ($(strip $(ARGS)),)
 test: setup

@@ -54,7 +54,8 @@ def main() -> None:
             folder = args.out / f"{variant.replace(' ', '')}-{time.strftime('%H%M%S')}"
             folder.mkdir()
             flags = [*flags_of(variant, quickstart.training_flags(args.out, files, size, seed=0)), "--eval.steps=-1"]
-            flags += [f"--logger.tensorboard_dir={folder}", f"--ckpt.output_dir={folder}/checkpoint", *args.flags]
+            flags += [f"--logger.tensorboard_dir={folder}", f"--ckpt.output_dir={folder}/checkpoint"]
+            flags += [f"--ckpt.path={folder}/checkpoints", *args.flags]
             start = time.monotonic()
             command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags]
             Log(folder / "run.log").run(command, lambda line: None)

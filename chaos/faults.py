@@ -1,97 +1,90 @@
-"""The faults as data: when each comes, what it does, how the start that it hits must end, and what may be lost."""
+"""One table of faults: what each does, when it comes, how the start that it hits must end, and what may be lost."""
 
+import math
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from chaos.training import BAD_STEPS, SAVE_EVERY, STEPS, Training, checkpoints
+from chaos.training import BAD_STEPS, SAVE_EVERY, STALL_SECONDS, Training, checkpoints
 
-Act = Callable[[Training, random.Random], None]
+Does = Callable[[Training], None]
+Moment = Callable[[Training, int, random.Random], None]
 Damage = Callable[[Path, random.Random], str]
 
 
+def after_step(training: Training, step: int, rng: random.Random) -> None:
+    """Wait for a random moment after a step of the run."""
+    training.wait_for(lambda: max(training.steps(), default=0) >= step)
+    time.sleep(rng.uniform(0, 0.5))
+
+
+def while_saving(training: Training, step: int, rng: random.Random) -> None:
+    """Wait until a checkpoint is begun, after a step of the run, where there is one already."""
+    folder = training.folder / "checkpoints" / "_actor"
+    training.wait_for(lambda: checkpoints(training.folder) and max(training.steps(), default=0) >= step)
+    known = set(os.listdir(folder))
+    training.wait_for(lambda: set(os.listdir(folder)) - known, every=0.001)
+
+
 @dataclass(frozen=True)
-class Start:
-    """One start of the training and the fault that hits it.
+class Fault:
+    """A row: one start of the training, and the fault that hits it.
 
     Attributes:
-        act: waits for the moment and does it. None: the fault is in the flags, the environment or the module.
-        exits: how the start may end. 0: it survives, and trains to the last step.
+        does: what is done to the running start. None: the fault is in the flags, the environment or the module.
+        exits: how the start may end. 0: it survives, and goes on training.
         says: what must be in its log, as proof that the cause is named. A process that is killed says nothing.
         lost: how many steps the next start may have to train again.
+        step: the run's step after which it comes. What has no `does` finds it in CHAOS_STEP, counted from where the
+            start begins.
+        moment: waits for the moment, from that step on.
+        keeps_updates: whether the run, resumed, takes the very updates that it would have taken without the fault.
+        damage: what happens to the files once the start has ended. It returns what it did.
+        next_says: what the next start must say of that.
+        ranks: training processes, and engines, that it needs.
         flags, environment, module, prefix: see `Training`.
     """
 
-    act: Act | None
+    name: str
+    does: Does | None
     exits: frozenset[int]
     says: str = ""
-    lost: int = SAVE_EVERY
+    lost: float = SAVE_EVERY
+    step: int = 3
+    moment: Moment = after_step
+    keeps_updates: bool = True
+    damage: Damage | None = None
+    next_says: str = ""
+    ranks: int = 1
     flags: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     module: str = "arlopti_openrlhf.cli.train_ppo_ray"
     prefix: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run: starts that faults hit, one after the other, then one that nothing hits and that must finish.
-
-    Attributes:
-        damage: what happens to the files before the last start, which must name it in its log (`passes_over`).
-    """
-
-    name: str
-    starts: tuple[Start, ...]
-    ranks: int = 1
-    damage: Damage | None = None
-    passes_over: str = ""
+NOTHING = Fault("nothing", None, frozenset({0}))  # the start at a case's end, which must finish
+Case = tuple[Fault, ...]  # one run, which faults hit one after the other
 
 
-def after_step(step: int, then: Callable[[Training], None]) -> Act:
-    """Act at a random moment of the step after the given one of this start."""
-
-    def act(training: Training, rng: random.Random) -> None:
-        training.wait_for(lambda: len(training.steps()) >= step)
-        time.sleep(rng.uniform(0, 0.5))
-        then(training)
-
-    return act
+def name_of(case: Case) -> str:
+    """Return a case's name: those of its faults."""
+    return ", then ".join(fault.name for fault in case)
 
 
-def while_saving(then: Callable[[Training], None]) -> Act:
-    """Act when a second checkpoint is begun."""
-
-    def act(training: Training, rng: random.Random) -> None:
-        folder = training.folder / "checkpoints" / "_actor"
-        training.wait_for(lambda: checkpoints(training.folder))
-        known = set(os.listdir(folder))
-        training.wait_for(lambda: set(os.listdir(folder)) - known, every=0.001)
-        then(training)
-
-    return act
-
-
-def send(title: str, signum: signal.Signals) -> Callable[[Training], None]:
+def send(title: str, signum: signal.Signals) -> Does:
     """Return what sends a signal to the process of that title."""
     return lambda training: training.signal(title, signum)
 
 
-def both(first: Callable[[Training], None], second: Callable[[Training], None]) -> Callable[[Training], None]:
-    """Return what does one thing and then the other."""
-
-    def act(training: Training) -> None:
-        first(training)
-        second(training)
-
-    return act
-
-
-# What happens to checkpoints while no run looks. Each returns what it did.
+# What happens to checkpoints while no run looks.
 
 
 def _newest_file(folder: Path, pattern: str, rng: random.Random) -> Path:
@@ -136,122 +129,176 @@ KILLED, FAILED, DIVERGED, STALLED = frozenset({-9}), frozenset({1, 4}), frozense
 TERM, INT, KILL, STOP = signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP
 
 
-def killed(title: str, step: int = 3) -> Start:
+def killed(title: str, what: str, ranks: int = 1) -> Fault:
     """Return a start one of whose processes is killed."""
-    if title == "driver":
-        return Start(after_step(step, send(title, KILL)), KILLED)
-    return Start(after_step(step, send(title, KILL)), FAILED, says="arlopti_openrlhf: ")
+    return Fault(f"kill -9 of {what}", send(title, KILL), FAILED, says="arlopti_openrlhf: ", ranks=ranks)
 
 
-def halted(title: str, step: int = 3) -> Start:
+def halted(title: str, what: str, ranks: int = 1) -> Fault:
     """Return a start one of whose processes is halted, so that it answers nothing and does not end."""
-    return Start(after_step(step, send(title, STOP)), STALLED, says="no sign of life")
+    return Fault(f"{what} halted", send(title, STOP), STALLED, says="no sign of life", ranks=ranks)
 
 
-def interrupted(signum: signal.Signals, act: Act | None = None) -> Start:
+def interrupted(signum: signal.Signals, when: str = "", moment: Moment = after_step) -> Fault:
     """Return a start that is asked to end. Nothing of its steps may be lost."""
-    return Start(act or after_step(3, send("driver", signum)), frozenset({128 + signum}), says=signum.name, lost=0)
+    exits = frozenset({128 + signum})
+    return Fault(f"{signum.name}{when}", send("driver", signum), exits, says=signum.name, lost=0, moment=moment)
 
 
-def reward(body: str, says: str) -> Start:
+def damaged(what: str, damage: Damage, next_says: str = "passed over") -> Fault:
+    """Return a start that is killed, and then its newest checkpoint is damaged."""
+    lost = 2 * SAVE_EVERY
+    return Fault(what, send("driver", KILL), KILLED, lost=lost, step=5, damage=damage, next_says=next_says)
+
+
+def reward(what: str, body: str, says: str) -> Fault:
     """Return a start whose reward function does `body` in the middle of the run."""
-    return Start(None, FAILED, says, flags="--reward.timeout_seconds 10", environment={"CHAOS_REWARD": body})
+    environment = {"CHAOS_REWARD": body}
+    return Fault(f"reward function {what}", None, FAILED, says, flags="--reward.timeout_seconds 10",
+                 environment=environment)  # fmt: skip
 
 
-def poisoned(fault: str, exits: frozenset[int], update: int = 4) -> Start:
+def poisoned(what: str, fault: str, exits: frozenset[int], keeps_updates: bool) -> Fault:
     """Return a start with a fault inside its policy's process. No step that it spoils may be saved."""
-    return Start(
-        None,
-        exits,
-        says="not finite",
-        lost=SAVE_EVERY + BAD_STEPS,
-        environment={"CHAOS_FAULT": f"{fault}@{update}"},
-        module="chaos.inject",
-    )
+    lost, environment = SAVE_EVERY + BAD_STEPS, {"CHAOS_FAULT": fault}
+    return Fault(what, None, exits, "not finite", lost, keeps_updates=keeps_updates, environment=environment,
+                 module="chaos.inject")  # fmt: skip
 
 
-def fill_the_disk(training: Training) -> None:
-    """Fill the file system that the start has mounted for its checkpoints, which only its processes see."""
-    path = Path(f"/proc/{training.process.pid}/root{training.folder / 'checkpoints' / 'filling'}")
-    with open(path, "wb", buffering=0) as file:
-        try:
-            while file.write(bytes(2**20)):
-                pass
-        except OSError:
-            return
+def halt_core_then_ask_to_end(training: Training) -> None:
+    """Halt vLLM's engine core, and send SIGTERM to the driver."""
+    training.signal(CORE, STOP)
+    training.signal("driver", TERM)
 
 
-# The user's own mount of 200 MiB, in a namespace of its own. The checkpoints are gone with it.
-_MOUNT = (
-    'mkdir -p "$CHAOS_FOLDER/checkpoints" && mount -t tmpfs -o size=200m none "$CHAOS_FOLDER/checkpoints" && exec "$@"'
-)
-DISK_FULL = Start(
-    after_step(3, fill_the_disk),
-    frozenset({0, 1}),
-    says="No space left",
-    lost=STEPS,
-    prefix=("unshare", "--map-root-user", "--mount", "sh", "-c", _MOUNT, "sh"),
-)
+def let_the_machine_sleep(training: Training) -> None:
+    """Halt all processes of the start for longer than a part of it may give no sign of life, and let them go on."""
+    processes = training.processes()
+    for signum, seconds in ((STOP, STALL_SECONDS + 10), (signal.SIGCONT, 0)):
+        for process in processes:
+            process.send_signal(signum)
+        time.sleep(seconds)
 
 
-def interrupted_after(step: int) -> Start:
-    """Return a start that gets SIGTERM after a step of its own."""
-    return interrupted(TERM, after_step(step, send("driver", TERM)))
+def close_the_terminal(training: Training) -> None:
+    """Send SIGHUP to the driver and to all of Ray's processes, as a terminal does."""
+    os.killpg(training.process.pid, signal.SIGHUP)
 
 
-# One run that five faults hit, for CI: starting the stack takes most of the time.
-SHORT = (
-    Case(
-        "kill -9, vLLM's engine core halted, NaN in the weights, SIGTERM, kill -9 and the newest checkpoint torn",
-        (
-            killed("driver"),
-            halted(CORE, 1),
-            poisoned("nan-weights", DIVERGED, update=2),
-            interrupted_after(1),
-            killed("driver", 2),
-        ),
-        damage=remove_a_file,
-        passes_over="passed over",
-    ),
-)
-CASES = (
-    Case("kill -9 of the driver", (killed("driver"),)),
-    Case("kill -9 of vLLM's engine core", (killed(CORE),)),
-    Case("newest checkpoint torn", (killed("driver", 5),), damage=remove_a_file, passes_over="passed over"),
-    Case("NaN in the weights", (poisoned("nan-weights", DIVERGED),)),
-    Case("SIGTERM", (interrupted(TERM),)),
-    Case("vLLM's engine core halted", (halted(CORE),)),
-    Case("kill -9 of the engine's actor", (killed(ENGINE),)),
-    Case("kill -9 of one rank of two", (killed(RANK),), ranks=2),
-    Case("kill -9 of the controller", (killed(CONTROLLER),)),
-    Case("kill -9 of Ray's raylet", (killed("raylet"),)),
-    Case("kill -9 of Ray's GCS", (killed("gcs_server"),)),
-    Case("kill -9 while a checkpoint is written", (Start(while_saving(send("driver", KILL)), KILLED),)),
-    Case("kill -9 while the only checkpoint is replaced", (
-        Start(while_saving(send("driver", KILL)), KILLED, flags="--ckpt.max_num 1"),)),
-    Case("SIGINT", (interrupted(INT),)),
-    Case("SIGTERM while a checkpoint is written", (interrupted(TERM, while_saving(send("driver", TERM))),)),
-    Case("one rank of two halted", (halted(RANK),), ranks=2),
-    Case("the engine's actor halted", (halted(ENGINE),)),
-    Case("64 bytes of the optimizer's state overwritten", (killed("driver", 5),), damage=overwrite_64_bytes,
-         passes_over="passed over"),
-    Case("a checkpoint's file cut in half", (killed("driver", 5),), damage=truncate_a_file, passes_over="passed over"),
-    Case("newest checkpoint's folder emptied", (killed("driver", 5),), damage=empty_the_folder,
-         passes_over="passed over"),
-    Case("`latest` removed", (killed("driver", 5),), damage=remove_latest),
-    Case("NaN in one sample's advantages", (poisoned("nan-advantages", frozenset({0})),)),
-    Case("disk full while saving", (DISK_FULL,)),
-    Case("reward function never returns", (reward("while True: pass", "gave no result after 10 s"),)),
-    Case("reward function raises", (reward("raise KeyError('lost')", "KeyError"),)),
-    Case("reward function ends its process", (reward("os._exit(7)", "ended with status 7"),)),
-    # Combinations.
-    Case("killed twice", (killed("driver"), killed(CORE, 1))),
-    Case("killed, then SIGTERM at once, then torn", (
-        killed("driver"), interrupted_after(1)),
-         damage=truncate_a_file, passes_over="passed over"),
-    Case("engine core halted, then SIGTERM", (
-        Start(after_step(3, both(send(CORE, STOP), send("driver", TERM))), frozenset({143, 4})),)),
-    Case("killed in a save, newest then damaged", (
-        Start(while_saving(send("driver", KILL)), KILLED), killed("driver", 3)),
-         damage=overwrite_64_bytes, passes_over="passed over"),
+def fill(name: str) -> Does:
+    """Return what fills the file system that the start has mounted there, which only its processes see."""
+
+    def does(training: Training) -> None:
+        path = Path(f"/proc/{training.process.pid}/root{training.folder / name / 'filling'}")
+        with open(path, "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(2**16)):
+                    pass
+            except OSError:
+                return
+
+    return does
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the checkpoints and the model of a run's folder, and its flags, with what they hold."""
+    found = [*folder.glob("checkpoints/*/global_step*/*"), *folder.glob("checkpoints/*.*"), *folder.glob("final/*")]
+    return {str(path): path.read_bytes() for path in found if path.is_file()}
+
+
+def must_be_refused(command: Any, says: str) -> None:
+    """Run a training that has to be refused.
+
+    Raises:
+        LookupError: it ends otherwise, or says nothing of the cause.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode != 2 or says not in done.stderr:
+        raise LookupError(f"not refused: exit status {done.returncode}, {done.stderr[-300:]}")
+
+
+def start_it_again(training: Training) -> None:
+    """Start the same command, with the same folders, beside the run."""
+    must_be_refused(training.process.args, f"a run that goes on writes there, process {training.process.pid} on ")
+
+
+def start_a_new_run(folder: Path, rng: random.Random) -> str:
+    """Start a run with the same folders that is not to resume. Nothing there may change."""
+    flags = (folder / "checkpoints" / "config.yaml").read_text("utf-8")
+    (folder / "new.yaml").write_text(flags.replace("ckpt.load_enable: true", "ckpt.load_enable: false"), "utf-8")
+    command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", "--config", f"{folder}/new.yaml"]
+    before = files_of(folder)
+    must_be_refused(command, "it holds another run's checkpoints")
+    if files_of(folder) != before:
+        raise LookupError("a run that was refused has changed files")
+    return "a new run was refused"
+
+
+def mounted(name: str, mib: int) -> tuple[str, ...]:
+    """Return what gives a start a file system there, in a namespace of its own. What it holds is gone with it."""
+    folder = f'"$CHAOS_FOLDER/{name}"'
+    script = f'mkdir -p {folder} && mount -t tmpfs -o size={mib}m none {folder} && exec "$@"'
+    return ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
+
+
+FAULTS = (
+    Fault("kill -9 of the driver", send("driver", KILL), KILLED),
+    killed(CORE, "vLLM's engine core"),
+    damaged("newest checkpoint torn", remove_a_file),
+    poisoned("NaN in the weights", "nan-weights", DIVERGED, keeps_updates=True),
+    interrupted(TERM),
+    halted(CORE, "vLLM's engine core"),
+    killed(ENGINE, "the engine's actor"),
+    killed(RANK, "one rank of two", ranks=2),
+    killed(CONTROLLER, "the controller"),
+    killed("raylet", "Ray's raylet"),
+    killed("gcs_server", "Ray's GCS"),
+    Fault("kill -9 while a checkpoint is written", send("driver", KILL), KILLED, moment=while_saving),
+    Fault("kill -9 while the only checkpoint is replaced", send("driver", KILL), KILLED, moment=while_saving,
+          flags="--ckpt.max_num 1"),
+    interrupted(INT),
+    interrupted(TERM, " while a checkpoint is written", while_saving),
+    halted(RANK, "one rank of two", ranks=2),
+    halted(ENGINE, "the engine's actor"),
+    damaged("64 bytes of the optimizer's state overwritten", overwrite_64_bytes),
+    damaged("a checkpoint's file cut in half", truncate_a_file),
+    damaged("newest checkpoint's folder emptied", empty_the_folder),
+    damaged("`latest` removed", remove_latest, next_says=""),
+    damaged("a new run in another run's folder", start_a_new_run, next_says="resumes from"),
+    Fault("a second run in the folder of one that goes on", start_it_again, frozenset({0}), lost=0),
+    poisoned("NaN in one sample's advantages", "nan-advantages", frozenset({0}), keeps_updates=False),
+    Fault("the terminal closes", close_the_terminal, frozenset({129}), "SIGHUP", lost=0),
+    Fault("disk full while saving", fill("checkpoints"), frozenset({0, 1}), "No space left", lost=math.inf,
+          prefix=mounted("checkpoints", 200)),
+    Fault("disk full below TensorBoard", fill("tensorboard"), frozenset({0}), "entries are missing", lost=0,
+          prefix=mounted("tensorboard", 1)),
+    reward("never returns", "while True: pass", "gave no result after 10 s"),
+    reward("raises", "raise KeyError('lost')", "KeyError"),
+    reward("ends its process", "os._exit(7)", "ended with status 7"),
+    Fault("the update hangs", None, STALLED, "no progress for", environment={"CHAOS_FAULT": "hang"},
+          module="chaos.inject"),
+    Fault("the machine sleeps", let_the_machine_sleep, frozenset({0}), lost=0),
+    Fault("engine core halted and SIGTERM", halt_core_then_ask_to_end, frozenset({143, 4})),
 )  # fmt: skip
+
+
+def row(name: str, **changes: Any) -> Fault:
+    """Return the fault of that name, with changes."""
+    return replace(next(fault for fault in FAULTS if fault.name == name), **changes)
+
+
+_DRIVER, _SAVING = row("kill -9 of the driver"), row("kill -9 while a checkpoint is written")
+CASES: tuple[Case, ...] = (
+    *((fault,) for fault in FAULTS),
+    (_DRIVER, row("kill -9 of vLLM's engine core")),
+    (_DRIVER, row("SIGTERM"), row("a checkpoint's file cut in half", step=4)),
+    (_SAVING, row("64 bytes of the optimizer's state overwritten")),
+)
+# One run that five faults hit, for CI: starting the stack takes most of the time.
+SHORT: tuple[Case, ...] = ((
+    _DRIVER,
+    row("vLLM's engine core halted"),
+    row("NaN in the weights"),
+    row("SIGTERM"),
+    row("newest checkpoint torn"),
+),)  # fmt: skip

@@ -1,12 +1,13 @@
 """The training command with a fault inside its processes, which no signal from outside could bring about.
 
-    CHAOS_FAULT=nan-weights@3 python -m chaos.inject FLAGS     # as the command's own flags
+    CHAOS_FAULT=nan-weights CHAOS_STEP=2 python -m chaos.inject FLAGS     # as the command's own flags
 
 Here it comes into the third update of this start. The policy's Ray actor gets another `fit`, so the product has no
 code for it.
 """
 
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -22,14 +23,16 @@ def main() -> None:
 
     # Ray pickles the actor's class by value, with the methods that it has on the driver.
     actor = policy_actor.PolicyActor.__ray_metadata__.modified_class.__ray_actor_class__
-    fit, (fault, moment) = actor.fit, os.environ["CHAOS_FAULT"].split("@")
+    fit, fault, step = actor.fit, os.environ["CHAOS_FAULT"], int(os.environ["CHAOS_STEP"])
 
     def fit_with_fault(self, kl_ctl: float = 0):
         self.updates = getattr(self, "updates", 0) + 1
-        if self.updates == int(moment):
+        if self.updates == step + 1:
             (Path(os.environ["CHAOS_FOLDER"]) / "faulted").touch()
             if fault == "nan-weights":
                 list(self.actor.model.module.parameters())[-1].data.view(-1)[0] = float("nan")
+            elif fault == "hang":
+                threading.Event().wait()
             else:
                 first = self.trainer.replay_buffer.items[0]
                 first.advantages = torch.full_like(first.advantages, float("nan"))

@@ -16,6 +16,7 @@ import torch
 
 from arlopti_openrlhf.data import tiny_policy
 from arlopti_openrlhf.data.rows import generate_rows, write_rows
+from arlopti_openrlhf.run import checkpoint_files
 
 STEPS, SAVE_EVERY, PROMPTS, SAMPLES = 8, 2, 8, 4  # PROMPTS with SAMPLES each are a step
 STALL_SECONDS = 30
@@ -24,13 +25,16 @@ BAD_STEPS = 3  # in a row end the run: --train.max_bad_steps
 GRACE_SECONDS = 15
 MARKER = "ARLOPTI_CHAOS_RUN"
 _LONGEST = 420  # seconds that one start of the training may take, on a machine that does more than this
+# Under nohup, what is started ignores SIGHUP, and so would a training whose terminal closes.
+_HEARS = ("env", "--default-signal=HUP")
 
 # Rewards differ between the samples of a prompt, as the untrained policy's answers never would by K&K's rules. Each
 # call leaves a line, so that no prompt can be lost unnoticed.
 REWARD = """
 import os
 
-CALLS_BEFORE_FAULT = 70  # of one sample each: the third step
+# Of one sample each, in the process of one of the engines: those of CHAOS_STEP steps, and some of the next.
+CALLS_BEFORE_FAULT = CALLS_OF_A_STEP * int(os.environ["CHAOS_STEP"]) // int(os.environ["CHAOS_RANKS"]) + 6
 calls = 0
 
 
@@ -44,12 +48,12 @@ def reward_func(queries, prompts, labels, **kwargs):
         log.write("".join(f"{label}\\n" for label in labels))
     rewards = [float(sum(map(ord, query)) % 7) - 3 for query in queries]
     return {"rewards": rewards, "scores": [float(reward > 0) for reward in rewards]}
-"""
+""".replace("CALLS_OF_A_STEP", str(PROMPTS * SAMPLES))
 
 
-def make_inputs(folder: Path) -> None:
-    """Write an untrained policy, its prompts and a reward file."""
-    rows = generate_rows((2,), STEPS * PROMPTS, held_out=False, seed=0, names=tiny_policy.NAMES)
+def make_inputs(folder: Path, steps: int = STEPS) -> None:
+    """Write an untrained policy, the prompts of so many steps, and a reward file."""
+    rows = generate_rows((2,), steps * PROMPTS, held_out=False, seed=0, names=tiny_policy.NAMES)
     write_rows([row | {"label": str(i)} for i, row in enumerate(rows)], folder / "train.jsonl")
     tokenizer = tiny_policy.make_tokenizer([json.dumps(row["prompt"]) for row in rows])
     torch.manual_seed(0)
@@ -90,6 +94,7 @@ class Training:
         ranks: training processes, and engines.
         module: what is started: the command, or `chaos.inject` around it.
         flags: further flags.
+        step: the steps of this start after which a fault in its environment comes.
         environment: further variables.
         prefix: a command that becomes this one, by `exec`.
     """
@@ -102,21 +107,24 @@ class Training:
         ranks: int = 1,
         module: str = "arlopti_openrlhf.cli.train_ppo_ray",
         flags: str = "",
+        step: int = 1,
         environment: dict[str, str] | None = None,
         prefix: tuple[str, ...] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.run_id = folder, uuid.uuid4().hex
+        self.inputs, self.folder, self.ranks, self.run_id = inputs, folder, ranks, uuid.uuid4().hex
         self.log = folder / f"start{len(list(folder.glob('start*.log')))}.log"
         variables = {
             "CHAOS_FOLDER": str(folder),
+            "CHAOS_RANKS": str(ranks),
+            "CHAOS_STEP": str(step),
             MARKER: self.run_id,
             "PYTHONUNBUFFERED": "1",
             "PYTHONWARNINGS": "ignore",
         }
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
-                [*prefix, *command(inputs, folder, ranks, module), *flags.split()],
+                [*_HEARS, *prefix, *command(inputs, folder, ranks, module), *flags.split()],
                 env={**os.environ, **variables, **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -217,8 +225,13 @@ def _is_called(line: list[str], title: str) -> bool:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the policy's checkpoints, the newest last."""
-    found = (folder / "checkpoints" / "_actor").glob("global_step*")
-    return sorted(found, key=lambda path: int(re.sub(r"\D", "", path.name)))
+    actor = folder / "checkpoints" / "_actor"
+    return [actor / tag for tag in reversed(checkpoint_files.newest_first([actor]))]
+
+
+def checkpoint_step(path: Path) -> int:
+    """Return the step of a checkpoint, by its name."""
+    return int(re.sub(r"\D", "", path.name))
 
 
 def trained_prompts(folder: Path) -> Iterator[int]:

@@ -103,7 +103,7 @@ def command(mode: Mode, inputs: Path, folder: Path, url: str, steps: int) -> lis
     common = f"""
         {mode.estimator} {mode.methods} {mode.placement}
         --actor.model_name_or_path {inputs}/model --data.prompt_dataset {inputs}/train.jsonl
-        --data.max_samples {steps * PROMPTS}
+        --data.max_samples {STEPS * PROMPTS} --train.num_episodes {steps // STEPS}
         --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 256
         --reward.remote_url {inputs}/reward.py
         --rollout.batch_size {PROMPTS} --rollout.n_samples_per_prompt {SAMPLES} --rollout.max_new_tokens 24

@@ -10,8 +10,10 @@ from arlopti_openrlhf import cpu
 
 cpu.enable()  # before any test imports openrlhf
 
-# A shell lets the jobs in its background ignore SIGINT, and they hand that on to what they start. `make test` has one.
+# A shell lets the jobs in its background ignore SIGINT, and nohup lets a command ignore SIGHUP. They hand that on to
+# what they start. `make test` has such a job.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples in each run, on a machine of any speed. `make fuzz` looks for new ones.
 settings.register_profile("tests", derandomize=True, deadline=None, database=None)

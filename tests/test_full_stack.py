@@ -96,7 +96,9 @@ def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, tin
         assert "nan" not in line
     assert list(scalars(tmp_path, "eval/kk_2ppl/accuracy")) == [0, 2]  # before the first step and after the last
     assert (tmp_path / "ckpt" / "_actor" / "best_global_step2").is_dir()
-    resumed = train(flags + " --ckpt.load_enable --logger.console progress", prompts=24, reward=noisy_reward)
+    resuming = " --ckpt.load_enable --ckpt.load_changed --logger.console progress"  # there are other prompts now
+    resumed = train(flags + resuming, prompts=24, reward=noisy_reward)
+    assert "warning: --data.max_samples 24: the run that is resumed had 16; it goes on with 24" in resumed
     everything = (tmp_path / "ckpt" / "train.log").read_text("utf-8")
     assert [re.search(r"Global step (\d+)", line)[1] for line in steps(everything)] == ["3"]
     # The console has a line for the step, the accuracies, and nothing of Ray's.

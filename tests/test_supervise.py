@@ -27,7 +27,9 @@ def training(tmp_path):
             echo "$@" >> starts
             status=$(head -1 statuses); sed -i 1d statuses
             case $status in
-              waits) trap 'exit 143' TERM; trap 'exit 130' INT; echo up; while true; do sleep 0.05; done ;;
+              waits)
+                trap 'exit 143' TERM; trap 'exit 130' INT; trap 'exit 129' HUP
+                echo up; while true; do sleep 0.05; done ;;
               killed) kill -9 $$ ;;
             esac
             exit $status
@@ -56,6 +58,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess:
         ([1, 2], 2, 2),  # refused
         ([3], 3, 1),  # diverged
         ([143], 143, 1),
+        ([129], 129, 1),
         ([1, 1, 1, 1, 0], 1, 4),  # RESTARTS
     ],
 )
@@ -76,7 +79,7 @@ def test_pauses_double(training):
     ]
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_signals_are_handed_on(training, tmp_path, signum, status):
     with subprocess.Popen(SUPERVISE + training("waits", 0), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stdout.readline() == "up\n"

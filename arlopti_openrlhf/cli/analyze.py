@@ -9,6 +9,11 @@ Each figure is a picture (fig1.png) and its data (fig1.json). Several models, or
 checkpoints, all get the same prompts. Each then has a folder of its own, and fig5 shows them together.
 """
 
+from arlopti_openrlhf import interrupts
+
+if __name__ == "__main__":
+    interrupts.answer()
+
 import argparse
 import importlib.metadata
 import json

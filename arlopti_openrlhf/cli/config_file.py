@@ -60,26 +60,51 @@ def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     return [*words, *argv]
 
 
-def keep(flat: argparse.Namespace, path: Path) -> None:
-    """Write the values of all flags to a file that --config can read.
+def keep(flat: argparse.Namespace, folder: Path) -> None:
+    """Write the values of all flags to a file in `folder` that --config can read. The folder is made.
 
     Args:
         flat: what the parser has returned.
-        path: of the file; its folder is made.
+        folder: `--ckpt.path`.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{KEPT}"
+    beside.write_text(_text(flat), encoding="utf-8")
+    beside.rename(folder / KEPT)
+
+
+def read_kept(folder: Path) -> dict[str, str | list]:
+    """Return the values that `keep` has written to `folder`, as text. A flag without a value is missing.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is broken.
+    """
+    return _read(folder / KEPT)
+
+
+def as_kept(flat: argparse.Namespace) -> dict[str, str | list]:
+    """Return what `read_kept` would of these flags."""
+    return _parse(_text(flat))
+
+
+def _text(flat: argparse.Namespace) -> str:
     import yaml
 
     values = {key: _plain(value) for key, value in vars(flat).items() if value is not None and key != "config"}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(values, sort_keys=True, allow_unicode=True), encoding="utf-8")
+    return yaml.safe_dump(values, sort_keys=True, allow_unicode=True)
 
 
-def _read(path: str) -> dict:
+def _read(path: str | Path) -> dict:
+    return _parse(Path(path).read_text("utf-8"))
+
+
+def _parse(text: str) -> dict:
     import yaml
 
     try:
         # All values stay the text that they are: the parser knows each flag's type, and `off` is no truth value.
-        content = yaml.load(Path(path).read_text("utf-8"), Loader=yaml.BaseLoader)
+        content = yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

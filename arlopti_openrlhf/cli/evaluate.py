@@ -7,6 +7,11 @@ Writes results/MODEL.responses.jsonl with every response, results/MODEL.json wit
 results/table.csv. An evaluation that was interrupted continues where it stopped.
 """
 
+from arlopti_openrlhf import interrupts
+
+if __name__ == "__main__":
+    interrupts.answer()
+
 import argparse
 import json
 import subprocess

@@ -24,11 +24,12 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--train.stall_minutes",
-        type=positive(float),
+        type=number(0, 7 * 24 * 60, include_high=True),
         default=10.0,
         metavar="FLOAT",
-        help="The run stops with its cause (exit status 4) when a part of it gives no sign of life for so long "
-        "(default: 10).",
+        help="The run stops with its cause (exit status 4) when a part of it gives no sign of life for so long, or "
+        "when none makes progress: no module computed, no token generated, nothing read or written, no call finished "
+        "(default: 10, a week at most).",
     )
     group.add_argument(
         "--train.max_bad_steps",
@@ -39,6 +40,13 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
         "(exit status 3), with the last good checkpoint and without a final model (default: 3).",
     )
     group.add_argument(
+        "--ckpt.load_changed",
+        action="store_true",
+        help="Resume although what a place in the prompts or in the learning rate's schedule counts in has changed: "
+        "batch sizes, samples per prompt, epochs, the seed, Lopti's passes, or the prompts. Without it such a run is "
+        "refused (exit status 2).",
+    )
+    group.add_argument(
         "--ckpt.save_minutes",
         type=positive(float),
         metavar="FLOAT",
@@ -47,11 +55,11 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--reward.timeout_seconds",
-        type=positive(float),
+        type=number(0, 7 * 24 * 3600, include_high=True),
         default=300.0,
         metavar="FLOAT",
         help="Wall-clock limit of one call of a reward function. A call that takes longer is ended, and the run stops "
-        "with its query (default: 300).",
+        "with its query (default: 300; a week at most).",
     )
     group.add_argument(
         "--alarm.flat_reward_steps",

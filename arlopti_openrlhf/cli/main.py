@@ -1,13 +1,10 @@
 """The console command `arlopti`: one word for each of the package's commands."""
 
-import argparse
-import difflib
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from arlopti_openrlhf import __version__
+from arlopti_openrlhf import __version__, interrupts
 
 # The word -> the module in this package, and what it does.
 COMMANDS = {
@@ -30,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: with status 0 after the help or the version, with status 2 where there is no word (after the help,
             on standard error) or the word is no command (after one line), and with whatever status the command ends.
     """
+    interrupts.answer()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         print(usage(), file=sys.stderr)
@@ -45,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(completion(words[1] if len(words) == 2 else ""))
         raise SystemExit(0)
     if word not in COMMANDS:
+        import difflib
+
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         print(f"arlopti: error: {word} is no command; {hint}", file=sys.stderr)
@@ -81,6 +81,8 @@ def completion(shell: str) -> str:
     Raises:
         SystemExit: with status 2 after one line on standard error, for another shell than these.
     """
+    import argparse
+
     import shtab
 
     if shell not in shtab.SUPPORTED_SHELLS:
@@ -95,9 +97,11 @@ def completion(shell: str) -> str:
 
 
 def _openrlhf() -> str:
+    from importlib import metadata
+
     try:
-        return f"openrlhf {importlib.metadata.version('openrlhf')}"
-    except importlib.metadata.PackageNotFoundError:
+        return f"openrlhf {metadata.version('openrlhf')}"
+    except metadata.PackageNotFoundError:
         return "openrlhf is not installed"
 
 

@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -40,27 +42,47 @@ class Log:
 
 
 class InUse(Exception):
-    """Says that a living process holds the lock. The message is its id."""
+    """Says that a living process holds the lock. The message is its id and its host."""
 
 
 def lock(path: Path) -> IO[str]:
-    """Lock a file for as long as it stays open in this process, and write the process's id into it.
+    """Lock a file for as long as this process lives or the file is open, and write down which process that is.
 
-    The kernel drops the lock when the process ends, however it ends.
+    This is a POSIX record lock, and not `flock`, for two reasons. The servers of shared file systems know it, so that
+    it holds between machines, where `flock` may stay on one (NFS mounted with `local_lock=flock`, GPFS). And a child
+    that is forked does not inherit it, so that it ends with this process, however that ends. Its price is that the
+    kernel drops it as soon as this process closes any descriptor of the file. So lock a file once in a process, and
+    open it nowhere else there.
 
     Raises:
         InUse: another process holds the lock.
+        OSError: the file cannot be written, or its file system has no locks.
     """
     file = open(path, "a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise InUse(file.read().strip()) from None
+    _take(file, fcntl.LOCK_EX)
     file.truncate(0)
-    file.write(f"{os.getpid()}\n")
+    file.write(f"{os.getpid()} on {socket.gethostname()}\n")
     file.flush()
+    os.fsync(file.fileno())  # for those who look from other machines
     return file
+
+
+def look(path: Path) -> None:
+    """Look whether another process holds the lock of a file, without taking it. Not for one that this process holds.
+
+    Raises:
+        InUse: it does.
+    """
+    with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        _take(file, fcntl.LOCK_SH)
+
+
+def _take(file: IO[str], kind: int) -> None:
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX lets a system choose between the two
+        file.seek(0)
+        raise InUse(file.read().strip() or "that has just started") from None
 
 
 class PeakMemory:

@@ -3,6 +3,11 @@
 python -m arlopti_openrlhf.cli.quickstart --seed 0
 """
 
+from arlopti_openrlhf import interrupts
+
+if __name__ == "__main__":
+    interrupts.answer()
+
 import argparse
 import json
 import os
@@ -63,7 +68,7 @@ def main() -> None:
     # A fresh folder, since evaluations and TensorBoard would continue what an earlier quickstart left.
     start = time.time()
     memory = PeakMemory()
-    for name in ("data", "model", "checkpoint", "tensorboard", "evaluation"):
+    for name in ("data", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
         shutil.rmtree(out / name, ignore_errors=True)
     log = Log(out / "quickstart.log")
     print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
@@ -182,6 +187,7 @@ def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
         f"--eval.dataset={files.during}",
         "--reward.remote_url=kk",
         f"--ckpt.output_dir={out / 'checkpoint'}",
+        f"--ckpt.path={out / 'checkpoints'}",
         f"--logger.tensorboard_dir={out / 'tensorboard'}",
     ]
 

@@ -3,6 +3,11 @@
 python -m arlopti_openrlhf.cli.train_ppo_ray [OpenRLHF's flags] --algo.ar.alpha 0.3 --algo.lopti.eta 0.5
 """
 
+from arlopti_openrlhf import interrupts
+
+if __name__ == "__main__":
+    interrupts.answer()
+
 import argparse
 import copy
 import sys
@@ -10,16 +15,16 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from arlopti_openrlhf.cli import command_line, config_file
+from arlopti_openrlhf.cli import command_line, config_file, run_folders, same_run
 from arlopti_openrlhf.cli.fault_flags import add_fault_flags
 from arlopti_openrlhf.cli.run_flags import add_run_flags
 from arlopti_openrlhf.cli.update_flags import add_update_flags
 from arlopti_openrlhf.preflight import check, combinations
 from arlopti_openrlhf.preflight.placement import gpus_placed
 from arlopti_openrlhf.preflight.seams import check as seams
-from arlopti_openrlhf.run import credentials
+from arlopti_openrlhf.run import checkpoint_files, credentials
 from arlopti_openrlhf.scoring.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -37,9 +42,15 @@ def main() -> None:
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
-    check.run(args, combinations.check(given), upstream_findings)
-    config_file.keep(kept, Path(args.ckpt.path, config_file.KEPT))
-    train(args)
+    of_before = run_folders.check(args) + same_run.check(kept, args)
+    check.run(args, combinations.check(given) + of_before, upstream_findings)
+    with run_folders.held(args):
+        if checkpoint_files.are_saved(args):
+            try:
+                config_file.keep(kept, Path(args.ckpt.path))
+            except OSError as error:
+                _refuse(config_file.KEPT, error)
+        train(args)
 
 
 def train(args: SimpleNamespace) -> None:
@@ -49,17 +60,23 @@ def train(args: SimpleNamespace) -> None:
         args: the nested arguments, as upstream's command hands them to it.
     """
     from arlopti_openrlhf import cpu
+    from arlopti_openrlhf.run import streams
 
+    streams.protect()
     cpu.enable(driver=True)
     from arlopti_openrlhf.run.console import LOG, Console, is_wanted
 
     try:
         console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
     except OSError as error:
-        print(f"train_ppo_ray: error: argument --ckpt.path: {LOG} cannot be written: {error}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(LOG, error)
     with console or nullcontext():
         _train(args, console)
+
+
+def _refuse(name: str, error: OSError) -> NoReturn:
+    print(f"train_ppo_ray: error: argument --ckpt.path: {name} cannot be written: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _train(args: SimpleNamespace, console: "Console | None") -> None:
@@ -74,7 +91,7 @@ def _train(args: SimpleNamespace, console: "Console | None") -> None:
         driver,
         engine,
         evaluation,
-        life,
+        heartbeat,
         lora_reference,
         prompts,
         reward_client,
@@ -91,7 +108,7 @@ def _train(args: SimpleNamespace, console: "Console | None") -> None:
     evaluation.install(args.eval.sampling)
     controller.install()
     checkpoints.install()
-    life.install()  # after all other changes to the actors
+    heartbeat.install()  # after all other changes to the actors
     # Last, because it binds the policy's Ray actor when it is imported.
     from openrlhf.cli import train_ppo_ray as upstream
 

@@ -81,7 +81,7 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
         "response, and old log-probs in a pass of their own. selective computes only what the update needs, with "
         "equal gradients. Before its first pass each model computes some log-probs both ways. Where they differ by "
         "more than rounding, it says so and keeps stock's layout. selective_unchecked leaves that out. Default: "
-        "selective with AR, Lopti or a token method, else stock, to the last bit.",
+        "selective with AR, Lopti or a token method, else stock.",
     )
 
 

@@ -1,8 +1,9 @@
-"""Checks what the run needs of this machine beside GPUs: packages, folders, a cluster's address, shared memory."""
+"""Checks what the run needs of this machine beside GPUs: packages, folders, open files, an address, shared memory."""
 
 import importlib.metadata
 import importlib.util
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -18,14 +19,16 @@ from arlopti_openrlhf.preflight.placement import starts_cluster
 
 # What OpenRLHF pins, and what a run is made of.
 _PACKAGES = ("torch", "ray", "vllm", "deepspeed", "transformers")
+# Linux's default. With one rank of a tiny model, vLLM's engine has 102 open files, and Ray's raylet 75.
+_OPEN_FILES = 1024
 _SHARED_MEMORY = 1 << 30  # bytes; NCCL and Ray's object store take it, and Docker gives 64 MiB
 
 
 def check(args: SimpleNamespace) -> list[Finding]:
     """Return what the machine lacks."""
-    findings = [*_check_packages(args), *_check_folders(args)]
+    findings = [*_check_packages(args), *_check_folders(args), *_check_caches()]
     if starts_cluster():
-        findings += _check_shared_memory()
+        findings += [*_check_temporary(), *_check_open_files(), *_check_shared_memory()]
     else:
         findings += _check_address(os.environ["RAY_ADDRESS"])
     return findings
@@ -66,6 +69,43 @@ def _check_folders(args: SimpleNamespace) -> list[Finding]:
             remedy = "give a folder that this user can write to"
             findings.append(Finding(flag, folder, problem, remedy, is_fatal=starts_cluster()))
     return findings
+
+
+def _check_caches() -> list[Finding]:
+    """Check the folders below HOME, or where variables lead them, without which a run ends in its first minute."""
+    home = os.path.expanduser("~")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache"))
+    hugging_face = Path(os.environ.get("HF_HOME") or cache / "huggingface")
+    folders = {
+        "HF_DATASETS_CACHE": (hugging_face / "datasets", "datasets prepares the prompts there"),
+        "TORCH_EXTENSIONS_DIR": (cache / "torch_extensions", "PyTorch builds DeepSpeed's C++ ops there"),
+    }
+    findings = []
+    for variable, (default, why) in folders.items():
+        folder = Path(os.environ.get(variable) or default)
+        if problem := _why_not_writable(folder):
+            name, value = (variable, folder) if os.environ.get(variable) else ("HOME", home)
+            findings.append(Finding(name, value, f"{folder}: {problem}, and {why}", f"set {variable}, or HOME"))
+    return findings
+
+
+def _check_temporary() -> list[Finding]:
+    """Check the folder for temporary files. Python would take another than TMPDIR names, and not say so."""
+    return [
+        Finding(name, folder, problem, "make it, or name a folder that this user can write to")
+        for name in ("RAY_TMPDIR", "TMPDIR")
+        if (folder := os.environ.get(name))
+        and (problem := _why_not_writable(Path(folder)) if os.path.isdir(folder) else "there is no such folder")
+    ]
+
+
+def _check_open_files() -> list[Finding]:
+    """Check how many files a process may open. Ray raises its own limit as far as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= _OPEN_FILES:
+        return []
+    problem = f"a process may open {most} files, and the processes of Ray and vLLM need more"
+    return [Finding("", "", problem, f"raise the hard limit: ulimit -Hn {_OPEN_FILES}, or more")]
 
 
 def _why_not_writable(folder: Path) -> str | None:

@@ -4,12 +4,13 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import json
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from arlopti_openrlhf.grading.reward_answers import normalise
+from arlopti_openrlhf.grading.reward_answers import normalise, to_json
 
 _RESPONSE = "I do not know."
 
@@ -70,7 +71,7 @@ def reward_problem(path: str, rows: Sequence[tuple[str, Any]]) -> str | None:
             except ValueError:  # no Python function, so nobody knows its signature
                 pass
             try:
-                answer = function(*sample)
+                answer = json.loads(to_json(function(*sample)))
             except (Exception, SystemExit) as error:
                 return f"reward_func raised {_said(error, path)} for the label {str(label)[:60]!r}"
             try:

@@ -5,6 +5,7 @@ A checkpoint is a folder `global_step<N>` or `best_global_step<N>`, in `_actor` 
 here needs a process group.
 """
 
+import argparse
 import errno
 import hashlib
 import json
@@ -14,6 +15,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 MANIFEST = "manifest.json"
@@ -38,6 +40,22 @@ def tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and step_of(path.name) is not None)
 
 
+def saved_in(path: Path) -> list[str]:
+    """Return the names of the checkpoints and of the models beside them in `--ckpt.path`, by their steps."""
+    models = [model.name for model in path.glob("*_hf") if step_of(model.name.removesuffix("_hf")) is not None]
+    found = {*tags(path / "_actor"), *tags(path / "_critic"), *models}
+    return sorted(found, key=lambda name: (step_of(name.removesuffix("_hf")), name))
+
+
+def are_saved(args: SimpleNamespace | argparse.Namespace) -> bool:
+    """Return whether a run saves checkpoints. Without `--ckpt.save_steps` it does so where a signal ends it.
+
+    Args:
+        args: upstream's, nested.
+    """
+    return not args.ckpt.disable_ds or args.ckpt.save_hf
+
+
 def newest_first(folders: Sequence[Path]) -> list[str]:
     """Return the checkpoints that one of `folders` holds, in the order to try them: what was written last comes first.
 
@@ -50,6 +68,16 @@ def newest_first(folders: Sequence[Path]) -> list[str]:
         return max(serials), step_of(tag) or 0, tag
 
     return sorted({tag for folder in folders for tag in tags(folder)}, key=order, reverse=True)
+
+
+def newest_published(folders: Sequence[Path]) -> str | None:
+    """Return the checkpoint that was written last of those that are in all `folders`, or None. No file is verified."""
+    return next((tag for tag in newest_first(folders) if not _is_torn(folders, tag)), None)
+
+
+def _is_torn(folders: Sequence[Path], tag: str) -> bool:
+    """Return whether a checkpoint is missing in one of `folders`, or is seen to be torn there."""
+    return any(not (folder / tag).is_dir() or _serial(folder / tag) == float("inf") for folder in folders)
 
 
 def _serial(checkpoint: Path) -> float:
@@ -277,9 +305,8 @@ def rotate(
     old = [tag for tag in newest_first(folders) if tag != newest]
 
     def worth(tag: str) -> tuple[bool, bool, float]:
-        is_torn = any(not (folder / tag).is_dir() or _serial(folder / tag) == float("inf") for folder in folders)
         value = metric(tag)
-        return not is_torn, value is not None, value or 0.0
+        return not _is_torn(folders, tag), value is not None, value or 0.0
 
     # Python's sort is stable, so that the oldest comes first among equals.
     others = sorted((tag for tag in reversed(old) if not is_best(tag)), key=worth)

@@ -22,6 +22,7 @@ from arlopti_openrlhf.run import process_state
 from arlopti_openrlhf.run.agreement import everywhere, on_rank_0, say, share
 from arlopti_openrlhf.run.newest_checkpoint import newest_whole, parts_of
 from arlopti_openrlhf.run.stopping import Diverged, RunStopped
+from arlopti_openrlhf.update import optimizer_steps
 from arlopti_openrlhf.update.guard import GuardedStrategy, engine_of, first_non_finite
 
 # What upstream's controllers take from a checkpoint, for a run that has none yet.
@@ -58,12 +59,18 @@ class CheckpointStrategy(GuardedStrategy):
     4. Where a checkpoint cannot be written, a line says why, and the run goes on. Where the final model cannot be
        written, the run fails.
     5. Weights that are not finite are not saved, and the run stops.
+    6. The learning rate of a resumed run is that of its own plan, and the minimum past the plan's end.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.averaged: Any = None  # the model without an optimizer that this process holds: beside the policy, EMA
         self.not_written = 0  # checkpoints in a row
+
+    def _ds_init_train_model(self, model, cfg: dict):
+        model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        optimizer_steps.stay_at_minimum(scheduler, cfg)
+        return model, optimizer, scheduler
 
     def _ds_init_eval_model(self, model) -> Any:
         self.averaged = super()._ds_init_eval_model(model)
@@ -180,6 +187,7 @@ class CheckpointStrategy(GuardedStrategy):
             say(f"{load_dir}: no checkpoint yet, the run starts at its beginning")
             return None, dict(BEGINNING)
         path, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        optimizer_steps.follow(model.lr_scheduler)
         checkpoint = Path(load_dir, tag)
         everywhere(lambda: process_state.restore(checkpoint, self.time_steps, self.averaged, self.stage == 3))
         return path, states

@@ -22,8 +22,9 @@ def text(args: SimpleNamespace, found: Progress, log: Path | None) -> str:
         log: the file with the run's output, where there is one.
     """
     lines = [f"trained {found.step.number} steps" if found.step else "no step was trained"]
-    kept = Path(args.ckpt.path, RUN_FILE)  # a resumed run has the name that it had before
-    run = json.loads(kept.read_text("utf-8"))["run_name"] if kept.exists() else args.logger.wandb.run_name
+    kept, run = Path(args.ckpt.path, RUN_FILE), args.logger.wandb.run_name
+    if args.ckpt.load_enable and kept.exists():  # a resumed run has the name that it had before
+        run = json.loads(kept.read_text("utf-8"))["run_name"]
     if found.first and found.last:
         lines += _table(found.first, found.last)
     elif args.eval.dataset:

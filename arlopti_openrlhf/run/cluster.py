@@ -11,6 +11,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 
+from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.run import credentials, reaper
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
@@ -36,7 +37,10 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
             _close_to_others()
             os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # for sockets, which vLLM would leave in /tmp
             kwargs = {"_temp_dir": str(folder / SESSIONS), "dashboard_host": "127.0.0.1"} | kwargs
-        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {signum: signal.getsignal(signum) for signum in interrupts.SIGNALS}
+        # A terminal that closes sends SIGHUP to all processes of the run. Those that Ray starts inherit the mask, and
+        # live on while the run saves a checkpoint. Here it only waits.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             # Ray lists the job with the driver's command line.
             ray_utils.get_entrypoint_name = lambda: _masked(entrypoint(), secrets)
@@ -48,6 +52,7 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
             # Ray takes SIGTERM, in Python and in C++: it would print a stack trace and abort.
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     ray.init = init_of_run
 

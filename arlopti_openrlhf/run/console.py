@@ -14,12 +14,11 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 import ray
 from tqdm import tqdm
 
-from arlopti_openrlhf.run import progress
+from arlopti_openrlhf.run import progress, streams
 from arlopti_openrlhf.run.progress import Progress
 
 LOG = "train.log"  # in --ckpt.path
@@ -65,7 +64,7 @@ class Console:
         sys.stdout.flush()
         sys.stderr.flush()
         self._kept = os.dup(1), os.dup(2)
-        self._terminal: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+        self._terminal = streams.Stream(os.dup(1), line_buffering=True)
         print(f"{_OURS}starting. The output of Ray, vLLM and DeepSpeed: {self.log}", file=self._terminal)
         self._thread.start()
         _buffer_lines(True)
@@ -86,8 +85,8 @@ class Console:
             return
         self._ended.set()
         try:
-            _flush(sys.stdout, 1)
-            _flush(sys.stderr, 2)
+            sys.stdout.flush()
+            sys.stderr.flush()
             self._thread.join(_END)
             with suppress(OSError):
                 os.write(self._descriptor, f"{last_lines}\n".encode(errors="replace"))
@@ -100,13 +99,12 @@ class Console:
         is_last = False
         while not is_last:
             is_last = self._ended.wait(_POLL)
-            with suppress(Exception):  # Ray starts or ends, or the terminal is gone: the run goes on
+            with suppress(Exception):  # Ray starts or ends: the run goes on
                 self._show_lines(is_last)
                 if not is_last and ray.is_initialized():
                     self._show(progress.read())
         if self._bar is not None:
-            with suppress(OSError):
-                self._bar.close()
+            self._bar.close()
 
     def _show_lines(self, is_last: bool) -> None:
         """Show what the file has new for the user. A line counts once its end is there."""
@@ -159,19 +157,6 @@ def for_the_user(line: str) -> str | None:
         return text
     logged = _LOGGED.match(text)
     return f"{_OURS}{logged[1].lower()}: {text[logged.end() :]}" if logged else None
-
-
-def _flush(stream: IO[str], descriptor: int) -> None:
-    """Flush into the file, or give up what it has no room for: the disk may be full, and that be why the run ends."""
-    try:
-        stream.flush()
-    except OSError:
-        # Python keeps it, and would write it to the terminal in front of the last lines.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-        with suppress(OSError):
-            stream.flush()
 
 
 def _buffer_lines(whether: bool) -> None:

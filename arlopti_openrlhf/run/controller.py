@@ -7,7 +7,6 @@ makes experience with `run.experience_maker`, and answers requests to stop (`run
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any
 
 import ray
@@ -16,7 +15,7 @@ from openrlhf.utils.logging_utils import init_logger
 from ray.util.queue import Full
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
-from arlopti_openrlhf.run import credentials, progress, stopping
+from arlopti_openrlhf.run import awake, credentials, progress, stopping
 from arlopti_openrlhf.run.experience_maker import ExperienceMaker
 from arlopti_openrlhf.run.health import WatchedTrainer
 from arlopti_openrlhf.run.lora_reference import ReferenceInPolicy
@@ -99,8 +98,9 @@ class Controller(WatchedTrainer, ResumableTrainer):
         super().save_logs_and_checkpoints(global_step, (logs_dict or {}) | self.token_statistics, client_states)
         if histograms and global_step % self.args.logger.logging_steps == 0:
             half = len(histograms) // 2
-            self._log_histogram("train/tokens/probability", histograms[:half], global_step)
-            self._log_histogram("train/tokens/logit_grad_norm_by_probability", histograms[half:], global_step)
+            for tracker in self._trackers():
+                tracker.log_histogram("train/tokens/probability", histograms[:half], global_step)
+                tracker.log_histogram("train/tokens/logit_grad_norm_by_probability", histograms[half:], global_step)
         if global_step % self.args.ckpt.save_steps == 0 and not self.bad_steps.is_bad:
             self.saved_step, self.saved_at = global_step, time.monotonic()
         minutes = self.args.ckpt.save_minutes
@@ -122,27 +122,6 @@ class Controller(WatchedTrainer, ResumableTrainer):
                 super().save_logs_and_checkpoints(self.last_step, None, self.last_client_states)
         self.saved_step, self.saved_at = self.last_step, time.monotonic()
         logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
-
-    def _log_histogram(self, name: str, values: list[float], global_step: int) -> None:
-        """Log the weights `values` of equal bins of [0, 1] to the trackers."""
-        edges = [i / len(values) for i in range(len(values) + 1)]
-        if self.wandb_logger:
-            import wandb
-
-            self.wandb_logger.handle.log({name: wandb.Histogram(np_histogram=(values, edges))})
-        if self.tensorboard_logger:
-            centers = [(low + high) / 2 for low, high in pairwise(edges)]
-            self.tensorboard_logger.writer.add_histogram_raw(
-                name,
-                min=0.0,
-                max=1.0,
-                num=sum(values),
-                sum=sum(v * c for v, c in zip(values, centers, strict=True)),
-                sum_squares=sum(v * c * c for v, c in zip(values, centers, strict=True)),
-                bucket_limits=edges[1:],
-                bucket_counts=values,
-                global_step=global_step,
-            )
 
     def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
         """Save as upstream does after each evaluation. Before the first step there is nothing to save.
@@ -320,9 +299,12 @@ class PPOTrainerAsync(_PPOTrainerAsync):
     def _end_training(self) -> None:
         """Let the training actor end its `fit`, in which it may wait for samples that will not come, and tidy up."""
         closed = self.trainer_actor.close_trackers.remote()
-        until = time.monotonic() + self.seconds
-        while not ray.wait([closed], timeout=1)[0] and time.monotonic() < until:
+
+        def has_ended(seconds: float) -> bool:
             try:
                 self.rollout_queue.put_nowait("done")
             except Full:
-                continue
+                pass
+            return bool(ray.wait([closed], timeout=seconds)[0])
+
+        awake.succeeds(has_ended, self.seconds)

@@ -1,9 +1,7 @@
 """Counts the steps in a row that went wrong, and stops the run after too many."""
 
 import math
-import re
 from collections.abc import Mapping
-from pathlib import Path
 
 # What a step is bad by if it is not finite, whatever stands before it, as in `lopti/low/policy_loss`.
 _LOSSES = ("policy_loss", "critic_loss", "kl", "entropy_loss", "ppo_kl")
@@ -44,12 +42,3 @@ class BadSteps:
     def are_too_many(self) -> bool:
         """Whether the run is to stop."""
         return len(self.causes) >= self.most
-
-
-def newest_checkpoint(folder: str) -> str:
-    """Return the path of the policy's newest checkpoint under `--ckpt.path`, or "none"."""
-    steps = {}
-    for path in Path(folder, "_actor").glob("*global_step*"):
-        if match := re.fullmatch(r"(?:best_)?global_step(\d+)", path.name):
-            steps[int(match[1])] = path
-    return str(steps[max(steps)]) if steps else "none"

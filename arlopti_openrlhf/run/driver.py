@@ -5,8 +5,8 @@
 | 0 | the run is complete |
 | 1 | an error, with its traceback |
 | 2 | the command line, or what it names, is refused |
-| 3, 4 | the run has diverged; a part of it gives no sign of life (`run.stopping`) |
-| 130, 143 | SIGINT, SIGTERM |
+| 3, 4 | the run has diverged; it hangs, or a part of it gives no sign of life (`run.stopping`) |
+| 129, 130, 143 | SIGHUP, SIGINT, SIGTERM |
 """
 
 import os
@@ -17,7 +17,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,8 @@ from typing import IO, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from arlopti_openrlhf.run import cluster, progress, reaper, stopping
+from arlopti_openrlhf import interrupts
+from arlopti_openrlhf.run import awake, cluster, progress, reaper, stopping, streams
 from arlopti_openrlhf.run.console import Console
 from arlopti_openrlhf.run.progress import Progress
 
@@ -75,8 +76,7 @@ class Driver:
         Raises:
             SystemExit: the context has raised anything.
         """
-        handled = [s for s in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(s) != signal.SIG_IGN]
-        before = {signum: signal.signal(signum, self._on_signal) for signum in handled}
+        before = {signum: signal.signal(signum, self._on_signal) for signum in interrupts.handled()}
         try:
             yield
             self._code = 0
@@ -114,12 +114,11 @@ class Driver:
         if self._asked and not isinstance(cause, stopping.RunStopped):
             cause = stopping.Interrupted(self._asked)  # Ray's own processes had got the signal too
         if not isinstance(cause, stopping.RunStopped):
-            with suppress(OSError):
-                traceback.print_exception(error)
+            traceback.print_exception(error)
         self._code = code = _exit_code(cause)
         said = [last_lines(cause)]
         said += [f"the run's log: {self.console.log}"] if self.console else []
-        if self.folder and (self.folder / cluster.SESSIONS).exists() and code not in (130, 143):
+        if self.folder and (self.folder / cluster.SESSIONS).exists() and not isinstance(cause, stopping.Interrupted):
             said.append(f"Ray's logs: {self.folder / cluster.SESSIONS}")
         # After Ray's end, because workers print until then.
         _shut_down(code, partial(self._say_last, "\n".join(map(_ours, said))))
@@ -142,13 +141,19 @@ class Driver:
         if self.console:
             self.console.close(text)
         if text:
-            _say(text, file or sys.stderr)
+            _say(text, file)
+        if lost := streams.lost():
+            _say(_ours(lost))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._code is not None:
             return  # it takes _SHUTDOWN at most
         if self._cause:
             raise KeyboardInterrupt
+        if self._asked and signal.SIGHUP in (signum, self._asked):
+            # A terminal that closes sends it more than once, and whoever ends a session sends SIGTERM beside it.
+            self._asked = max(self._asked, signum)
+            return
         if self._asked:
             _leave_within(_EXIT, 128 + signum)
             self._say_last(_ours(f"{signal.Signals(signum).name} again: the run ends at once."))
@@ -160,15 +165,13 @@ class Driver:
     def _ask_to_stop(self, signum: int) -> None:
         name = signal.Signals(signum).name
         # Ray may have got the signal too, as it does at a time limit, and then does not answer.
-        unanswered = threading.Timer(_ANSWER, self.end, (stopping.Interrupted(signum),))
-        unanswered.daemon = True
-        unanswered.start()
+        answered = _after(_ANSWER, lambda: self.end(stopping.Interrupted(signum)))
         is_training = ray.is_initialized() and stopping.is_training()
-        unanswered.cancel()
+        answered.set()
         if is_training:
             stopping.request_stop(signum)
             _say(_ours(f"{name}: the run saves a checkpoint and ends. A second signal ends it at once."))
-            threading.Event().wait(60 * self.stall_minutes)
+            awake.succeeds(threading.Event().wait, 60 * self.stall_minutes)
             late = f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it."
             _say(_ours(late))
         self.end(stopping.Interrupted(signum))
@@ -200,31 +203,30 @@ def _ours(text: str) -> str:
 
 
 def _say(text: str, file: IO[str] | None = None) -> None:
-    """Say it, on standard error unless told otherwise. Whoever has gone away cannot make a run fail."""
-    file = file or sys.stderr
-    try:
-        sys.stdout.flush()
-        print(text, file=file, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or Python's own flush at the end would fail
+    """Say it, on standard error unless told otherwise."""
+    sys.stdout.flush()
+    print(text, file=file or sys.stderr, flush=True)
 
 
 def _shut_down(code: int, last: Callable[[], None]) -> None:
     """End Ray and say the last lines, and let nothing else that ends with the process hold it up."""
     in_time = _leave_within(_SHUTDOWN, code, last)
     ray.shutdown()
-    in_time.cancel()
+    in_time.set()
     _leave_within(_EXIT, code)
     last()
 
 
-def _leave_within(seconds: float, code: int, last: Callable[[], None] | None = None) -> threading.Timer:
+def _leave_within(seconds: float, code: int, last: Callable[[], None] | None = None) -> threading.Event:
     """End this process after `seconds` if it has not ended by then, even in the middle of Ray's shutdown.
 
     Args:
         seconds: until then.
         code: the exit code.
         last: says the last lines.
+
+    Returns:
+        The event that lets the process go on.
     """
 
     def leave() -> None:
@@ -233,7 +235,16 @@ def _leave_within(seconds: float, code: int, last: Callable[[], None] | None = N
             last()
         os._exit(code)
 
-    timer = threading.Timer(seconds, leave)
-    timer.daemon = True
-    timer.start()
-    return timer
+    return _after(seconds, leave)
+
+
+def _after(seconds: float, act: Callable[[], None]) -> threading.Event:
+    """Act after so many seconds, in a thread, unless the event that it returns is set by then."""
+    is_off = threading.Event()
+
+    def wait() -> None:
+        if not awake.succeeds(is_off.wait, seconds):
+            act()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return is_off

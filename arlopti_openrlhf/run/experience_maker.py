@@ -16,8 +16,9 @@ class ExperienceMaker(RemoteExperienceMaker):
 
     1. Under `group_norm`, the samples of a prompt have the advantage 0 where their rewards are all equal. Upstream
        divides the rounding error of their mean by a standard deviation of 0 + 1e-9, so eight rewards of 0.1 have the
-       advantage -7.45. This is a deliberate difference to stock, even with both methods off. Groups whose rewards
-       differ keep stock's bits. The other estimators divide by no group's deviation, so they stay as they are.
+       advantage -7.45. This is a deliberate difference to stock, even with all methods off (docs/flags.md). Groups
+       whose rewards differ keep stock's bits. The other estimators divide by no group's deviation, so they stay as
+       they are.
     2. A metric in `extra_logs` may come with some samples only. Upstream cannot batch such samples.
     """
 

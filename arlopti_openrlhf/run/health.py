@@ -1,6 +1,7 @@
 """Looks at each step's figures: alarms go to the trackers and the log, and a run that has diverged is stopped."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import ray
 from openrlhf.trainer import ppo_trainer
@@ -8,7 +9,8 @@ from openrlhf.utils.logging_utils import init_logger
 
 from arlopti_openrlhf.forward.selective_actor import replaced_attribute
 from arlopti_openrlhf.run.alarms import Alarms, rollout_figures
-from arlopti_openrlhf.run.divergence import BadSteps, newest_checkpoint
+from arlopti_openrlhf.run.checkpoint_files import newest_published
+from arlopti_openrlhf.run.divergence import BadSteps
 from arlopti_openrlhf.run.stopping import Diverged
 
 logger = init_logger(__name__)
@@ -62,8 +64,11 @@ class WatchedTrainer(ppo_trainer.BasePPOTrainer):
         parameters = ray.get(self.actor_model_group.async_run_method(method_name="first_non_finite"))
         parameter = next(filter(None, parameters), None)
         weights = f"the weights are not finite, first in {parameter}" if parameter else "the weights are finite"
+        parts = ("_actor", "_critic") if self.critic_model_group else ("_actor",)
+        folders = [Path(self.args.ckpt.path, part) for part in parts]
+        newest = newest_published(folders)
         return (
             f"{len(self.bad_steps.causes)} bad steps in a row (--train.max_bad_steps): "
             f"{'; '.join(self.bad_steps.causes)}. Now {weights}. "
-            f"Last good checkpoint: {newest_checkpoint(self.args.ckpt.path)}"
+            f"Last good checkpoint: {folders[0] / newest if newest else 'none'}"
         )

@@ -68,7 +68,7 @@ def newest_whole(parts: list[Part]) -> str | None:
     if passed_over:
         raise NoWholeCheckpoint(
             f"{parts[0].folder.parent}: no checkpoint is whole: {', '.join(passed_over)}. To start anew, give another "
-            "--ckpt.path, or leave --ckpt.load_enable out."
+            "--ckpt.path."
         )
     return None
 

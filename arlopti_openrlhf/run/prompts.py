@@ -14,6 +14,8 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 from torch.utils.data import DataLoader
 
+from arlopti_openrlhf.run.stopping import RunStopped
+
 logger = init_logger(__name__)
 
 _upstream_datasets = ppo_trainer.prepare_datasets
@@ -42,7 +44,28 @@ def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
             f"argument --data.prompt_dataset: {len(loader)} prompts with {args.rollout.n_samples_per_prompt} samples "
             f"each are fewer than one batch of --train.batch_size {args.train.batch_size}, so nothing would be trained"
         )
-    return Prompts(loader, args.train.seed), eval_loader, max_steps
+    prompts = Prompts(
+        loader, args.train.seed, args.rollout.n_samples_per_prompt, digest_of(loader.dataset), args.ckpt.load_changed
+    )
+    return prompts, eval_loader, max_steps
+
+
+def digest_of(dataset) -> str:
+    """Return a digest of all prompts and labels in their order, in about 3 s for a million of 1 kB.
+
+    It is of the text that upstream has loaded and rendered. So it does not depend on where the data comes from, on
+    this machine or on the hub, and it knows what --data.max_samples, --data.prompt_probs and a template make of them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for pair in zip(dataset.prompts, dataset.labels, strict=True):
+        digest.update(repr(pair).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+class OtherPrompts(RunStopped):
+    """The run that is resumed had other prompts, among which the checkpoint's place is another one."""
+
+    exit_code = 2
 
 
 def seed_of(*key: Any) -> int:
@@ -88,10 +111,13 @@ class Prompts:
     Args:
         loader: upstream's loader, one prompt per batch.
         seed: `--train.seed`.
+        samples: `--rollout.n_samples_per_prompt`.
+        digest: `digest_of` the loader's data set.
+        may_change: `--ckpt.load_changed`.
     """
 
-    def __init__(self, loader, seed: int) -> None:
-        self.loader, self.seed = loader, seed
+    def __init__(self, loader, seed: int, samples: int, digest: str, may_change: bool = False) -> None:
+        self.loader, self.seed, self.samples, self.digest, self.may_change = loader, seed, samples, digest, may_change
         self.leftover = Leftover()
         self._set_place(episode=0, drawn=0)
 
@@ -112,23 +138,38 @@ class Prompts:
             "episode": self.episode,
             "drawn": self.rest.drawn,
             "of": len(self),
+            "digest": self.digest,
+            "samples": self.samples,
             "leftover": Leftover(self.leftover),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place that `state_dict` has returned.
 
+        Samples that it holds are left out where a prompt has another number of them now.
+
         Raises:
             ValueError: the state is that of upstream's loader, from a checkpoint of an earlier version.
+            OtherPrompts: it is a place among other prompts, and that was not asked for.
         """
         if "leftover" not in state:
             raise ValueError("the checkpoint is of an earlier version, which did not keep the place in the prompts")
-        if state["of"] != len(self):
-            logger.warning(
-                f"the checkpoint is of a run on {state['of']} prompts, and now there are {len(self)}: in the rest of "
-                "this episode, prompts may come again or not at all"
-            )
+        if "digest" not in state:
+            logger.warning("the checkpoint is of an earlier version, and its prompts cannot be compared with these")
+            state = {**state, "digest": self.digest, "samples": self.samples}
+        if state["digest"] != self.digest:
+            what = f"the run that is resumed had other prompts or labels ({state['of']} then, {len(self)} now)"
+            wrong = "in the rest of this episode, prompts may come again or not at all"
+            if not self.may_change:
+                raise OtherPrompts(f"{what}; give the same data, or add --ckpt.load_changed: {wrong}")
+            logger.warning(f"{what}: {wrong}")
         self._set_place(state["episode"], state["drawn"])
+        if state["samples"] != self.samples:
+            logger.warning(
+                f"{len(state['leftover'])} samples that are left over in the checkpoint are not trained: a prompt has "
+                f"{self.samples} samples now, and had {state['samples']}"
+            )
+            return
         self.leftover = Leftover(state["leftover"])
 
     def _set_place(self, episode: int, drawn: int) -> None:

@@ -82,13 +82,15 @@ def watch(driver: int, run: str, folder: Path) -> None:
 
 def end_processes(run: str, folder: Path) -> None:
     """End all processes of `run`, whose folder this is, those that begin meanwhile too."""
-    start_time, times_none = time.monotonic(), 0
-    # A process that is just executing another program has no environment, so none has to be found twice in a row.
-    while time.monotonic() - start_time < _GIVE_UP and times_none < 2:
+    times_none = 0
+    # By the number of looks, and not by a clock, which runs on while the machine sleeps.
+    for look in range(round(_GIVE_UP / _POLL)):
         found = list(processes(run, folder))
         times_none = 0 if found else times_none + 1
+        if times_none == 2:  # one that is just executing another program has no environment
+            return
         for pid in found:
-            is_late = time.monotonic() - start_time > _GRACE
+            is_late = look * _POLL > _GRACE
             try:
                 os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
             except ProcessLookupError:

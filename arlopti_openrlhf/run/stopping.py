@@ -29,7 +29,7 @@ class Diverged(RunStopped):
 
 
 class NotResponding(RunStopped):
-    """A part of the run gives no sign of life any more."""
+    """A part of the run gives no sign of life any more, or none makes progress."""
 
     exit_code = 4
 

@@ -1,4 +1,9 @@
-"""Watches a run's actors from the driver, and ends the run when one has died or gives no sign of life (`run.life`)."""
+"""Watches a run's actors from the driver, by their heartbeats (`run.heartbeat`), and ends a run that cannot go on.
+
+That is where an actor has died, has failed or gives no sign of life, and where no actor gets anything done. An actor
+that waits for another is no cause: the run is alive as long as one of them makes progress, and where none is called,
+there is nothing to be done.
+"""
 
 import json
 import re
@@ -11,7 +16,7 @@ import ray
 from ray._private import state, worker
 from ray.experimental import internal_kv
 
-from arlopti_openrlhf.run import life
+from arlopti_openrlhf.run import awake, heartbeat
 from arlopti_openrlhf.run.stopping import NotResponding, RunStopped
 
 _POLL = 1.0  # seconds
@@ -25,21 +30,21 @@ def start(end: Callable[[BaseException], Any], seconds: float) -> None:
 
     Args:
         end: ends the run with its cause, from any thread.
-        seconds: how long an actor may give no sign of life.
+        seconds: how long an actor may give no sign of life, and the run may stand still.
     """
     threading.Thread(target=_watch, args=(end, seconds), daemon=True).start()
 
 
 def _watch(end: Callable[[BaseException], Any], seconds: float) -> None:
-    watch = Watch(seconds)
-    answered = time.monotonic()
+    watch, clock = Watch(seconds), awake.Clock()
+    answered = clock()
     while True:
         time.sleep(_POLL)
         try:
             cause = watch.look() if ray.is_initialized() else None
-            answered = time.monotonic()
+            answered = clock()
         except Exception as error:  # Ray starts or ends, or its control store is away
-            is_late = time.monotonic() - answered > seconds
+            is_late = clock() - answered > seconds
             cause = NotResponding(f"Ray's control store: {type(error).__name__}: {error}") if is_late else None
         if cause:
             end(cause)
@@ -50,22 +55,25 @@ class Watch:
     """Says what is wrong with a job's actors.
 
     Args:
-        seconds: how long an actor may give no sign of life.
+        seconds: how long an actor may give no sign of life, and the run may stand still.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._seen: dict[str, tuple[Any, float]] = {}  # actor -> its last sign, and since when
+        self._clock = awake.Clock()  # a watch that was asleep cannot tell what the actors did meanwhile
+        self._seen: dict[str, tuple[Any, float]] = {}  # actor -> its last beat, and since when
+        self._done: dict[str, int] = {}  # actor -> what it has got done
+        self._moved = 0.0  # when an actor got something done, or none was called
 
     def look(self) -> RunStopped | None:
         """Return why the run cannot go on, or None. Call it every second or so."""
-        now, prefix = time.monotonic(), life.prefix()
+        now, prefix = self._clock(), heartbeat.prefix()
         keys = [key.decode() for key in internal_kv._internal_kv_list(prefix) or []]
         entries = {key.removeprefix(prefix): json.loads(internal_kv._internal_kv_get(key) or b"{}") for key in keys}
         for actor, found in _actors("PENDING_CREATION").items():
             if found["Pid"]:  # without an entry it imports the class: its constructor has not begun
                 name = f"{found['ActorClassName']} (process {found['Pid']} on {found['Address']['IPAddress']})"
-                entries.setdefault(actor, {"name": name, "sign": "", "failure": None})
+                entries.setdefault(actor, {"name": name, "beats": 0, "done": 0, "calls": None, "failure": None})
         for actor, found in _actors("DEAD").items():
             entry = entries.pop(actor, {"name": found["ActorClassName"]})
             if cause := death(entry["name"], found["DeathCause"]):
@@ -73,17 +81,33 @@ class Watch:
         for actor, entry in entries.items():
             if entry["failure"]:
                 return NotResponding(f"{entry['name']}: {entry['failure']}")
-            if self._seen.get(actor, (None, 0))[0] != entry["sign"]:
-                self._seen[actor] = (entry["sign"], now)
-        return self._silence(entries, now)
+            if self._seen.get(actor, (None, 0))[0] != entry["beats"]:
+                self._seen[actor] = (entry["beats"], now)
+        done = {actor: entry["done"] for actor, entry in entries.items()}
+        if done != self._done or not any(entry["calls"] for entry in entries.values()):
+            self._done, self._moved = done, now
+        return self._silence(entries, now) or self._standstill(entries, now)
 
     def _silence(self, entries: dict[str, dict], now: float) -> NotResponding | None:
-        """Name who has given no sign for too long, and who else for half as long: one may wait for the other."""
+        """Name who has given no sign for too long, and who else for half as long: one may wait for the other.
+
+        Where the run stands still because of the first, half as long is enough for all of them.
+        """
         silent = sorted((now - self._seen[actor][1], entry["name"]) for actor, entry in entries.items())[::-1]
-        if not silent or silent[0][0] <= self.seconds:
+        stands_still = now - self._moved > self.seconds
+        if not silent or silent[0][0] <= self.seconds / (2 if stands_still else 1):
             return None
         names = ", ".join(name for seconds, name in silent if seconds > self.seconds / 2)
         return NotResponding(f"{names}: no sign of life for {silent[0][0]:.0f} s (--train.stall_minutes)")
+
+    def _standstill(self, entries: dict[str, dict], now: float) -> NotResponding | None:
+        """Name who is in a call that goes nowhere, and where it is. Who waits for others is named if all do."""
+        if now - self._moved <= self.seconds:
+            return None
+        called = [entry for entry in entries.values() if entry["calls"]]
+        stuck = [entry for entry in called if not heartbeat.waits(entry["calls"])] or called
+        where = "; ".join(f"{entry['name']}, in {heartbeat.shown(entry['calls'])}" for entry in stuck)
+        return NotResponding(f"{where}: no progress for {now - self._moved:.0f} s (--train.stall_minutes)")
 
 
 def _actors(in_state: str) -> dict[str, dict[str, Any]]:

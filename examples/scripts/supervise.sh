@@ -10,8 +10,8 @@
 #   2         was refused: the same flags would be refused again
 #   3         has diverged: it would train on the same prompts from the same checkpoint, so somebody has to look first
 #   5         has checkpoints, and none of them is whole: somebody has to look first
-#   130, 143  was asked to end. SIGTERM and SIGINT are handed on to the command alone, and the run saves a checkpoint. A
-#             script in between has to `exec` the training, as train_kk.sh does.
+#   129, 130, 143  was asked to end. SIGHUP, SIGINT and SIGTERM are handed on to the command alone, and the run saves a
+#             checkpoint. A script in between has to `exec` the training, as train_kk.sh does. nohup keeps SIGHUP away.
 set -uo pipefail
 set -m  # a process group for the command, so that a Ctrl-C reaches it once, from here
 
@@ -31,6 +31,7 @@ hand_on() {  # NAME NUMBER
 }
 trap 'hand_on TERM 15' TERM
 trap 'hand_on INT 2' INT
+trap 'hand_on HUP 1' HUP  # has no effect under nohup
 
 restart=0
 while true; do
@@ -46,7 +47,7 @@ while true; do
   child=
   case $status in
     0) exit 0 ;;
-    2|3|5|130|143) echo "supervise.sh: status $status: not started again" >&2; exit "$status" ;;
+    2|3|5|129|130|143) echo "supervise.sh: status $status: not started again" >&2; exit "$status" ;;
   esac
   if [ "$restart" -ge "$RESTARTS" ]; then
     echo "supervise.sh: status $status after $restart restarts (RESTARTS): given up" >&2

@@ -212,7 +212,7 @@ def test_a_second_quickstart_in_one_folder(place, refused):
     )
     first.stdout.readline()
     line = refused("quickstart --reduced --out out")
-    assert f"argument --out: another quickstart writes to out, process {first.pid}" in line
+    assert f"argument --out: another quickstart writes to out, process {first.pid} on {socket.gethostname()}" in line
     with pytest.raises(InUse, match=str(first.pid)):
         lock(out / "quickstart.lock")
     first.kill()

@@ -90,12 +90,12 @@ def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
     (tmp_path / "run.yaml").write_text(FLAGS, encoding="utf-8")
     first = train_ppo_ray.command_line.parse(["--config", str(tmp_path / "run.yaml"), *words], train_ppo_ray.add_flags)
     credentials.hide(first)
-    config_file.keep(first, tmp_path / "folder" / "kept.yaml")
-    text = (tmp_path / "folder" / "kept.yaml").read_text(encoding="utf-8")
-    again = train_ppo_ray.command_line.parse(
-        ["--config", str(tmp_path / "folder" / "kept.yaml")], train_ppo_ray.add_flags
-    )
+    config_file.keep(first, tmp_path / "folder")
+    [kept] = (tmp_path / "folder").iterdir()
+    text = kept.read_text(encoding="utf-8")
+    again = train_ppo_ray.command_line.parse(["--config", str(kept)], train_ppo_ray.add_flags)
     assert same(first) == same(again) and "secret" not in text
+    assert config_file.read_kept(kept.parent) == config_file.as_kept(first)
     assert yaml.safe_load(text)["ds.lora.target_modules"] == "all-linear"
 
 

@@ -63,6 +63,21 @@ def test_a_mistake_is_one_fatal_finding_that_names_its_flag(flags, flag, said):
     assert said in found and "\n" not in found, found
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "range_"),
+    [
+        ("--train.stall_minutes", "10081", "(0, 10080]"),  # a week
+        ("--train.stall_minutes", "1e300", "(0, 10080]"),
+        ("--train.stall_minutes", "0", "(0, 10080]"),
+        ("--reward.timeout_seconds", "604801", "(0, 604800]"),
+    ],
+)
+def test_a_wait_of_more_than_a_week_is_refused(flag, value, range_, capsys):
+    with pytest.raises(SystemExit):
+        findings([*FITTING, flag, value])
+    assert f"argument {flag}: {value} is not a number in {range_}" in capsys.readouterr().err
+
+
 def test_a_device_that_there_is_not(monkeypatch):
     monkeypatch.setenv("ARLOPTI_DEVICE", "tpu")
     (finding,) = values.check(arguments())

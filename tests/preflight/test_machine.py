@@ -1,6 +1,7 @@
 """What the machine lacks is found: folders, disk, memory, a cluster that does not answer."""
 
 import json
+import resource
 import shutil
 import socket
 from types import SimpleNamespace
@@ -116,6 +117,50 @@ def test_folders_that_cannot_be_written(tmp_path, flag, place):
     found = machine.check(arguments(f"--ckpt.path {tmp_path} --ckpt.output_dir {tmp_path} {flag} {folder}"))
     assert [(f.flag, f.value, f.is_fatal) for f in found] == [(flag, str(folder), True)], found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+FOLDERS = "--ckpt.path {0} --ckpt.output_dir {0}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("TMPDIR", "{}/nowhere", "there is no such folder"),
+        ("TMPDIR", "{}/file", "there is no such folder"),
+        ("RAY_TMPDIR", "{}/nowhere", "there is no such folder"),
+        ("RAY_TMPDIR", "/proc", "nothing can be written there"),
+        ("HF_DATASETS_CACHE", "{}/file/below", "file is a file, and datasets prepares the prompts there"),
+        ("TORCH_EXTENSIONS_DIR", "/proc/nobody", "and PyTorch builds DeepSpeed's C++ ops there"),
+    ],
+)
+def test_a_variable_that_names_no_folder_to_write_to(variable, value, said, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable, value.format(tmp_path))
+    (finding,) = machine.check(arguments(FOLDERS.format(tmp_path)))
+    assert finding.is_fatal and finding.flag == variable and said in str(finding)
+
+
+@pytest.mark.parametrize("home", ["{}/file", "/proc/nobody"])
+def test_a_home_that_cannot_be_written(home, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", home.format(tmp_path))
+    needs = ("HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR")
+    for variable in ("XDG_CACHE_HOME", "HF_HOME", *needs):
+        monkeypatch.delenv(variable, raising=False)
+    found = machine.check(arguments(FOLDERS.format(tmp_path)))
+    assert [finding.flag for finding in found] == ["HOME", "HOME"] and all(finding.is_fatal for finding in found)
+    assert all(f"set {variable}, or HOME" in str(finding) for variable, finding in zip(needs, found, strict=True))
+    for variable in needs:  # then nothing is needed of HOME
+        monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    assert machine.check(arguments(FOLDERS.format(tmp_path))) == []
+
+
+def test_too_few_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 128))
+    (finding,) = machine.check(arguments(FOLDERS.format(tmp_path)))
+    assert finding.is_fatal and "may open 128 files" in str(finding)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 4096))  # Ray raises the first
+    assert machine.check(arguments(FOLDERS.format(tmp_path))) == []
 
 
 def test_a_cluster_that_does_not_answer(tmp_path, monkeypatch):

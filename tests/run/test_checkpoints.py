@@ -28,12 +28,12 @@ def actor(group: Group, method: str, *args, **kwargs) -> list:
     return ray.get(group.workers[group.selective].async_run_method(method, *args, **kwargs), timeout=240)
 
 
-def start(model: str, folder: Path, *more: str) -> Group:
+def start(model: str, folder: Path, *more: str, max_steps: int = 8) -> Group:
     """Two optimizer steps for each rollout batch, and a learning rate that falls."""
     schedule = "--actor.adam.lr 1e-2 --actor.lr_scheduler linear --train.enable_ema --ckpt.load_enable".split()
     paths = ["--ckpt.path", str(folder), "--ckpt.output_dir", str(folder / "final"), "--ckpt.max_num", "2"]
     batch = ["--train.batch_size", str(SAMPLES // 2)]
-    return Group(flags(model, *schedule, *paths, *batch, *more), max_steps=8)
+    return Group(flags(model, *schedule, *paths, *batch, *more), max_steps=max_steps)
 
 
 def everything(group: Group) -> list[torch.Tensor]:
@@ -66,6 +66,19 @@ def test_a_resumed_run_is_the_same_run(stage, tiny_model, tmp_path):
         assert all(map(torch.equal, ours, theirs))
     assert all(map(torch.equal, everything(group), expected))
     assert not all(map(torch.equal, at_checkpoint, expected))
+
+
+def test_a_run_that_is_resumed_with_fewer_steps_stays_at_the_lowest_rate(tiny_model, tmp_path):
+    """Lopti takes 4 steps for each rollout batch: 8 of 16 are done, and the new plan has 4."""
+    schedule = "--actor.lr_scheduler", "cosine_with_min_lr"
+    group = start(tiny_model, tmp_path, *schedule)
+    for seed in (1, 2):
+        group.run(experiences(seed), METHODS)
+    actor(group, "save_checkpoint", tag="global_step2", client_states={"global_step": 2})
+    group = start(tiny_model, tmp_path, *schedule, "--actor.adam.lr", "1", max_steps=2)
+    # The checkpoint's optimizer has the highest rate, as `cli.same_run` says: a tenth of 1e-2 is the minimum.
+    assert actor(group, "call", lambda probe: probe.actor_scheduler.get_last_lr()[0])[0] != 1e-2
+    assert [group.run(experiences(seed), METHODS).last_rate for seed in (3, 4)] == [pytest.approx(1e-3)] * 2
 
 
 def test_a_processor_is_saved_with_its_model(tmp_path):

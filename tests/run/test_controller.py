@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import wandb
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
-from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from arlopti_openrlhf.run import controller
+from arlopti_openrlhf.run import controller, trackers
 from arlopti_openrlhf.run.alarms import Alarms
 from arlopti_openrlhf.run.divergence import BadSteps
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
@@ -24,10 +24,10 @@ class Trainer(controller.Controller, ppo_trainer.BasePPOTrainer):
         self.args = SimpleNamespace(logger=logger, ckpt=ckpt)
         self.token_statistics: dict = {}
         self.kl_ctl = FixedKLController(0.1)
-        self.tensorboard_logger = TensorboardLogger(self.args)
+        self.tensorboard_logger = trackers.ResumableTensorboard(self.args)
         self.alarms, self.bad_steps = Alarms(20, 10, 0.1), BadSteps(3, counts_refusals=True)
-        self.wandb_logger = object.__new__(WandbLogger)
-        self.wandb_logger.handle = SimpleNamespace(log=logged.append)
+        self.wandb_logger = object.__new__(trackers.ResumableWandb)
+        self.wandb_logger.handle = SimpleNamespace(log=logged.append, Histogram=wandb.Histogram)
 
 
 def test_statistics_go_to_the_trackers_alone(tmp_path, monkeypatch):

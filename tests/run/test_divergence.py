@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from arlopti_openrlhf.run.divergence import BadSteps, newest_checkpoint
+from arlopti_openrlhf.run.divergence import BadSteps
 
 GOOD = {
     "policy_loss": 0.1,
@@ -45,10 +45,3 @@ def test_in_fp16_a_refusal_alone_is_the_search_for_a_loss_scale():
     steps = BadSteps(1, counts_refusals=False)
     assert steps.add(1, GOOD | {"skipped_optimizer_steps": 1}) is None
     assert steps.add(2, GOOD | {"skipped_optimizer_steps": 1, "policy_loss": math.nan})
-
-
-def test_the_newest_checkpoint_is_that_of_the_last_step(tmp_path):
-    assert newest_checkpoint(str(tmp_path)) == "none"
-    for name in ("global_step9", "best_global_step10", "writing_global_step12", "global_step11.gone"):
-        (tmp_path / "_actor" / name).mkdir(parents=True)
-    assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "_actor" / "best_global_step10")

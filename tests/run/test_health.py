@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from arlopti_openrlhf.run import checkpoint_files as files
 from arlopti_openrlhf.run import health
 from arlopti_openrlhf.run.alarms import Alarms
 from arlopti_openrlhf.run.divergence import BadSteps
@@ -59,7 +60,13 @@ def test_a_bad_step_is_logged_and_not_saved(tmp_path):
     ("parameter", "weights"), [("lm_head.weight", "first in lm_head.weight"), (None, "the weights are finite")]
 )
 def test_too_many_bad_steps_stop_the_run(tmp_path, parameter, weights):
-    (tmp_path / "_actor" / "global_step1").mkdir(parents=True)
+    # This run has saved step 1. Beside it are a later step of an earlier run, a torn checkpoint and one half written.
+    for tag in ("global_step9", "global_step1"):
+        writing = tmp_path / "_actor" / f"{files.WRITING}{tag}"
+        files.begin(writing, print)
+        files.publish(writing, {})
+    for tag in ("best_global_step1", f"{files.WRITING}global_step12"):
+        (tmp_path / "_actor" / tag).mkdir()
     trainer = Trainer(tmp_path, parameter)
     trainer.save_logs_and_checkpoints(1, GOOD, {})
     trainer.save_logs_and_checkpoints(2, BAD, {})
@@ -70,4 +77,17 @@ def test_too_many_bad_steps_stop_the_run(tmp_path, parameter, weights):
     assert trainer.saved == ["global_step1"] and [step for step, _ in trainer.logged] == [1, 2, 2, 3, 4]
     message = str(stop.value)
     assert weights in message and "step 4: policy_loss is nan, 1 optimizer steps refused" in message
-    assert message.endswith(str(tmp_path / "_actor" / "global_step1"))
+    assert message.endswith(f"Last good checkpoint: {tmp_path / '_actor' / 'global_step1'}")
+
+
+def test_a_checkpoint_to_go_back_to_has_both_parts(tmp_path):
+    trainer = Trainer(tmp_path, None)
+    trainer.bad_steps.add(1, BAD)
+    assert trainer._diagnosis().endswith("Last good checkpoint: none")
+    for part, tag in [("_actor", "global_step1"), ("_critic", "global_step1"), ("_actor", "global_step2")]:
+        writing = tmp_path / part / f"{files.WRITING}{tag}"
+        files.begin(writing, print)
+        files.publish(writing, {})
+    assert trainer._diagnosis().endswith("_actor/global_step2")
+    trainer.critic_model_group = trainer.actor_model_group
+    assert trainer._diagnosis().endswith("_actor/global_step1")

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from arlopti_openrlhf.run.prompts import Prompts, prepare_datasets, seed_of
+from arlopti_openrlhf.run.prompts import OtherPrompts, Prompts, digest_of, prepare_datasets, seed_of
 
 
-def prompts(seed: int = 1, count: int = 40) -> Prompts:
-    return Prompts(DataLoader(list(range(count)), batch_size=1, collate_fn=list), seed)
+def prompts(seed: int = 1, count: int = 40, samples: int = 4, digest: str = "", **kwargs) -> Prompts:
+    loader = DataLoader(list(range(count)), batch_size=1, collate_fn=list)
+    return Prompts(loader, seed, samples, digest or f"of {count}", **kwargs)
 
 
 def test_the_order_follows_from_the_seed_and_the_episode():
@@ -44,12 +45,48 @@ def test_a_place_is_that_of_a_moment_and_can_be_gone_to():
     assert list(resumed.rest) == following and resumed.is_drawn
 
 
-def test_a_place_among_other_prompts_is_not_gone_to_in_silence(caplog):
+@pytest.fixture
+def warnings(caplog):
     logging.getLogger("arlopti_openrlhf.run.prompts").addHandler(caplog.handler)
-    prompts(count=48).load_state_dict(prompts(count=40).state_dict())
-    assert "run on 40 prompts, and now there are 48" in caplog.text
+    return caplog
+
+
+@pytest.mark.parametrize("other", [{"count": 48}, {"digest": "of another 40"}])
+def test_a_place_among_other_prompts_is_refused_unless_it_is_asked_for(other, warnings):
+    state = prompts().state_dict()
+    with pytest.raises(OtherPrompts, match="had other prompts or labels .40 then, .* --ckpt.load_changed") as refused:
+        prompts(**other).load_state_dict(state)
+    assert refused.value.exit_code == 2 and not warnings.text
+    prompts(**other, may_change=True).load_state_dict(state)
+    assert "had other prompts or labels (40 then, " in warnings.text
+
+
+def test_samples_that_are_left_over_go_only_to_prompts_with_as_many(warnings):
+    """Two samples of one prompt and two of the next would be one group of four."""
+    whole = prompts(samples=2)
+    whole.leftover += ["a", "b"]
+    resumed = prompts(samples=4)
+    resumed.load_state_dict(whole.state_dict())
+    assert resumed.leftover == [] and "2 samples that are left over in the checkpoint are not trained" in warnings.text
+
+
+def test_a_place_of_an_earlier_version(warnings):
     with pytest.raises(ValueError, match="earlier version"):
         prompts().load_state_dict({"_sampler_iter_yielded": 3})
+    without_digest = {"episode": 0, "drawn": 7, "of": 40, "leftover": ["a"]}
+    resumed = prompts()
+    resumed.load_state_dict(without_digest)
+    assert (resumed.rest.drawn, resumed.leftover) == (7, ["a"]) and "cannot be compared" in warnings.text
+
+
+def test_the_digest_knows_prompts_labels_and_their_order():
+    def of(*pairs: tuple) -> str:
+        return digest_of(SimpleNamespace(prompts=[p for p, _ in pairs], labels=[label for _, label in pairs]))
+
+    rows = [("a", "1"), ("b", "2")]
+    others = [rows[::-1], rows[:1], [("a", "1"), ("b", "3")], [("a1", ""), ("b", "2")], [("a", 1), ("b", "2")]]
+    assert of(*rows) == of(*rows) and len({of(*rows), *(of(*other) for other in others)}) == 6
+    assert of(("\ud800", None)) != of(("", None))
 
 
 @pytest.mark.parametrize("samples", [63, 64])
@@ -60,7 +97,7 @@ def test_data_for_less_than_one_step(samples, tiny_data):
     data = SimpleNamespace(**names, **keys, input_template=None, dataloader_num_workers=0)
     train = SimpleNamespace(seed=1, batch_size=128, num_episodes=1, max_epochs=1)
     args = SimpleNamespace(data=data, train=train, rollout=SimpleNamespace(n_samples_per_prompt=2))
-    args.eval = SimpleNamespace(dataset=None)
+    args.eval, args.ckpt = SimpleNamespace(dataset=None), SimpleNamespace(load_changed=False)
     strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
     strategy.setup_dataloader = lambda data, *_, **__: DataLoader(data, batch_size=1)
     if samples == 64:

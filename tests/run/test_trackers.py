@@ -1,9 +1,15 @@
-"""A resumed run goes on under its name, in one curve of TensorBoard and in one run of wandb."""
+"""A resumed run goes on under its name, in one curve of TensorBoard and in one run of wandb. No tracker ends a run."""
 
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
 import wandb
+from ports import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arlopti_openrlhf.cli import command_line, train_ppo_ray
@@ -13,7 +19,8 @@ from arlopti_openrlhf.run import credentials, trackers
 def arguments(folder, run_name: str, resumes: bool, **wandb) -> SimpleNamespace:
     wandb = SimpleNamespace(**{"key": None, "org": None, "group": None, "project": "p", "run_name": run_name} | wandb)
     logger = SimpleNamespace(tensorboard_dir=str(folder / "tensorboard"), wandb=wandb)
-    return SimpleNamespace(logger=logger, ckpt=SimpleNamespace(path=str(folder / "ckpt"), load_enable=resumes))
+    ckpt = SimpleNamespace(path=str(folder / "ckpt"), load_enable=resumes, disable_ds=False, save_hf=False)
+    return SimpleNamespace(logger=logger, ckpt=ckpt)
 
 
 def identified(*args) -> tuple[str, str]:
@@ -32,6 +39,15 @@ def test_a_resumed_run_keeps_its_name_and_its_id(tmp_path):
     assert identified(tmp_path, "ppo_1122T10:30", True) == ("mine", other_id)
     name, new_id = identified(tmp_path, "mine", False)  # a new run
     assert name == "mine" and new_id != other_id
+
+
+def test_a_run_that_saves_no_checkpoint_leaves_the_name_that_is_kept(tmp_path):
+    identified(tmp_path, "another run", False)
+    kept = (tmp_path / "ckpt" / trackers.RUN_FILE).read_text()
+    args = arguments(tmp_path, "mine", False)
+    args.ckpt.disable_ds = True
+    assert trackers.identify(args) not in kept and args.logger.wandb.run_name == "mine"
+    assert (tmp_path / "ckpt" / trackers.RUN_FILE).read_text() == kept
 
 
 @pytest.mark.parametrize(("checkpoint", "kept"), [(2, [0, 2]), (0, [])])
@@ -103,3 +119,76 @@ def test_wandbs_config_is_nested_and_holds_no_secret(offline, tmp_path):
     )
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"alpha" in written and key.encode() not in written and password.encode() not in written
+
+
+FULL = """
+import resource, sys
+from types import SimpleNamespace
+from arlopti_openrlhf import cpu
+cpu.enable()
+from arlopti_openrlhf.run import trackers
+
+def full(whether):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 if whether else unlimited, unlimited))
+
+wandb = SimpleNamespace(key=None, run_name="run")
+args = SimpleNamespace(
+    logger=SimpleNamespace(tensorboard_dir=sys.argv[1], wandb=wandb),
+    ckpt=SimpleNamespace(path=sys.argv[1] + "/ckpt", load_enable=False, disable_ds=False),
+)
+full(sys.argv[2] == "at the start")
+with trackers.resumable(args):
+    tracker = trackers.ppo_trainer.TensorboardLogger(args)
+for step in range(1, 7):
+    full(step < 5 if sys.argv[2] == "at the start" else step in (3, 4))
+    tracker.log_train(step, {"reward": float(step)})
+    tracker.log_histogram("h", [1.0, 2.0], step)
+tracker.drop_from(7)
+tracker.close()
+"""
+
+
+@pytest.mark.parametrize(("when", "kept", "lost"), [("at the start", [], 12), ("for two steps", [1, 2, 5, 6], 4)])
+def test_a_full_disk_below_tensorboard_is_said_once_and_counted(when, kept, lost, tmp_path):
+    folder = str(tmp_path / "tensorboard")
+    command = [sys.executable, "-c", FULL, folder, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith(f"arlopti_openrlhf: TensorBoard, {folder}: ")]
+    assert len(said) == 2 and "File too large" in said[0] and f": {lost} entries are missing" in said[1], done.stdout
+    events = EventAccumulator(f"{folder}/run", size_guidance={"scalars": 0})
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/reward")] == kept if kept else not events.Tags()["scalars"]
+
+
+@pytest.fixture
+def refusing():
+    """Return the URL of a server that refuses everything."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        do_POST = do_GET
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_without_wandbs_server_the_run_is_kept_here(is_there, refusing, offline, tmp_path, monkeypatch, capsys):
+    url = refusing if is_there else f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    start = time.monotonic()
+    tracker = trackers.ResumableWandb(arguments(tmp_path, "mine", False, key="0" * 40), "an-id")
+    assert time.monotonic() - start < 60  # wandb alone tries for 90 s
+    folder = tracker.handle.run.settings.sync_dir
+    tracker.log_train(1, {"reward": 1.0})
+    tracker.close()
+    said = capsys.readouterr().out
+    assert f"arlopti_openrlhf: wandb: {url}: " in said and f"wandb sync {folder}" in said
+    assert list((tmp_path / "wandb").glob("offline-run-*-an-id/*.wandb"))

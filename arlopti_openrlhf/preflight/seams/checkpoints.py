@@ -38,6 +38,25 @@ SEAMS: list[Seam] = [
         "gc.collect() torch_dist_barrier_and_cuda_sync()",
         f"{OURS}.save_model: rank 0 goes to that barrier where it fails",
     ),
+    Text(
+        ACTOR,
+        "PolicyModelActor.init_model_from_pretrained",
+        "lr_scheduler=args.actor.lr_scheduler, lr_warmup_ratio=args.actor.lr_warmup_ratio, "
+        "min_lr_ratio=args.actor.min_lr_ratio,",
+        f"{OURS}._ds_init_train_model: update.optimizer_steps.stay_at_minimum",
+    ),
+    Text(
+        CRITIC,
+        "CriticModelActor.init_model_from_pretrained",
+        "min_lr_ratio=args.critic.min_lr_ratio, max_norm=args.critic.max_norm, scheduler_steps=max_steps,",
+        f"{OURS}._ds_init_train_model: update.optimizer_steps.stay_at_minimum",
+    ),
+    Text(
+        STRATEGY,
+        "DeepspeedStrategy._ds_init_train_model",
+        'if scheduler_name in {"cosine_with_min_lr", "cosine_warmup_with_min_lr"}',
+        "update.optimizer_steps.stay_at_minimum: which schedules have a minimum",
+    ),
     Signature(STRATEGY, "DeepspeedStrategy._ds_init_eval_model", "self model", f"{OURS}._ds_init_eval_model"),
     Signature(
         STRATEGY,
@@ -75,6 +94,13 @@ SEAMS: list[Seam] = [
         "CriticModelActor.save_checkpoint",
         'os.path.join(args.ckpt.path, "_critic"), tag, args.ckpt.max_num, args.ckpt.max_mem,',
         f"{OURS}.save_ckpt",
+    ),
+    Text(ACTOR, "PolicyModelActor.save_checkpoint", 'f"{tag}_hf"', "run.checkpoint_files.saved_in"),
+    Text(
+        CRITIC,
+        "CriticModelActor.save_model",
+        'args.ckpt.output_dir + "_critic"',
+        "cli.run_folders: the critic's model",
     ),
     Text(
         TRAINER,

@@ -129,6 +129,18 @@ SEAMS: list[Seam] = [
     ),
     Text(STRATEGY, "", 'self.ds_device_mesh = init_device_mesh( "cuda",', "cpu_patches._patch_strategy"),
     Text(
+        "deepspeed.ops.adam.cpu_adam",
+        "DeepSpeedCPUAdam.step",
+        "self.ds_opt_adam.adam_update(self.opt_id, state['step'], group['lr'], beta1, beta2, group['eps'],",
+        "cpu_adam._patch_cpu_adam",
+    ),
+    Text(
+        "deepspeed.ops.adam.fused_adam",
+        "FusedAdam.step",
+        "group['lr'], beta1, beta2, group['eps'], state['step'], self.adam_w_mode, bias_correction,",
+        "cpu_adam._patch_fused_adam",
+    ),
+    Text(
         "deepspeed.comm.comm",
         "allgather_fn",
         "return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op, debug=debug)",

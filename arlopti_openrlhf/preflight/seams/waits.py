@@ -1,29 +1,59 @@
-"""What the signs of life and their watch lean on."""
+"""What the heartbeats and their watch lean on."""
 
 from arlopti_openrlhf.preflight.seams.kinds import Seam, Signature, Text
 
 ENGINE = "openrlhf.trainer.ray.vllm_engine"
 
 SEAMS: list[Seam] = [
-    Text(ENGINE, "create_vllm_engines", "RolloutRayActor.options(", "run.life.install"),
+    Text(ENGINE, "create_vllm_engines", "RolloutRayActor.options(", "run.heartbeat.install"),
     Text(
         ENGINE,
         "RolloutRayActor.__init__",
         "self.llm = vllm.AsyncLLMEngine.from_engine_args(engine_args) await self.llm.is_sleeping()",
-        "run.life.living_engine: asks the same after the constructor",
+        "run.heartbeat.engine: asks the same after the constructor",
     ),
-    Signature("vllm.v1.engine.async_llm", "AsyncLLM.is_sleeping", "self", "run.life.living_engine"),
+    Signature("vllm.v1.engine.async_llm", "AsyncLLM.is_sleeping", "self", "run.heartbeat.engine"),
     Text(
         "vllm.v1.engine.core_client",
         "AsyncMPClient.is_sleeping_async",
         'return await self.call_utility_async("is_sleeping")',
-        "run.life.living_engine: goes through the engine's process",
+        "run.heartbeat.engine: goes through the engine's process",
+    ),
+    Text(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.__init__",
+        "self.output_processor = OutputProcessor(",
+        "run.heartbeat.tokens_under_way",
+    ),
+    Text(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.__init__",
+        "self.request_states: dict[str, RequestState] = {}",
+        "run.heartbeat.tokens_under_way",
+    ),
+    Text(
+        "vllm.v1.engine.output_processor",
+        "RequestState.__init__",
+        "self.detokenizer = detokenizer",
+        "run.heartbeat.tokens_under_way",
+    ),
+    Signature(
+        "vllm.v1.engine.detokenizer",
+        "IncrementalDetokenizer.num_output_tokens",
+        "self",
+        "run.heartbeat.tokens_under_way",
+    ),
+    Text(
+        "vllm.v1.executor.ray_executor",
+        "RayDistributedExecutor._init_workers_ray",
+        ")(RayWorkerWrapper).remote(rpc_rank=rank)",
+        "run.heartbeat.engine: Ray calls these processes after the class",
     ),
     Text(
         "openrlhf.trainer.ray.launcher",
         "RayActorGroup._initiate_actors",
         "num_gpus=num_gpus_per_actor,",
-        "run.life.living: keeps no default of the decorator",
+        "run.heartbeat.rank: keeps no default of the decorator",
     ),
     Signature(
         "ray._private.state",

@@ -1,0 +1,219 @@
+"""A run's folders are its own: another run's checkpoints and model stay, and no two runs write there at once."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from preflight_command import arguments
+
+from arlopti_openrlhf.cli import command_line, config_file, run_folders, train_ppo_ray
+
+HOLDS = """
+import sys
+from preflight_command import arguments
+from arlopti_openrlhf.cli import run_folders
+with run_folders.held(arguments(sys.argv[1])):
+    print(1, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Return check(flags), what is found of a run with --ckpt.path path and --ckpt.output_dir model."""
+
+    def of(flags: str = "") -> list[str]:
+        paths = f"--ckpt.path {tmp_path}/path --ckpt.output_dir {tmp_path}/model"
+        return [str(finding) for finding in run_folders.check(arguments(f"{paths} {flags}")) if finding.is_fatal]
+
+    return of
+
+
+@pytest.fixture
+def run_that_goes_on(tmp_path):
+    """Return start(flags), which starts a process that holds a run's folders."""
+    processes = []
+
+    def start(flags: str) -> subprocess.Popen:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [
+            sys.executable,
+            "-c",
+            HOLDS,
+            f"--ckpt.path {tmp_path}/path --ckpt.output_dir {tmp_path}/model {flags}",
+        ]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        assert processes[-1].stdout.readline() == "1\n"
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def save_checkpoints(path, *names: str) -> None:
+    for name in names:
+        (path / name).mkdir(parents=True)
+
+
+def test_nothing_there_and_nothing_made(check, tmp_path):
+    assert check() == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["_actor/global_step6", "_actor/global_step7", "_critic/global_step7"], "(global_step6, global_step7)"),
+        (["_actor/best_global_step9"], "(best_global_step9)"),
+        (["global_step3_hf"], "(global_step3_hf)"),
+        (
+            [f"_actor/global_step{n}" for n in (2, 8, 9, 10, 11)],
+            "(global_step9, global_step10, global_step11 and 2 more)",
+        ),
+    ],
+)
+def test_another_runs_checkpoints_are_named_with_both_ways_out(check, tmp_path, names, said):
+    save_checkpoints(tmp_path / "path", *names)
+    [error] = check()
+    assert error == (
+        f"--ckpt.path {tmp_path}/path: it holds another run's checkpoints {said}; resume that run with "
+        "--ckpt.load_enable, or give another path"
+    )
+    assert check("--ckpt.save_hf --ckpt.disable_ds") == [error]
+    assert check("--ckpt.load_enable") == check("--ckpt.disable_ds") == []  # that run saves none there
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_another_runs_model_is_kept(check, tmp_path, name):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).touch()
+    refused = f"--ckpt.output_dir {tmp_path}/model: it holds another run's model ({name}); resume that run with"
+    assert [error.startswith(refused) for error in check()] == [True]
+    assert [error.startswith(refused) for error in check("--ckpt.load_enable")] == [True]  # there is nothing to resume
+
+    # A resumed run may replace its own, and no other's.
+    save_checkpoints(tmp_path / "path", "_actor/global_step6")
+    assert check("--ckpt.load_enable") == []  # a run of OpenRLHF's own keeps no flags
+    for kept, count in ((f"{tmp_path}/./model", 0), (f"{tmp_path}/other", 1)):
+        flat = command_line.parse(["--ckpt.output_dir", kept], train_ppo_ray.add_flags)
+        config_file.keep(flat, tmp_path / "path")
+        assert len(check("--ckpt.load_enable")) == count
+
+
+def test_a_critics_model_is_kept_too(check, tmp_path):
+    (tmp_path / "model_critic").mkdir()
+    (tmp_path / "model_critic" / "config.json").touch()
+    critic = "--critic.model_name_or_path m --algo.advantage.estimator gae"
+    assert check(critic) == []
+    [error] = check(f"{critic} --critic.save_value_network")
+    assert f"--ckpt.output_dir {tmp_path}/model_critic: it holds another run's model" in error
+
+
+def test_a_folder_in_use_is_refused_with_its_process_and_host(check, run_that_goes_on, tmp_path, capsys):
+    """Also to a run that resumes. Once the first is killed, the folders are free."""
+    first = run_that_goes_on("")
+    by = f"a run that goes on writes there, process {first.pid} on {socket.gethostname()}"
+    for flags in ("", "--ckpt.load_enable"):
+        both = check(flags)
+        assert [error.split()[0] for error in both] == ["--ckpt.output_dir", "--ckpt.path"]
+        assert all(
+            f"{by} ({tmp_path}/" in error and "wait for its end, or give another path" in error for error in both
+        )
+    [error] = check(f"--ckpt.output_dir {tmp_path}/other")
+    assert error.startswith(f"--ckpt.path {tmp_path}/path: {by}")
+    assert check(f"--ckpt.output_dir {tmp_path}/other --ckpt.disable_ds") == []  # it saves nothing there
+
+    # Another run that starts between `check` and the locks is refused there.
+    flags = f"--ckpt.path {tmp_path}/path --ckpt.output_dir {tmp_path}/other"
+    with pytest.raises(SystemExit) as refused, run_folders.held(arguments(flags)):
+        pass
+    assert refused.value.code == 2 and f"error: --ckpt.path {tmp_path}/path: {by}" in capsys.readouterr().err
+    first.kill()
+    first.communicate()
+    assert check() == []
+    with run_folders.held(arguments(flags)):
+        pass
+
+
+def test_one_folder_for_both_is_locked_once(run_that_goes_on, check, tmp_path):
+    """A second lock of a file in one process would be no error, and its end the end of both."""
+    (tmp_path / "link").symlink_to(tmp_path / "path")
+    run_that_goes_on(f"--ckpt.output_dir {tmp_path}/link")
+    assert len(check(f"--ckpt.output_dir {tmp_path}/other")) == 1
+
+
+def test_a_lock_is_not_inherited(tmp_path):
+    """A process that the run leaves behind does not keep its folders in use."""
+    code = (
+        "import os, sys, time; from preflight_command import arguments; from arlopti_openrlhf.cli import run_folders\n"
+        "with run_folders.held(arguments(sys.argv[1])):\n"
+        "    child = os.fork() or time.sleep(60)\n"
+        "    print(child, flush=True)\n"
+        "    os._exit(0)\n"
+    )
+    flags = f"--ckpt.path {tmp_path}/path --ckpt.output_dir {tmp_path}/model"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    first = subprocess.Popen([sys.executable, "-c", code, flags], env=environment, stdout=subprocess.PIPE, text=True)
+    child = int(first.stdout.readline())
+    try:
+        assert first.wait(60) == 0
+        assert run_folders.check(arguments(flags)) == []
+    finally:
+        os.kill(child, 9)
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("arlopti_openrlhf.cli.processes.fcntl.lockf", no_locks)
+    args = arguments(f"--ckpt.path {tmp_path}/path --ckpt.output_dir {tmp_path}/model")
+    assert run_folders.check(args) == []
+    with run_folders.held(args):
+        pass
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/path has no lock ([Errno 38] Function not implemented), so that a second run" in error
+
+
+def run(flags: str, *more: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags.split(), *more]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def files_below(folder) -> dict[str, tuple[bytes, int]]:
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("dry", ["", "--dry-run"])
+def test_the_real_command_refuses_before_ray_starts(tiny_model, tiny_data, tmp_path, run_that_goes_on, dry):
+    """A new run in another run's folder, then one in a folder in use. Nothing there changes."""
+    flags = f"""--actor.model_name_or_path {tiny_model} --data.prompt_dataset {tiny_data} --data.input_key prompt
+        --data.label_key label --data.apply_chat_template --data.max_len 96 --reward.remote_url kk
+        --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4 --rollout.batch_size 8
+        --rollout.micro_batch_size 4 --train.batch_size 16 --train.micro_batch_size 4 --rollout.max_new_tokens 16
+        --vllm.sync_backend gloo --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1
+        --train.colocate_all --ckpt.output_dir {tmp_path}/model --ckpt.path {tmp_path}/path {dry}"""
+    for step in (6, 7, 8):
+        save_checkpoints(tmp_path / "path", f"_actor/global_step{step}")
+        (tmp_path / "path" / "_actor" / f"global_step{step}" / "weights").write_text("of the other run")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("of the other run")
+    before, start = files_below(tmp_path), time.monotonic()
+    done = run(flags)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "another run's checkpoints (global_step6, global_step7, global_step8)" in done.stderr
+    assert f"--ckpt.output_dir {tmp_path}/model: it holds another run's model (config.json)" in done.stderr
+    assert files_below(tmp_path) == before and time.monotonic() - start < 120
+
+    first = run_that_goes_on("")
+    before = files_below(tmp_path)
+    done = run(flags, "--ckpt.load_enable")
+    assert done.returncode == 2 and done.stderr.count(f"process {first.pid} on {socket.gethostname()}") == 2
+    assert files_below(tmp_path) == before

@@ -1,0 +1,115 @@
+"""A run that is resumed with other flags says so, one line for each, and is refused where its place would be wrong."""
+
+import pytest
+
+from arlopti_openrlhf.cli import command_line, config_file, same_run, train_ppo_ray
+from arlopti_openrlhf.preflight.finding import Finding
+
+FLAGS = (
+    "--actor.model_name_or_path m --algo.ar.alpha 0.3 --rollout.batch_size 8 --rollout.n_samples_per_prompt 4 "
+    "--train.batch_size 16 --actor.adam.lr 1e-6 --actor.num_gpus_per_node 2 --ckpt.load_enable"
+)
+CRITIC = "--critic.model_name_or_path m --critic.num_gpus_per_node 2"
+
+
+def flat(flags: str, *folder):
+    paths = ["--ckpt.path", str(folder[0])] if folder else []
+    return command_line.parse([*flags.split(), *paths], train_ppo_ray.add_flags)
+
+
+@pytest.fixture
+def resumed(tmp_path):
+    """Return resumed(flags, had), the findings about a run with both that had only the second ones before."""
+
+    def of(flags: str, had: str = FLAGS) -> list[Finding]:
+        (tmp_path / "_actor" / "global_step2").mkdir(parents=True, exist_ok=True)
+        config_file.keep(flat(had, tmp_path), tmp_path)
+        now = flat(f"{had} {flags}", tmp_path)
+        return same_run.check(now, command_line.hierarchize(now))
+
+    return of
+
+
+def test_the_same_run_says_nothing(resumed, tmp_path):
+    """Where it writes, what it logs and how it is started may differ. Its own file gives the same flags."""
+    assert resumed("--ckpt.output_dir x --logger.tensorboard_dir t --logger.wandb.run_name n --dry-run") == []
+    again = flat(f"--config {tmp_path}/config.yaml")
+    assert same_run.check(again, command_line.hierarchize(again)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "text"),
+    [
+        ("--algo.ar.alpha 0.1", "--algo.ar.alpha", "0.1: the run that is resumed had 0.3; it goes on with 0.1"),
+        ("--train.num_episodes 5", "--train.num_episodes", "5: the run that is resumed had 1; it goes on with 5"),
+        ("--eval.dataset d.jsonl", "--eval.dataset", "d.jsonl: the run that is resumed had no value; it goes on with"),
+        ("--algo.token_method stapo", "--algo.token_method", "stapo: the run that is resumed had no value; it goes"),
+        ("--ds.packing_samples", "--ds.packing_samples", "true: the run that is resumed had false; it goes on with"),
+        ("--actor.adam.lr 1e-5", "--actor.adam.lr", "1e-05: the run that is resumed had 1e-06; it goes on with 1e-06"),
+    ],
+)
+def test_a_difference_is_one_line(resumed, flags, flag, text):
+    (finding,) = resumed(flags)
+    assert finding.flag == flag and text in str(finding) and not finding.is_fatal
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rollout.n_samples_per_prompt 2",
+        "--rollout.batch_size 4",
+        "--train.batch_size 32",
+        "--train.max_epochs 2",
+        "--train.seed 7",
+        "--algo.lopti.eta 0.5",
+        "--algo.lopti.quantile 0.5",
+        "--algo.token_method lopti",
+    ],
+)
+def test_what_the_place_counts_in_is_refused_unless_it_is_asked_for(resumed, flags):
+    (finding,) = resumed(flags)
+    assert finding.is_fatal and finding.flag == flags.split()[0]
+    assert "place in the prompts or in the learning rate's schedule" in finding.problem
+    assert "or add --ckpt.load_changed" in finding.remedy
+    (finding,) = resumed(f"{flags} --ckpt.load_changed")
+    assert not finding.is_fatal and "it goes on with" in finding.remedy
+
+
+def test_another_threshold_of_lopti_takes_as_many_steps(resumed):
+    (finding,) = resumed("--algo.lopti.eta 0.3", f"{FLAGS} --algo.lopti.eta 0.5")
+    assert not finding.is_fatal
+    groups, order = "--algo.lopti.groups low", "--algo.lopti.eta 0.5"
+    (finding,) = resumed(groups, f"{FLAGS} {order}")
+    assert finding.is_fatal and finding.flag == "--algo.lopti.groups"
+
+
+@pytest.mark.parametrize(
+    "flags", ["--actor.num_gpus_per_node 4", "--ds.zero_stage 3", "--ds.ring_attn_size 2", "--critic.num_nodes 2"]
+)
+def test_another_layout_needs_a_universal_checkpoint(resumed, flags):
+    had = f"{FLAGS} {CRITIC}"
+    for more in ("", " --ckpt.load_changed"):
+        (finding,) = resumed(flags + more, had)
+        assert finding.is_fatal and "DeepSpeed cannot load its checkpoints otherwise" in finding.problem
+        assert "--ds.use_universal_ckpt" in finding.remedy
+    assert not any(finding.is_fatal for finding in resumed(f"{flags} --ds.use_universal_ckpt", had))
+
+
+def test_as_many_ranks_on_other_nodes_are_the_same_layout(resumed):
+    findings = resumed("--actor.num_nodes 2 --actor.num_gpus_per_node 1 --critic.num_nodes 3")
+    assert [finding.is_fatal for finding in findings] == [False] * 3  # there is no critic
+
+
+def test_nothing_to_compare(resumed, tmp_path):
+    now = flat(FLAGS, tmp_path / "new")
+    assert same_run.check(now, command_line.hierarchize(now)) == []  # no checkpoint yet
+    assert not any(f.is_fatal for f in resumed(""))
+    now = flat(FLAGS, tmp_path)
+    (tmp_path / "config.yaml").write_text("a: [")
+    (finding,) = same_run.check(now, command_line.hierarchize(now))
+    assert not finding.is_fatal and "cannot be read (no YAML" in finding.problem
+    (tmp_path / "config.yaml").unlink()  # a run of OpenRLHF's own
+    (finding,) = same_run.check(now, command_line.hierarchize(now))
+    assert not finding.is_fatal and "cannot be read" in finding.problem
+    new_run = flat(FLAGS.replace("--ckpt.load_enable", ""), tmp_path)
+    assert same_run.check(new_run, command_line.hierarchize(new_run)) == []

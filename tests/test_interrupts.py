@@ -1,0 +1,82 @@
+"""A command that is asked to end does so with one line, from its first statement on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMANDS = {
+    "train": "-m arlopti_openrlhf.cli.train_ppo_ray --help",
+    "evaluate": "-m arlopti_openrlhf.cli.evaluate --help",
+    "analyze": "-m arlopti_openrlhf.cli.analyze --help",
+    "data": "-m arlopti_openrlhf.cli.prepare_data --generate --people 8 --train 200000 --out {}",
+    "serve": "-m arlopti_openrlhf.cli.serve_rewards --help",
+    "quickstart": "-m arlopti_openrlhf.cli.quickstart --help",
+    "arlopti": "-m arlopti_openrlhf data --generate --people 8 --train 200000 --out {}",
+}
+# Stops a command in its first statement behind `answer`, as a user might by chance.
+STOPPED = """
+import os, runpy, signal, sys
+from arlopti_openrlhf import interrupts
+answer = interrupts.answer
+def answer_and_wait():
+    answer()
+    os.write(1, b"up\\n")
+    signal.pause()
+interrupts.answer = answer_and_wait
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def listening() -> None:
+    """Ignore no signal, whatever has started the tests."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=listening)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_first_statement_of_a_command_answers(command, tmp_path):
+    words = COMMANDS[command].format(tmp_path).split()
+    with start([sys.executable, "-c", STOPPED, *words[1:]]) as process:
+        assert process.stdout and process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said == "arlopti_openrlhf: SIGINT received\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 3.0])
+def test_a_command_is_interrupted_at_an_early_moment(signum, seconds, tmp_path):
+    with start([sys.executable, *COMMANDS["data"].format(tmp_path).split()]) as process:
+        time.sleep(seconds)
+        process.send_signal(signum)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum and said == f"arlopti_openrlhf: {signum.name} received\n"
+
+
+def test_what_a_command_has_started_ends_with_it():
+    program = """
+import subprocess, sys
+from arlopti_openrlhf import interrupts
+interrupts.answer()
+child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+    with start([sys.executable, "-c", program]) as process:
+        assert process.stdout
+        first = {process.stdout.readline().strip(), process.stdout.readline().strip()}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    [child] = first - {"up"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child), 0)
