@@ -33,7 +33,7 @@ from arlopti_openrlhf.run.reward_client import RewardExecutor
 
 _BEAT = 2.0  # seconds between two beats
 _BLOCK = 2**24  # bytes read or written that count as work. What an idle process writes comes to less in an hour
-_WORKS = 0.05  # CPU seconds per second that a start takes at least. An idle actor and its heartbeat take 0.01
+WORKS = 0.05  # CPU seconds per second that a start takes at least. An idle actor and its heartbeat take 0.01
 _FRAMES = 5
 # Where an actor waits for others: the files of the innermost call.
 _WAITS = ("/ray/_private/", "/torch/distributed/", "/selectors.py")
@@ -141,7 +141,7 @@ class Heartbeat:
         """Count it as work if this process and those that it has started have used the CPU since the last time."""
         before, cpu = self._cpu
         self._cpu = now, used = time.monotonic(), cpu_seconds(self.workers)
-        self.done += used - cpu > _WORKS * (now - before)
+        self.done += used - cpu > WORKS * (now - before)
 
     def _calls(self) -> list[str]:
         """Return the innermost calls of the actor's thread, the innermost first, each with its file."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import ray
 from ray._private import state, worker
 from ray.experimental import internal_kv
@@ -62,6 +63,7 @@ class Watch:
         self.seconds = seconds
         self._clock = awake.Clock()  # a watch that was asleep cannot tell what the actors did meanwhile
         self._seen: dict[str, tuple[Any, float]] = {}  # actor -> its last beat, and since when
+        self._imports: dict[str, Imports] = {}  # actor -> the process that imports its class
         self._done: dict[str, int] = {}  # actor -> what it has got done
         self._moved = 0.0  # when an actor got something done, or none was called
 
@@ -72,8 +74,12 @@ class Watch:
         entries = {key.removeprefix(prefix): json.loads(internal_kv._internal_kv_get(key) or b"{}") for key in keys}
         for actor, found in _actors("PENDING_CREATION").items():
             if found["Pid"]:  # without an entry it imports the class: its constructor has not begun
-                name = f"{found['ActorClassName']} (process {found['Pid']} on {found['Address']['IPAddress']})"
-                entries.setdefault(actor, {"name": name, "beats": 0, "done": 0, "calls": None, "failure": None})
+                pid, address = found["Pid"], found["Address"]["IPAddress"]
+                if actor not in self._imports:
+                    self._imports[actor] = Imports(pid, address)
+                name = f"{found['ActorClassName']} (process {pid} on {address})"
+                beats = self._imports[actor].beats(now)
+                entries.setdefault(actor, {"name": name, "beats": beats, "done": 0, "calls": None, "failure": None})
         for actor, found in _actors("DEAD").items():
             entry = entries.pop(actor, {"name": found["ActorClassName"]})
             if cause := death(entry["name"], found["DeathCause"]):
@@ -108,6 +114,29 @@ class Watch:
         stuck = [entry for entry in called if not heartbeat.waits(entry["calls"])] or called
         where = "; ".join(f"{entry['name']}, in {heartbeat.shown(entry['calls'])}" for entry in stuck)
         return NotResponding(f"{where}: no progress for {now - self._moved:.0f} s (--train.stall_minutes)")
+
+
+class Imports:
+    """Gives the beats of a process that imports an actor's class: the CPU time that it takes.
+
+    Imports take seconds, and a multiple of them where other processes have the cores.
+
+    Args:
+        pid: the process.
+        address: of its node. A process of another node has no beats.
+    """
+
+    def __init__(self, pid: int, address: str) -> None:
+        self.process = psutil.Process(pid) if address == ray.util.get_node_ip_address() else None
+        self._beats, self._at, self._cpu = 0, 0.0, 0.0
+
+    def beats(self, now: float) -> int:
+        """Return how often the process has worked between two calls. `now` is in seconds."""
+        if self.process and self.process.is_running():
+            times = self.process.cpu_times()
+            before, self._at, self._cpu = (self._at, self._cpu), now, times.user + times.system
+            self._beats += self._cpu - before[1] > heartbeat.WORKS * (now - before[0])
+        return self._beats
 
 
 def _actors(in_state: str) -> dict[str, dict[str, Any]]:

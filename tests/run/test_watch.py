@@ -296,6 +296,21 @@ def test_an_actor_that_never_gets_to_its_constructor(start):
     assert isinstance(cause, NotResponding) and "RankThatImportsForLong (process" in str(cause)
 
 
+def test_a_process_beats_by_its_cpu_time():
+    program = "import sys\nfor line in sys.stdin:\n for _ in range(10**7): pass\n print(flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        imports = watch.Imports(process.pid, ray.util.get_node_ip_address())
+        beats = imports.beats(1.0)
+        print(file=process.stdin, flush=True)
+        process.stdout.readline()
+        assert imports.beats(2.0) == beats + 1  # of one second it has worked more than a twentieth
+        assert imports.beats(3.0) == beats + 1
+        assert watch.Imports(process.pid, "another node").beats(1.0) == 0
+        process.stdin.close()
+
+
 def test_an_engine_that_is_stuck_in_its_start(start):
     wait_for_constructor(start(heartbeat.engine(Engine), 60.0))
     cause, seconds = wait_for_cause()
