@@ -21,7 +21,7 @@ help:
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
 	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, runs survive five and eight faults"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
-	@echo "make lint        set up, then ruff (rules and format), mypy, and hadolint"
+	@echo "make lint        set up, then ruff (rules and format), mypy, import-linter, and hadolint"
 	@echo "make chaos       set up, then inject faults into tiny trainings, one by one; ARGS=--nemesis SEED=1 draws eight for one run"
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server or data; ARGS='--seconds 600'"
@@ -62,7 +62,11 @@ lint: setup
 	@.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports >.venv/lint-imports.log || { cat .venv/lint-imports.log; exit 1; }
 	.venv/bin/hadolint docker/*.Dockerfile
+
+# The suites of tests/long are programs too, besides what pytest takes of them.
+chaos modes fuzz: export PYTHONPATH := $(CURDIR)/tests/long
 
 chaos: setup
 	@.venv/bin/python -m chaos.run --seed $(SEED) $(ARGS)

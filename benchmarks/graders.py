@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from arlopti_openrlhf.data import knights_knaves
 from arlopti_openrlhf.grading import kk_reward, math_reward
+from arlopti_openrlhf.lab.data import knights_knaves
 
 CHARACTERS = 4000  # of a K&K response
 

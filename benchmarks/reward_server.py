@@ -21,7 +21,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from arlopti_openrlhf.data import knights_knaves
+from arlopti_openrlhf.lab.data import knights_knaves
 
 CHARACTERS = 4 * 4096  # of 4,096 tokens, at four characters each
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.analysis.scalars import Series, read_scalars
 from arlopti_openrlhf.cli import quickstart
 from arlopti_openrlhf.cli.processes import Log
+from arlopti_openrlhf.lab.analysis.scalars import Series, read_scalars
 
 # What a run logs -> what it is called here.
 PHASES = {
@@ -75,7 +75,7 @@ def make_policy(folder: Path, steps: int) -> None:
         return
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the Trainer imports DeepSpeed, which would warn
-    from arlopti_openrlhf.data import tiny_policy
+    from arlopti_openrlhf.lab.data import tiny_policy
 
     tiny_policy.make_policy(folder, people=quickstart.PEOPLE, seed=0, steps=steps)
 

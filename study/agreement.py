@@ -18,8 +18,8 @@ from arlopti_openrlhf import cpu
 
 cpu.enable()
 
-from arlopti_openrlhf.analysis import agreement, rollouts  # noqa: E402
-from arlopti_openrlhf.analysis.policy import Policy  # noqa: E402
+from arlopti_openrlhf.lab.analysis import agreement, rollouts  # noqa: E402
+from arlopti_openrlhf.lab.analysis.policy import Policy  # noqa: E402
 from study import runs  # noqa: E402
 from study.runs import ROOT  # noqa: E402
 from study.sampler import encode, sample  # noqa: E402

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from arlopti_openrlhf.scoring.tables import markdown_table
+from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import runs, validation
 from study.comparison import TITLES, Row, accuracy, differences, rows_of
 from study.significance import PairedTest, holm

@@ -34,12 +34,12 @@ from openrlhf.utils.logging_utils import TensorboardLogger  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from arlopti_openrlhf.cli import train_ppo_ray  # noqa: E402
+from arlopti_openrlhf.evaluation.measures import Response, estimate_source  # noqa: E402
+from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of  # noqa: E402
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
 from arlopti_openrlhf.grading.kk_reward import reward_func  # noqa: E402
-from arlopti_openrlhf.run.experience_maker import ExperienceMaker  # noqa: E402
-from arlopti_openrlhf.scoring.measures import Response, estimate_source  # noqa: E402
-from arlopti_openrlhf.scoring.sampling import Sampling, sampling_of  # noqa: E402
-from arlopti_openrlhf.update import guard  # noqa: E402
+from arlopti_openrlhf.ops.health import guard  # noqa: E402
+from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker  # noqa: E402
 from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer  # noqa: E402
 from study.sampler import encode, sample  # noqa: E402
@@ -191,7 +191,7 @@ class Training:
         return self.maker.compute_advantages_and_returns(batches)
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
-        """Return each source's measures, with their intervals, by the names that `run.evaluation` gives them."""
+        """Return each source's measures with their intervals, by the names of `ops.rollouts.evaluation`."""
         measures = {}
         for source, rows in groupby(sorted(held_out, key=_source), key=_source):
             responses = list(self._responses(list(rows), sampling_of(source, self.args.eval.sampling), source))

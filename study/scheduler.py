@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
-from arlopti_openrlhf.analysis.scalars import read_scalars
+from arlopti_openrlhf.lab.analysis.scalars import read_scalars
 from study import runs
 from study.runs import ROOT, Run
 from study.stored import STAMP, refuse_another_warm_start, sha256, write, write_whole
@@ -228,8 +228,8 @@ def make_inputs(condition: str, seed: int, folder: Path) -> None:
 
     The greedy answers have held-out puzzles of their own: OpenRLHF's evaluation knows a puzzle by its prompt.
     """
-    from arlopti_openrlhf.data import tiny_policy
-    from arlopti_openrlhf.data.rows import generate_rows, write_rows
+    from arlopti_openrlhf.lab.data import tiny_policy
+    from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
 
     def rows(count: int, held_out: bool) -> list[dict]:
         return generate_rows(runs.PEOPLE, count, held_out=held_out, seed=seed, names=tiny_policy.NAMES)

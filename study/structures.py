@@ -3,7 +3,7 @@
     python -m study.structures
 
 Prints a table in Markdown. A structure is a puzzle up to the order of the people, the sides of and, or and iff, and
-"not a knave" for "a knight" (`data.structures`).
+"not a knave" for "a knight" (`lab.data.structures`).
 """
 
 import itertools
@@ -11,9 +11,9 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from arlopti_openrlhf.data import knights_knaves
-from arlopti_openrlhf.data.structures import Statement, canonical_form
-from arlopti_openrlhf.scoring.tables import markdown_table
+from arlopti_openrlhf.lab.data import knights_knaves
+from arlopti_openrlhf.lab.data.structures import Statement, canonical_form
+from arlopti_openrlhf.lab.scoring.tables import markdown_table
 
 TRAIN, TEST = 4000, 256  # puzzles, as `prepare_data` makes
 _COUNTED = 3  # people: all structures of more are too many to try

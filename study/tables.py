@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
 
-from arlopti_openrlhf.scoring.tables import markdown_table
+from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import runs
 from study.comparison import PASS, SOURCES, TITLES, Row, accuracy, average, differences, mean_reward, rows_of
 from study.significance import PairedTest, holm, interval

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import StatisticsError, correlation, fmean
 from typing import NamedTuple
 
-from arlopti_openrlhf.scoring.tables import markdown_table
+from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study.comparison import TITLES, Row, accuracy, differences, mean_reward, rows_of
 from study.stored import load_agreements
 from study.tables import cell, difference

@@ -50,19 +50,3 @@ def rooms() -> set[str]:
 @pytest.mark.parametrize("shown", [TEXT, PICTURE], ids=["table", "picture"])
 def test_every_room_is_shown(shown):
     assert {room for room in rooms() if f"{room}/" in shown} == rooms()
-
-
-def imports(room: str) -> set[str]:
-    """Return the rooms that a room imports."""
-    found = set()
-    for file in (PACKAGE / room).glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("arlopti_openrlhf"):
-                parts = node.module.split(".")
-                found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-    return found & rooms() - {room}
-
-
-def test_the_pictures_arrows_are_the_imports():
-    drawn = set(re.findall(r'data-from="(\w+)" data-to="(\w+)"', PICTURE))
-    assert drawn == {(room, other) for room in rooms() for other in imports(room)}

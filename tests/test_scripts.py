@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from arlopti_openrlhf.cli import prepare_data, train_ppo_ray
+from arlopti_openrlhf.evaluation.sampling import sampling_of
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
-from arlopti_openrlhf.scoring.sampling import sampling_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples/scripts").glob("train_*.sh"))

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-import browser
 import pytest
 import yaml
+from arlopti_testing import browser
 
 ROOT = Path(__file__).parents[1]
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))

@@ -70,9 +70,9 @@ def find_circle(graph: dict[str, set[str]]) -> list[str] | None:
 
 def test_no_circle_of_imports():
     graph = imports()
-    assert graph["arlopti_openrlhf.scoring.tables"] == {
-        "arlopti_openrlhf.scoring.measures",
-        "arlopti_openrlhf.scoring.names",
+    assert graph["arlopti_openrlhf.lab.scoring.tables"] == {
+        "arlopti_openrlhf.evaluation.measures",
+        "arlopti_openrlhf.lab.scoring.names",
     }
     circle = find_circle(graph)
     assert circle is None, " imports ".join(circle)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from arlopti_openrlhf.analysis.scalars import read_scalars
 from arlopti_openrlhf.cli import command_line, quickstart
 from arlopti_openrlhf.cli.train_ppo_ray import parse
-from arlopti_openrlhf.preflight import combinations
+from arlopti_openrlhf.lab.analysis.scalars import read_scalars
+from arlopti_openrlhf.ops.preflight import combinations
 
 spec = importlib.util.spec_from_file_location("whole_step", Path(__file__).parents[1] / "benchmarks" / "whole_step.py")
 whole_step = importlib.util.module_from_spec(spec)

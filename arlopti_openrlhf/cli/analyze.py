@@ -21,11 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from arlopti_openrlhf.analysis import scalars
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
-from arlopti_openrlhf.scoring.names import expand_models
-from arlopti_openrlhf.scoring.rows import read_rows as read_problems
+from arlopti_openrlhf.lab.analysis import scalars
+from arlopti_openrlhf.lab.scoring.names import expand_models
+from arlopti_openrlhf.lab.scoring.rows import read_rows as read_problems
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
         cpu.enable()
         # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
-        from arlopti_openrlhf.analysis import curves, models, plots, report, rollouts
+        from arlopti_openrlhf.lab.analysis import curves, models, plots, report, rollouts
 
         models.check_models(named.values(), args.layers)
         rows = rollouts.read_rows(args.data, args.prompts, args.seed) if named else []

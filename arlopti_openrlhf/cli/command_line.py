@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from arlopti_openrlhf.cli import config_file, help
-from arlopti_openrlhf.preflight.finding import Finding
-from arlopti_openrlhf.preflight.seams.kinds import Module
+from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.seams.kinds import Module
 
 _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"

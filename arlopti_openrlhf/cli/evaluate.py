@@ -21,10 +21,10 @@ from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
-from arlopti_openrlhf.scoring import tables
-from arlopti_openrlhf.scoring.names import model_name
-from arlopti_openrlhf.scoring.rows import check_labels, read_rows
-from arlopti_openrlhf.scoring.sampling import Sampling, parse_sampling, unmatched
+from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
+from arlopti_openrlhf.lab.scoring import tables
+from arlopti_openrlhf.lab.scoring.names import model_name
+from arlopti_openrlhf.lab.scoring.rows import check_labels, read_rows
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
             if subprocess.run(command_for(model, args)).returncode:
                 parser.exit(1, f"evaluate: {model} could not be evaluated\n")
     else:
-        from arlopti_openrlhf.scoring import offline  # takes long
+        from arlopti_openrlhf.lab.scoring import offline
 
         settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed)
         offline.evaluate(args.model[0], [row for _, row in rows], settings, args.out)

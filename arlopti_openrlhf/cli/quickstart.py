@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from arlopti_openrlhf.analysis.scalars import read_scalars
 from arlopti_openrlhf.cli.bad_input import Parser, check_out
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
+from arlopti_openrlhf.lab.analysis.scalars import read_scalars
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
 PEOPLE = (2, 3)
@@ -60,8 +60,8 @@ def main() -> None:
 
     # These import PyTorch and transformers. Whoever has mistyped something need not wait for that.
     from arlopti_openrlhf import cpu
-    from arlopti_openrlhf.cli.quickstart_results import plot, read_accuracies, report, sample_answers
-    from arlopti_openrlhf.data import tiny_policy
+    from arlopti_openrlhf.lab.data import tiny_policy
+    from arlopti_openrlhf.lab.quickstart_results import plot, read_accuracies, report, sample_answers
 
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the warm start's Trainer imports DeepSpeed, which would warn
@@ -124,8 +124,8 @@ class Files(NamedTuple):
 
 def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     """Write new training and held-out puzzles."""
-    from arlopti_openrlhf.data import tiny_policy
-    from arlopti_openrlhf.data.rows import generate_rows, write_rows
+    from arlopti_openrlhf.lab.data import tiny_policy
+    from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
 
     files = Files(*(folder / f"{name}.jsonl" for name in Files._fields))
     count = size.steps * PROMPTS_PER_STEP // len(PEOPLE)

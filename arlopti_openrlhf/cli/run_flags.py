@@ -3,7 +3,7 @@
 import argparse
 
 from arlopti_openrlhf.cli.arguments import number
-from arlopti_openrlhf.scoring.sampling import parse_sampling
+from arlopti_openrlhf.evaluation.sampling import parse_sampling
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.cli.processes import InUse, lock, look
-from arlopti_openrlhf.preflight.check import refuse_if_fatal
-from arlopti_openrlhf.preflight.finding import Finding
-from arlopti_openrlhf.run import checkpoint_files
+from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
+from arlopti_openrlhf.ops.preflight.check import refuse_if_fatal
+from arlopti_openrlhf.ops.preflight.finding import Finding
 
 LOCK = ".run.lock"
 _PATH, _OUTPUT = "--ckpt.path", "--ckpt.output_dir"
@@ -32,7 +32,7 @@ def check(args: SimpleNamespace) -> list[Finding]:
     findings = []
     for flag, folder in _folders(args):
         try:
-            with suppress(OSError):  # `preflight.machine` says what cannot be written
+            with suppress(OSError):  # `ops.preflight.machine` says what cannot be written
                 look(folder / LOCK)
         except InUse as process:
             findings.append(_in_use(flag, folder, process))

@@ -1,6 +1,6 @@
 """Compares the flags of a run that is resumed with those that it had.
 
-The prompts themselves are compared where they are loaded (`run.prompts`).
+The prompts themselves are compared where they are loaded (`ops.rollouts.prompts`).
 """
 
 import argparse
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from arlopti_openrlhf.cli import config_file
-from arlopti_openrlhf.preflight.finding import Finding
-from arlopti_openrlhf.run import checkpoint_files
+from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
+from arlopti_openrlhf.ops.preflight.finding import Finding
 
 _Values = dict[str, str | list]
 

@@ -21,14 +21,15 @@ from arlopti_openrlhf.cli import command_line, config_file, run_folders, same_ru
 from arlopti_openrlhf.cli.fault_flags import add_fault_flags
 from arlopti_openrlhf.cli.run_flags import add_run_flags
 from arlopti_openrlhf.cli.update_flags import add_update_flags
-from arlopti_openrlhf.preflight import check, combinations
-from arlopti_openrlhf.preflight.placement import gpus_placed
-from arlopti_openrlhf.preflight.seams import check as seams
-from arlopti_openrlhf.run import checkpoint_files, credentials
-from arlopti_openrlhf.scoring.sampling import Sampling
+from arlopti_openrlhf.evaluation.sampling import Sampling
+from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
+from arlopti_openrlhf.ops.lifecycle import credentials
+from arlopti_openrlhf.ops.preflight import check, combinations
+from arlopti_openrlhf.ops.preflight.placement import gpus_placed
+from arlopti_openrlhf.ops.preflight.seams import check as seams
 
 if TYPE_CHECKING:
-    from arlopti_openrlhf.run.console import Console
+    from arlopti_openrlhf.ops.lifecycle.console import Console
 
 
 def main() -> None:
@@ -60,11 +61,11 @@ def train(args: SimpleNamespace) -> None:
         args: the nested arguments, as upstream's command hands them to it.
     """
     from arlopti_openrlhf import cpu
-    from arlopti_openrlhf.run import streams
+    from arlopti_openrlhf.ops.lifecycle import streams
 
     streams.protect()
     cpu.enable(driver=True)
-    from arlopti_openrlhf.run.console import LOG, Console, is_wanted
+    from arlopti_openrlhf.ops.lifecycle.console import LOG, Console, is_wanted
 
     try:
         console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
@@ -84,22 +85,17 @@ def _train(args: SimpleNamespace, console: "Console | None") -> None:
 
     cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
     # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
-    from arlopti_openrlhf.run import (
-        checkpoints,
-        closing,
-        controller,
-        driver,
-        engine,
-        evaluation,
-        heartbeat,
-        lora_reference,
-        prompts,
-        reward_client,
-        watch,
-    )
+    from arlopti_openrlhf.cpu import refusals
+    from arlopti_openrlhf.ops import controller
+    from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
+    from arlopti_openrlhf.ops.health import guard
+    from arlopti_openrlhf.ops.lifecycle import closing, driver, heartbeat, watch
+    from arlopti_openrlhf.ops.rollouts import engine, evaluation, lora_reference, prompts, reward_client
     from arlopti_openrlhf.update import policy_actor
 
     policy_actor.install()
+    refusals.install()
+    guard.install()
     if combinations.is_selective(args):
         policy_actor.install_selective_actor(args.actor.update != combinations.UNCHECKED)
     reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)

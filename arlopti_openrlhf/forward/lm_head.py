@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arlopti_openrlhf.cpu import multiplies_bf16
+from arlopti_openrlhf.hardware import multiplies_bf16
 
 # Elements in one block of float32 logits (64 MiB): too few to raise the peak of memory, enough for full speed.
 BLOCK_ELEMENTS = 2**24

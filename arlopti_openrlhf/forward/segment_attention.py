@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from arlopti_openrlhf.cpu import multiplies_bf16
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch
+from arlopti_openrlhf.hardware import multiplies_bf16
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -46,7 +46,7 @@ def segment_attention(
     if query.device.type == "cpu" and not dropout and value.shape == key.shape:
         dtype = query.dtype
         if dtype == torch.bfloat16 and not multiplies_bf16():
-            # As `cpu_patches` does for all other attention. The kernel in emulated bf16 takes several times as long.
+            # As `cpu.patches` does for all other attention. The kernel in emulated bf16 takes several times as long.
             query, key, value = query.float(), key.float(), value.float()
         return _SegmentAttention.apply(query, key, value, packed, scale).transpose(1, 2).to(dtype)
     lengths = [segment.length for segment in packed.segments]

@@ -1,7 +1,7 @@
 """The actor that computes what its action mask asks for: log-probs of the selected tokens, each prompt once."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from arlopti_openrlhf.forward.segment_attention import (
     segment_attention,
 )
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch, pack
+from arlopti_openrlhf.patching import replaced_attribute
 
 logger = init_logger(__name__)
 
@@ -245,18 +246,6 @@ class UncheckedSelectiveActor(SelectiveActor):
     """`SelectiveActor` that does not compare its log-probs with the model's before its first pass."""
 
     compares = False
-
-
-@contextmanager
-def replaced_attribute(instance: object, name: str, value: object) -> Iterator[None]:
-    """Put `value` in place of an instance's attribute or method while the context lasts."""
-    own = {name: vars(instance)[name]} if name in vars(instance) else {}
-    setattr(instance, name, value)
-    try:
-        yield
-    finally:
-        vars(instance).pop(name)
-        vars(instance).update(own)
 
 
 def _router_logits(config: PretrainedConfig, wanted: bool) -> AbstractContextManager:

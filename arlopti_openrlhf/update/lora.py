@@ -8,7 +8,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.patching import replaced_attribute
 
 
 class MergedWeight:

@@ -9,7 +9,7 @@ from openrlhf.trainer.ray import ppo_actor
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from arlopti_openrlhf import token_method
+from arlopti_openrlhf import learning_rate, token_method
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.token_update import advantage_weights, reweight_advantages
 from arlopti_openrlhf.update import old_log_probs, optimizer_steps
@@ -47,7 +47,7 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         # What counts optimizer steps is shared out between the stages. At equal data the learning rate, the average of
         # the weights and the balancing loss are those without Lopti.
         num_stages = len(self.stages(eta=1.0 if self.uses_lopti else None))
-        optimizer_steps.stretch(self.actor_scheduler, num_stages)
+        learning_rate.stretch(self.actor_scheduler, num_stages)
         self.ema_beta **= 1 / num_stages
         self.aux_loss_coef = self.args.actor.aux_loss_coef / num_stages
 

@@ -1,44 +1,27 @@
 """OpenRLHF's Ray actor of the policy, which here does not compute log π_old where the update gives it."""
 
+from typing import Any
+
 import ray
 import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ray import launcher, ppo_actor
 
-from arlopti_openrlhf import cpu
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor, UncheckedSelectiveActor
-from arlopti_openrlhf.update import guard, lora, old_log_probs, partition
+from arlopti_openrlhf.patching import plain_class
+from arlopti_openrlhf.update import lora, old_log_probs, partition
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
+
+_PolicyModelActor: Any = plain_class(ppo_actor.PolicyModelActor)
 
 
 @ray.remote(num_gpus=1)
-class PolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.__ray_actor_class__):
-    """`PolicyModelActor` with three changes.
+class PolicyActor(_PolicyModelActor):
+    """`PolicyModelActor` with two changes.
 
     1. log π_old is NaN where the trainer learns it in its first pass.
     2. Without its LoRA adapter, the policy computes the reference's log-probs too.
-    3. On a machine without CUDA it refuses what would fail after the first rollout.
     """
-
-    def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
-        """Do as upstream, with its arguments.
-
-        Raises:
-            ValueError: this rank is on a CPU, and the weights would travel by a backend for GPUs, or the attention
-                has no backward pass there. The pre-flight knows the driver's machine alone.
-        """
-        backend, attention = strategy.args.vllm.sync_backend, strategy.args.ds.attn_implementation
-        if vllm_engines and cpu.uses_cpu() and backend != "gloo":
-            raise ValueError(
-                f"--vllm.sync_backend {backend}: the policy is on a machine without a CUDA device, where weights "
-                "travel by gloo; give gloo"
-            )
-        if cpu.uses_cpu() and attention == "flex_attention":
-            raise ValueError(
-                "--ds.attn_implementation flex_attention: the policy is on a machine without a CUDA device, where "
-                "PyTorch's FlexAttention has no backward pass; give sdpa"
-            )
-        super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
 
     def forward(self, sequences, action_mask=None, *args, **kwargs) -> torch.Tensor:
         if self.trainer.defers_old_log_probs:
@@ -50,10 +33,6 @@ class PolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class.__r
         with lora.without_adapters(self.actor.model.module):
             return super().forward(*args, **kwargs)
 
-    def first_non_finite(self) -> str | None:
-        """Return the name of the first parameter on this rank that is not finite, or None."""
-        return guard.first_non_finite(self.actor.model)
-
 
 def install() -> None:
     """Make OpenRLHF's policy actors train with `TokenUpdateTrainer`. Called on the driver, before the CLI is imported.
@@ -63,7 +42,6 @@ def install() -> None:
     """
     ppo_actor.PolicyModelActor = PolicyActor
     ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
-    guard.install()
 
 
 def install_selective_actor(is_checked: bool = True) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from arlopti_openrlhf.token_update import token_probabilities
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
-HISTOGRAMS = "tokens/histograms"  # the status entry that holds `UpdateStatistics.histograms`, as one list
+# The status entries that hold the rows of `UpdateStatistics.histograms`.
+HISTOGRAMS = ("tokens/probability", "tokens/logit_grad_norm_by_probability")
 
 
 def logit_gradient_norm(weights: Tensor, log_probs: Tensor, squared_rest: Tensor) -> Tensor:

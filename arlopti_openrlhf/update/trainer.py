@@ -55,8 +55,8 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of both (except GSPO's loss, which
             is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`, with
             token methods `token_method/...` (`TokenWeights.metrics`). The statistics by probability as `tokens/...`
-            (`UpdateStatistics.metrics`). `skipped_optimizer_steps` counts those that were refused (`update.guard`),
-            and `rollout/gap` compares vLLM's log-probs with the actor's.
+            (`UpdateStatistics.metrics`). `skipped_optimizer_steps` counts the refused ones (`ops.health.guard`), and
+            `rollout/gap` compares vLLM's log-probs with the actor's.
         """
         engine = self.actor.model
         skipped = engine.skipped_steps
@@ -210,7 +210,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         # GSPO's gradient is spread over the response, and some methods leave out tokens whose gradient nobody knows.
         is_known = self.args.actor.policy_loss_type != "gspo" and not self.ranks.max(self.statistics.lacks_tokens)
         by_bin = self.statistics.metrics(is_known and bool(self.alpha or self.methods), bool(self.methods))
-        return by_bin | {HISTOGRAMS: histograms.flatten().tolist()}
+        return by_bin | dict(zip(HISTOGRAMS, histograms.tolist(), strict=True))
 
     def broadcast_to_vllm(self) -> None:
         """Send the weights to vLLM, as upstream; a LoRA model's are sent merged, under its base model's names."""

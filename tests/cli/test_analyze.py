@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from analysis_fakes import RIGHT, WRONG, fake_sample, write_logs
-from browser import CHROMIUM, chromium
+from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_logs
+from arlopti_testing.browser import CHROMIUM, chromium
 
-from arlopti_openrlhf.analysis import report, rollouts
 from arlopti_openrlhf.cli import analyze
+from arlopti_openrlhf.lab.analysis import report, rollouts
 
 FIGURES = ["agreement", "fig1", "fig2", "fig3", "fig5", "fig6", "fig7", "fig8"]
 

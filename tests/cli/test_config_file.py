@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from arlopti_openrlhf.cli import config_file, train_ppo_ray
-from arlopti_openrlhf.run import credentials
+from arlopti_openrlhf.ops.lifecycle import credentials
 
 FLAGS = """
 actor:

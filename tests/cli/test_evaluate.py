@@ -6,10 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from evaluation_fakes import engine_that_knows, problems
+from arlopti_testing.evaluation_fakes import engine_that_knows, problems
 
 from arlopti_openrlhf.cli import evaluate
-from arlopti_openrlhf.scoring import offline
+from arlopti_openrlhf.lab.scoring import offline
 
 FLAGS = ["--sampling", "*:n=4,t=1", "--sampling", "kk_*:n=1,t=0", "--greedy", "--max-new-tokens", "12"]
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from arlopti_openrlhf.cli import quickstart, train_ppo_ray
-from arlopti_openrlhf.cli.quickstart_results import plot, read_accuracies, report, sample_answers
+from arlopti_openrlhf.lab.quickstart_results import plot, read_accuracies, report, sample_answers
 
 pytestmark = pytest.mark.whole_stack
 

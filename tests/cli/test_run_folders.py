@@ -7,13 +7,13 @@ import sys
 import time
 
 import pytest
-from preflight_command import arguments
+from arlopti_testing.preflight_command import arguments
 
 from arlopti_openrlhf.cli import command_line, config_file, run_folders, train_ppo_ray
 
 HOLDS = """
 import sys
-from preflight_command import arguments
+from arlopti_testing.preflight_command import arguments
 from arlopti_openrlhf.cli import run_folders
 with run_folders.held(arguments(sys.argv[1])):
     print(1, flush=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from arlopti_openrlhf.cli import command_line, config_file, same_run, train_ppo_ray
-from arlopti_openrlhf.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.finding import Finding
 
 FLAGS = (
     "--actor.model_name_or_path m --algo.ar.alpha 0.3 --rollout.batch_size 8 --rollout.n_samples_per_prompt 4 "

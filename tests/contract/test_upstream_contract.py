@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.preflight.seams import grading
-from arlopti_openrlhf.preflight.seams.check import ALWAYS, PATCHED
-from arlopti_openrlhf.preflight.seams.kinds import Moved, Seam, Source, squeeze
+from arlopti_openrlhf.ops.preflight.seams import grading
+from arlopti_openrlhf.ops.preflight.seams.check import ALWAYS, PATCHED
+from arlopti_openrlhf.ops.preflight.seams.kinds import Moved, Seam, Source, squeeze
 
 SEAMS = (*ALWAYS, *PATCHED, *grading.SEAMS)
 SOURCE = Source()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from forward_models import MODELS, SHAPE, actors, assert_same, run, save
+from arlopti_testing.forward_models import MODELS, SHAPE, actors, assert_same, run, save
 from transformers import (
     BertConfig,
     Gemma2Config,

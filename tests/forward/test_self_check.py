@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from forward_models import MODELS, SHAPE, actors, assert_same, save
+from arlopti_testing.forward_models import MODELS, SHAPE, actors, assert_same, save
 from torch import nn
 from transformers import LlamaConfig
 

@@ -1,8 +1,8 @@
 """Two ranks whose model ZeRO-3 partitions: where a forward pass is computed again, all of them compute it again."""
 
 import torch
+from arlopti_testing.two_ranks import errors_on_two_ranks
 from transformers import AutoModelForCausalLM, NemotronConfig
-from two_ranks import errors_on_two_ranks
 
 SHAPE = dict(
     vocab_size=97,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.analysis import rollouts
-from arlopti_openrlhf.data.rows import generate_rows, write_rows
+from arlopti_openrlhf.lab.analysis import rollouts
+from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
 from study import agreement, runs, stored, validation
 
 

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from study_fakes import of_name
+from arlopti_testing.study_fakes import of_name
 
-from arlopti_openrlhf.analysis.scalars import read_scalars
-from arlopti_openrlhf.data.rows import generate_rows, write_rows
+from arlopti_openrlhf.lab.analysis.scalars import read_scalars
+from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
 from study import runs, summary
 
 # A policy of random weights answers nothing. So its reward here follows from what it writes, whatever that is.

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from study_fakes import of_name, result
+from arlopti_testing.study_fakes import of_name, result
 
 from study import comparison, family, report, runs, stored, tables
 

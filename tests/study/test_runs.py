@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from study_fakes import of_name
+from arlopti_testing.study_fakes import of_name
 
 from arlopti_openrlhf.cli import train_ppo_ray
 from study import runs

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from study_fakes import of_name, result
+from arlopti_testing.study_fakes import of_name, result
 
 from study import scheduler, stored
 

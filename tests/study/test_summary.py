@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from study_fakes import of_name, scalars
+from arlopti_testing.study_fakes import of_name, scalars
 
 from study import runs
 from study.summary import HIGH_BINS, LOW_BINS, collapsed, median_and_max, over_bins, step_seconds, summarize, thinned

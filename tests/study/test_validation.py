@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from study_fakes import of_name, result
+from arlopti_testing.study_fakes import of_name, result
 
 from study import family, runs, stored, validation
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from arlopti_testing.two_ranks import errors_on_two_ranks
 from openrlhf.trainer.ray import ppo_actor
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
-from two_ranks import errors_on_two_ranks
 
 from arlopti_openrlhf.update.lora import merged_parameters, without_adapters
 

@@ -2,8 +2,20 @@
 
 import pytest
 import torch
+from arlopti_testing.update_workers import (
+    OFF,
+    PROMPT,
+    SAMPLES,
+    Group,
+    assert_no_nan,
+    cluster,
+    experiences,
+    flags,
+    relative_distance,
+)
 from transformers import AutoModelForCausalLM
-from update_workers import OFF, PROMPT, SAMPLES, Group, assert_no_nan, cluster, experiences, flags, relative_distance
+
+from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
 PLAIN_GRPO = OFF | {"algo.ar.alpha": 0.0}
 LOPTI = OFF | {"algo.lopti.eta": 0.003}  # divides the random model's tokens evenly: it gives one about 1/320
@@ -173,7 +185,7 @@ def test_statistics_by_probability(at_one_theta, tiny_model, kind):
         found = {key.removeprefix(name): value for key, value in status.items() if key.startswith(name)}
         assert found == pytest.approx(expected, rel=1e-4)
         assert n > 10
-    histogram = torch.tensor(status["tokens/histograms"]).view(2, 50)
+    histogram = torch.tensor([status[name] for name in HISTOGRAMS])
     exact = torch.histc(torch.tensor([token["old"] for token in tokens]), 50, 0, 1)
     assert histogram[0].tolist() == exact.tolist()
     assert histogram[1].sum().item() == pytest.approx(norms["after"], rel=1e-4)

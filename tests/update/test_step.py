@@ -2,8 +2,18 @@
 
 import pytest
 import torch
+from arlopti_testing.update_workers import (
+    LOSSES,
+    OFF,
+    RANKS,
+    SAMPLES,
+    Group,
+    cluster,
+    experiences,
+    flags,
+    relative_distance,
+)
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
-from update_workers import LOSSES, OFF, RANKS, SAMPLES, Group, cluster, experiences, flags, relative_distance
 
 NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
 

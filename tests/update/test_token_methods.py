@@ -5,8 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from arlopti_testing.update_workers import (
+    OFF,
+    RANKS,
+    SAMPLES,
+    Group,
+    assert_no_nan,
+    cluster,
+    experiences,
+    flags,
+    relative_distance,
+)
 from transformers import AutoModelForCausalLM
-from update_workers import OFF, RANKS, SAMPLES, Group, assert_no_nan, cluster, experiences, flags, relative_distance
 
 from arlopti_openrlhf.methods import built_in
 from arlopti_openrlhf.token_method import load

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from update_workers import (
+from arlopti_testing.update_workers import (
     HIGH,
     LOSSES,
     LOW,

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from arlopti_testing.update_workers import OFF, RANKS, SAMPLES, Group, cluster, experiences, flags, relative_distance
 from transformers import AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from update_workers import OFF, RANKS, SAMPLES, Group, cluster, experiences, flags, relative_distance
 
 pytestmark = pytest.mark.long
 NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}

@@ -1,0 +1,182 @@
+"""OpenRLHF without a GPU, and on a GPU without flash-attn. The entry point is `enable()`.
+
+OpenRLHF names CUDA in a handful of places. `enable()` redirects those (`arlopti_openrlhf.cpu.patches`) and leaves its
+files untouched. It has to run in every process before OpenRLHF is used there. The command line calls it in the
+driver, Ray in each worker (`worker_process_setup_hook`), and vLLM in its engine process, by `enable_in_vllm`.
+The precedent is Ascend's `torch_npu.contrib.transfer_to_npu`.
+
+Each process decides for itself, by the hardware of its own machine. A decision of the driver would not do, because
+the driver of a GPU cluster often runs on a head node without a GPU. ARLOPTI_DEVICE overrides the hardware everywhere.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import sys
+
+import torch
+
+from arlopti_openrlhf.cpu import patches
+from arlopti_openrlhf.hardware import multiplies_bf16
+
+_HOOK = "arlopti_openrlhf.cpu.enable"
+_ENABLED = "ARLOPTI_ENABLED"  # this process, or one that has started it, has called `enable`
+# vLLM's CPU engine otherwise takes most of the memory for its KV cache; in GiB.
+_KV_CACHE_GIB = "1"
+
+
+def uses_cpu() -> bool:
+    """Return whether OpenRLHF runs on the CPU in this process. CUDA stays uninitialised if NVML is there.
+
+    ARLOPTI_DEVICE decides where it is set, to `cpu` or `cuda`. Otherwise a machine without a CUDA device uses the CPU.
+
+    Raises:
+        SystemExit: ARLOPTI_DEVICE has another value.
+    """
+    # Without it PyTorch counts devices by initialising the driver. A process forked afterwards cannot use CUDA, and
+    # the CUDA_VISIBLE_DEVICES that Ray sets later is not read any more.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    device = os.environ.get("ARLOPTI_DEVICE")
+    if device and device not in ("cpu", "cuda"):
+        raise SystemExit(f"arlopti_openrlhf: ARLOPTI_DEVICE={device}: must be cpu or cuda, or unset")
+    return device == "cpu" if device else not _sees_gpu()
+
+
+@functools.cache
+def _sees_gpu() -> bool:
+    """Return whether this machine shows the process a GPU.
+
+    Asked once, because Ray hides the GPUs from a worker that was given none, after the worker's hook has run. What
+    counts is the machine.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return torch.backends.cuda.is_built()  # PyTorch does not look MIG instances up in NVML, but asks CUDA
+    return torch.cuda.is_available()
+
+
+def enable(driver: bool = False) -> None:
+    """Let OpenRLHF run in this process without CUDA, or without flash-attn; do nothing where it has both.
+
+    Idempotent. Makes `ray.init` call it in every worker of the job too.
+
+    Args:
+        driver: this process computes nothing itself. `ray.init` then says what the run computes on, or the workers do
+            where it joins a cluster.
+
+    Raises:
+        SystemExit: ARLOPTI_DEVICE is neither `cpu` nor `cuda`.
+    """
+    on_cpu, without_flash_attn = uses_cpu(), importlib.util.find_spec("flash_attn") is None
+    if not (on_cpu or without_flash_attn) or patches.are_made():
+        return
+    os.environ[_ENABLED] = "1"
+    # Before the defaults below: the workers may run on other machines, and get only what the user has set.
+    settings = {name: os.environ[name] for name in ("ARLOPTI_DEVICE", "VLLM_CPU_KVCACHE_SPACE") if name in os.environ}
+    if on_cpu:
+        message = "ARLOPTI_DEVICE=cpu" if os.environ.get("ARLOPTI_DEVICE") else "no CUDA device on this machine"
+        message += ": OpenRLHF runs on the CPU"
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _KV_CACHE_GIB)
+        # PyTorch then asks for huge pages: page faults of fresh tensors were a fifth of an update.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        _find_compiler_tools()
+    else:
+        message = "flash-attn is not installed: attention runs on PyTorch's SDPA"
+    if not driver:
+        _announce(message)
+    patches.make(without_cuda=on_cpu, without_flash_attn=without_flash_attn, without_bf16=not multiplies_bf16())
+    _hook_ray_workers(on_cpu, message, settings)
+
+
+def enable_in_vllm() -> None:
+    """Call `enable` if a process that has called it started this one. vLLM loads this as a plugin (`setup.py`).
+
+    It does so in every process of every project in the environment. There is no other way into its engine process.
+    """
+    if _ENABLED in os.environ:
+        enable()
+
+
+def declare_placement(gpus: int, ranks: int) -> None:
+    """Declare what the run will ask of this machine. Only a `ray.init` that starts a cluster on the CPU uses it.
+
+    Args:
+        gpus: logical GPUs to declare, for OpenRLHF's placement groups.
+        ranks: training processes that compute at the same time; they share the cores.
+    """
+    os.environ["ARLOPTI_LOGICAL_GPUS"] = str(gpus)
+    if uses_cpu():
+        # Ray would give each worker one thread: its actors reserve a fraction of a logical CPU.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+
+
+def _announce(message: str) -> None:
+    # The variable reaches the workers with the rest of the environment, so only the first process says the line.
+    if not os.environ.get("ARLOPTI_ANNOUNCED"):
+        print(f"arlopti_openrlhf: {message}.", flush=True)
+        os.environ["ARLOPTI_ANNOUNCED"] = "1"
+
+
+def _find_compiler_tools() -> None:
+    """Let DeepSpeed compile its CPU ops with this environment's own ninja, activated or not.
+
+    Ninja compiles everything anew where another version of it left the build folder, so all runs must use one.
+    """
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+    tools, path = os.path.dirname(sys.executable), os.environ.get("PATH", "")
+    if shutil.which("ninja", path=tools) and path.split(os.pathsep)[0] != tools:
+        os.environ["PATH"] = tools + os.pathsep + path
+
+
+def _hook_ray_workers(on_cpu: bool, message: str, settings: dict[str, str]) -> None:
+    """Wrap `ray.init`: every worker of the job calls `enable()`, and a cluster that it starts gets logical GPUs.
+
+    Args:
+        on_cpu: this machine computes without CUDA.
+        message: what to say when a cluster is started here.
+        settings: environment variables that the user has set, for the workers.
+    """
+    import ray
+
+    init = ray.init
+
+    @functools.wraps(init)
+    def init_with_hook(*args, **kwargs):
+        starts_cluster = _starts_cluster(args[0] if args else kwargs.get("address"), kwargs.get("_temp_dir"))
+        if starts_cluster:
+            _announce(message)
+        handed_on = dict(settings)
+        if "ARLOPTI_ANNOUNCED" in os.environ:
+            handed_on["ARLOPTI_ANNOUNCED"] = os.environ["ARLOPTI_ANNOUNCED"]
+        runtime_env = dict(kwargs.get("runtime_env") or {})
+        runtime_env.setdefault("worker_process_setup_hook", _HOOK)
+        # `ray job submit` has handed the job's own variables on already, and refuses those given twice.
+        handed_on = {name: value for name, value in handed_on.items() if name not in _job_variables()}
+        runtime_env["env_vars"] = handed_on | runtime_env.get("env_vars", {})
+        kwargs["runtime_env"] = runtime_env
+        if on_cpu and starts_cluster:
+            gpus = int(os.environ.get("ARLOPTI_LOGICAL_GPUS", "8"))
+            kwargs.setdefault("num_gpus", gpus)
+            kwargs.setdefault("include_dashboard", False)  # its processes would take a core and half a gigabyte
+            # Each logical GPU's bundle asks for a CPU too, and each controller (up to four in async mode) for one.
+            kwargs.setdefault("num_cpus", max(os.cpu_count() or 1, gpus + 4))
+        return init(*args, **kwargs)
+
+    ray.init = init_with_hook
+
+
+def _starts_cluster(address: str | None, temp_dir: str | None) -> bool:
+    """Return whether `ray.init(address)` starts a cluster, and joins none that RAY_ADDRESS or `ray start` names."""
+    from ray._private import services
+
+    if address is None:
+        address = services.get_ray_address_from_environment(None, temp_dir)
+    return address in (None, "local")
+
+
+def _job_variables() -> dict[str, str]:
+    """Return the environment variables of the job as which `ray job submit` started this process."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return (job.get("runtime_env") or {}).get("env_vars") or {}

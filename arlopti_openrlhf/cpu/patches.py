@@ -1,0 +1,365 @@
+"""Replaces what OpenRLHF cannot run without CUDA or without flash-attn. `arlopti_openrlhf.cpu` decides whether.
+
+Patches to the modules of OpenRLHF and DeepSpeed are made when those are imported, so a process pays for none that it
+does not use. Whatever a Ray actor class may capture on the driver must stay importable by name: the class travels by
+value, and a captured lambda would carry the driver's choice of device to the workers.
+"""
+
+import fcntl
+import functools
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import IO, Any
+
+import torch
+
+from arlopti_openrlhf.cpu import adam as cpu_adam
+from arlopti_openrlhf.cpu import vllm as cpu_vllm
+
+
+def are_made() -> bool:
+    """Return whether `make` has run in this process."""
+    return any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path)
+
+
+def make(without_cuda: bool, without_flash_attn: bool, without_bf16: bool) -> None:
+    """Replace in this process what does not work here.
+
+    Args:
+        without_cuda: redirect `torch.cuda` and what OpenRLHF and DeepSpeed do on CUDA to the CPU.
+        without_flash_attn: put SDPA and transformers' padding helpers in place of flash-attn.
+        without_bf16: the CPU has no bf16 instructions; only read where `without_cuda`.
+
+    Raises:
+        RuntimeError: a module to be patched is imported already.
+    """
+    patches: dict[str, Callable] = {}
+    if without_cuda:
+        patches |= _CPU_PATCHES
+        for name, patch in cpu_vllm.PATCHES.items():
+            if name in sys.modules:
+                patch(lambda module: None, sys.modules[name])
+            else:
+                patches[name] = patch
+    if without_flash_attn:
+        patches |= _FLASH_ATTN_PATCHES
+    sys.meta_path.insert(0, _PatchOnImport(patches))
+    if without_cuda:
+        _redirect_torch_cuda()
+        _outlive_killed_builds()
+        if without_bf16:
+            _compute_bf16_in_float32()
+
+
+class _PatchOnImport(importlib.abc.MetaPathFinder):
+    """Calls `patches[name](load, module)` where Python would execute module `name`. `load(module)` executes it."""
+
+    def __init__(self, patches: dict[str, Callable]) -> None:
+        self.patches = patches
+        late = [name for name in patches if name in sys.modules]
+        if late:
+            raise RuntimeError(f"arlopti_openrlhf.cpu.enable() must be called before {late[0]} is imported")
+
+    def find_spec(self, name: str, path=None, target=None):
+        if name not in self.patches:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(self.patches[name], spec.loader.exec_module)
+        return spec
+
+
+# --- PyTorch -------------------------------------------------------------------------------------------------
+
+
+class _CpuDevice(str):
+    """Stands for `torch.cuda.current_device()`: names the CPU in `.to()`, and is valid in upstream's f"cuda:{...}"."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+def _redirect_torch_cuda() -> None:
+    def nothing() -> Callable:
+        # A function of its own for each name: torch.compile keeps a table of these by identity.
+        return lambda *args, **kwargs: None
+
+    torch.cuda.current_device = lambda: _CpuDevice("cpu")
+    for name in ("empty_cache", "synchronize", "set_device", "current_stream"):
+        setattr(torch.cuda, name, nothing())
+    if torch.cuda.is_available():
+        torch.cuda.is_available = lambda: False
+
+
+def _compute_bf16_in_float32() -> None:
+    """Send linear layers and attention of bf16 tensors through float32.
+
+    No less exact (products are summed in float32 and the result is rounded to bf16 either way), and several times as
+    fast as the emulation, in the backward pass above all.
+    """
+
+    def upcast(value):
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+    def in_float32(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            if torch.overrides.has_torch_function(tensors):  # of PyTorch's causal masks, which compare `call`
+                return torch.overrides.handle_torch_function(call, tensors, *args, **kwargs)
+            if len(args) < 2 or any(tensor.dtype != torch.bfloat16 for tensor in args[:2]):
+                return function(*args, **kwargs)
+            kwargs = {name: upcast(value) for name, value in kwargs.items()}
+            return function(*map(upcast, args), **kwargs).to(torch.bfloat16)
+
+        return call
+
+    for name in ("linear", "scaled_dot_product_attention"):
+        setattr(torch.nn.functional, name, in_float32(getattr(torch.nn.functional, name)))
+
+
+def _outlive_killed_builds() -> None:
+    """Make the lock on a build folder of PyTorch's C++ extensions end with the process that holds it.
+
+    PyTorch's lock is a file that its holder removes. If the holder is killed the file stays, and the next process
+    waits for ever without a word. So a second lock is taken first, one that the kernel releases. Whoever holds that
+    and finds PyTorch's file looks for a process that builds without the second lock, as plain DeepSpeed does, and
+    removes the file if there is none. Who waited runs ninja again, which finds the work done, or finishes it.
+    """
+    from torch.utils.file_baton import FileBaton
+
+    create, remove = FileBaton.try_acquire, FileBaton.release
+
+    def try_acquire(self) -> bool:
+        folder = os.path.dirname(os.path.realpath(self.lock_file_path))
+        self.kernel_lock = open(os.path.join(folder, "kernel_lock"), "w")
+        start, waits = time.monotonic(), False
+        while not (locked := _try_lock(self.kernel_lock)) or not create(self):
+            builder = _find_builder(folder) if locked else "another process"
+            if builder is None:
+                with suppress(FileNotFoundError):  # its builder may have removed it just now
+                    os.remove(self.lock_file_path)
+                    print(f"arlopti_openrlhf: removed the lock that a killed build left in {folder}.", flush=True)
+                continue
+            if not waits and time.monotonic() - start > 2:  # seconds; a folder with nothing to build is free sooner
+                print(f"arlopti_openrlhf: waiting for {builder}, which builds in {folder}.", flush=True)
+                waits = True
+            time.sleep(self.wait_seconds)
+        return True
+
+    def release(self) -> None:
+        try:
+            remove(self)
+        finally:
+            self.kernel_lock.close()
+
+    FileBaton.try_acquire, FileBaton.release = try_acquire, release
+
+
+def _try_lock(file: IO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # some network file systems have no such locks; what `_find_builder` sees has to do there
+        return True
+    return True
+
+
+def _find_builder(folder: str) -> str | None:
+    """Return the process of this machine that has PyTorch's lock on `folder` open, or that compiles in it."""
+    import psutil
+
+    lock = os.path.join(folder, "lock")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd() == folder or any(file.path == lock for file in process.open_files()):
+                return f"process {process.pid} ({process.name()})"
+    return None
+
+
+# --- without CUDA --------------------------------------------------------------------------------------------
+
+
+def _patch_replay_buffer(load: Callable, module: Any) -> None:
+    load(module)
+    # __init__ assigns a "cuda:0" device, which `sample` moves batches to.
+    module.NaiveReplayBuffer.target_device = property(lambda self: torch.device("cpu"), lambda self, device: None)
+
+
+def _patch_strategy(load: Callable, module: Any) -> None:
+    load(module)
+    init_device_mesh, moving_average = module.init_device_mesh, module.DeepspeedStrategy.moving_average
+    module.init_device_mesh = lambda device_type, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
+    module.DeepspeedStrategy.moving_average = lambda self, model, model_ema, beta=0.992, device="cpu": moving_average(
+        self, model, model_ema, beta, "cpu"
+    )
+
+
+def _patch_deepspeed_comm(load: Callable, module: Any) -> None:
+    """Let every all-gather be complete when it returns.
+
+    ZeRO-3 starts one per parameter and waits for the last alone (`_allgather_params_coalesced`). That is enough on a
+    CUDA stream, which keeps the order. Gloo's threads finish in any order, so that the forward pass would use weights
+    that have not arrived.
+    """
+    load(module)
+
+    def completed(all_gather: Callable) -> Callable:
+        @functools.wraps(all_gather)
+        def call(*args, **kwargs):
+            work = all_gather(*args, **kwargs)
+            if work is not None:
+                work.wait()
+            return work
+
+        return call
+
+    for name in ("all_gather", "all_gather_into_tensor"):
+        setattr(module.TorchBackend, name, completed(getattr(module.TorchBackend, name)))
+
+
+class _GlooGroup:
+    """Syncs weights over gloo, with the `broadcast` of upstream's `PyNcclCommunicator`."""
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+        self.group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, "gloo")
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream=None) -> None:
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = src, 0, timedelta(minutes=30)
+        # torch.distributed.broadcast wants a rank of the default group, which this one's members do not share.
+        self.group.broadcast([tensor.contiguous()], options).wait()
+
+
+def _patch_distributed_util(load: Callable, module: Any) -> None:
+    load(module)
+    module.stateless_init_process_group = lambda host, port, rank, world_size, device: _GlooGroup(
+        host, port, rank, world_size
+    )
+
+
+def _patch_worker_wrap(load: Callable, module: Any) -> None:
+    load(module)
+    module.WorkerWrap.update_weight = _update_weight
+
+
+def _update_weight(self, name: str, dtype: torch.dtype, shape: torch.Size, empty_cache: bool = False) -> None:
+    """Receive one weight, as `WorkerWrap.update_weight` does, and load all with the last, which `empty_cache` marks.
+
+    On the CPU vLLM repacks the weights of its layers after loading, and the repacked layers take no single weight.
+    """
+    if dtype != self.model_config.dtype:
+        raise ValueError(f"weight {name} comes in {dtype}, the engine holds {self.model_config.dtype}")
+    weight = torch.empty(shape, dtype=dtype)
+    self._model_update_group.broadcast(weight, src=0)
+    received = self.__dict__.setdefault("_received_weights", [])
+    received.append((name, weight))
+    if not empty_cache:
+        return
+    self.model_runner.reload_weights(weights_iterator=iter(received))
+    received.clear()
+    _repack_tied_heads(self.model_runner.get_model())
+
+
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """Renew the packed copy of a tied LM head. No weight is sent for it, so vLLM's reload leaves it as it was."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    embeddings = {id(m.weight) for m in model.modules() if type(m) is VocabParallelEmbedding}
+    for head in model.modules():
+        if isinstance(head, ParallelLMHead) and id(head.weight) in embeddings:
+            head.quant_method.process_weights_after_loading(head)
+
+
+_CPU_PATCHES = {
+    "deepspeed.comm.torch": _patch_deepspeed_comm,
+    **cpu_adam.PATCHES,
+    "openrlhf.trainer.ppo_utils.replay_buffer": _patch_replay_buffer,
+    "openrlhf.utils.deepspeed.deepspeed": _patch_strategy,
+    "openrlhf.utils.distributed_util": _patch_distributed_util,
+    "openrlhf.trainer.ray.vllm_worker_wrap": _patch_worker_wrap,
+}
+
+
+# --- without flash-attn --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _flash_attn_stand_in() -> Iterator[None]:
+    """Provide what `openrlhf.models.ring_attn_utils` imports from flash-attn, while that module is imported.
+
+    A lasting entry in `sys.modules` would tell transformers and vLLM that flash-attn is installed.
+    """
+    from einops import rearrange
+    from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
+
+    def index_first_axis(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return tensor[indices]
+
+    def all_gather(*args, **kwargs):
+        raise RuntimeError("--ds.ring_attn_size > 1 needs flash-attn, which is not installed")
+
+    bert_padding = dict(
+        index_first_axis=index_first_axis, pad_input=_pad_input, rearrange=rearrange, unpad_input=_unpad_input
+    )
+    contents = {
+        "flash_attn": {},
+        "flash_attn.bert_padding": bert_padding,
+        "flash_attn.utils": {},
+        "flash_attn.utils.distributed": {"all_gather": all_gather},
+    }
+    for name, attributes in contents.items():
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(attributes)
+    try:
+        yield
+    finally:
+        for name in contents:
+            del sys.modules[name]
+
+
+def _patch_ring_attn_utils(load: Callable, module: Any) -> None:
+    with _flash_attn_stand_in():
+        load(module)
+
+
+def _with_sdpa(function: Callable) -> Callable:
+    """Return `function` with SDPA in place of flash attention.
+
+    Packed sequences stay separate, because transformers builds a block-diagonal mask where position ids restart.
+    """
+
+    @functools.wraps(function)
+    def call(*args, attn_implementation="flash_attention_2", **kwargs):
+        if "flash_attention" in attn_implementation:
+            attn_implementation = "sdpa"
+        return function(*args, attn_implementation=attn_implementation, **kwargs)
+
+    return call
+
+
+def _patch_actor(load: Callable, module: Any) -> None:
+    load(module)
+    module.Actor.__init__ = _with_sdpa(module.Actor.__init__)
+
+
+def _patch_model(load: Callable, module: Any) -> None:
+    load(module)
+    module.get_llm_for_sequence_regression = _with_sdpa(module.get_llm_for_sequence_regression)
+
+
+_FLASH_ATTN_PATCHES = {
+    "openrlhf.models.ring_attn_utils": _patch_ring_attn_utils,
+    "openrlhf.models.actor": _patch_actor,
+    "openrlhf.models.model": _patch_model,
+}

@@ -1,0 +1,47 @@
+"""Refuses what a policy on a machine without CUDA cannot do, before the first rollout."""
+
+from typing import Any
+
+import ray
+from openrlhf.trainer.ray import ppo_actor
+
+from arlopti_openrlhf import cpu
+from arlopti_openrlhf.patching import plain_class
+
+
+def install() -> None:
+    """Make OpenRLHF's policy actors refuse it. Call it on the driver, before the CLI is imported.
+
+    The pre-flight knows the driver's machine alone.
+    """
+    base: Any = plain_class(ppo_actor.PolicyModelActor)
+
+    class PolicyActor(base):
+        def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
+            check(strategy.args, syncs=bool(vllm_engines))
+            super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
+
+    ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(PolicyActor)
+
+
+def check(args: Any, syncs: bool) -> None:
+    """Refuse flags that this machine cannot serve if it has no CUDA.
+
+    Args:
+        args: upstream's nested arguments.
+        syncs: whether the weights go to vLLM engines.
+
+    Raises:
+        ValueError: the weights would travel by a backend for GPUs, or the attention has no backward pass on a CPU.
+    """
+    backend, attention = args.vllm.sync_backend, args.ds.attn_implementation
+    if syncs and cpu.uses_cpu() and backend != "gloo":
+        raise ValueError(
+            f"--vllm.sync_backend {backend}: the policy is on a machine without a CUDA device, where weights "
+            "travel by gloo; give gloo"
+        )
+    if cpu.uses_cpu() and attention == "flex_attention":
+        raise ValueError(
+            "--ds.attn_implementation flex_attention: the policy is on a machine without a CUDA device, where "
+            "PyTorch's FlexAttention has no backward pass; give sdpa"
+        )

@@ -1,0 +1,1 @@
+"""Accuracy by scores, in training and offline."""

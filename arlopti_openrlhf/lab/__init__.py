@@ -1,0 +1,1 @@
+"""What is done beside training: figures, offline evaluation, puzzles, the tiny policy, the quickstart."""

@@ -1,0 +1,106 @@
+"""Make the training curves of Fig. 6-8 from TensorBoard logs: means and ranges over the seeds of each setting."""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from arlopti_openrlhf.lab.analysis.scalars import Series, read_scalars
+
+_BIN = "train/tokens/{}/{}"  # the statistics by probability that every training with this package logs
+# {figure: its panels}, each with a title, a unit and a pattern for the names of the scalars.
+FIGURES = {
+    "fig6": (
+        ("training reward", "mean reward of the rollouts", r"train/rollout/reward_mean"),
+        ("held-out accuracy", "share of right answers", r"eval/.+/accuracy"),
+    ),
+    "fig7": (
+        ("response length", "tokens", r"train/rollout/response_length_mean"),
+        ("entropy", "nats per token", "train/entropy"),
+    ),
+    "fig8": (
+        ("gradient norm, one update", "norm before clipping", r"train/actor_grad_norm"),
+        ("gradient norm, low-probability stage", "norm before clipping", r"train/lopti/low/actor_grad_norm"),
+        ("gradient norm, high-probability stage", "norm before clipping", r"train/lopti/high/actor_grad_norm"),
+    ),
+}
+
+
+def read_run(folder: str | Path) -> dict[str, Series]:
+    """Return every finite scalar of the run logged in `folder`, and the policy's entropy as "train/entropy".
+
+    A value that is not finite is left out, with a message. DeepSpeed logs such a gradient norm as -1.
+    """
+    scalars = read_scalars(folder)
+    for name, series in scalars.items():
+        wrong = [s for s, v in series.items() if not math.isfinite(v) or (name.endswith("actor_grad_norm") and v < 0)]
+        if wrong:
+            where = f"{name} is not finite at {len(wrong)} steps, first at step {wrong[0]}"
+            print(f"{folder}: {where}: left out", flush=True)
+            scalars[name] = {step: value for step, value in series.items() if step not in wrong}
+    return scalars | {"train/entropy": entropy(scalars)}
+
+
+def entropy(scalars: dict[str, Series]) -> Series:
+    """Return the policy's entropy in nats per token; empty where nothing that tells it is logged.
+
+    OpenRLHF logs it as `entropy_loss` where the run has an entropy bonus. Otherwise it is Σ share · entropy over the
+    bins of probability.
+    """
+    if "train/entropy_loss" in scalars:
+        return scalars["train/entropy_loss"]
+    bins = [match[1] for match in (re.fullmatch(_BIN.format("([^/]+)", "entropy"), name) for name in scalars) if match]
+    # A bin without tokens in a step has no scalars there, so divide by the shares that are logged.
+    sums: dict[int, tuple[float, float]] = {}
+    for name in bins:
+        shares = scalars.get(_BIN.format(name, "share"), {})
+        for step, value in scalars[_BIN.format(name, "entropy")].items():
+            total, weight = sums.get(step, (0.0, 0.0))
+            sums[step] = (total + shares.get(step, 0.0) * value, weight + shares.get(step, 0.0))
+    return {step: total / weight for step, (total, weight) in sorted(sums.items()) if weight}
+
+
+def select(scalars: dict[str, Series], pattern: str) -> Series:
+    """Return the series whose name matches, or the mean of several, such as accuracies by source.
+
+    The mean is taken at the steps that all of them have.
+    """
+    return _mean([series for name, series in scalars.items() if series and re.fullmatch(pattern, name)])
+
+
+def _mean(series: Sequence[Series]) -> Series:
+    steps = set.intersection(*(set(s) for s in series)) if series else set()
+    return {step: fmean(s[step] for s in series) for step in sorted(steps)}
+
+
+def curves(runs: dict[str, Sequence[dict[str, Series]]]) -> dict[str, list[dict]]:
+    """Make the data of Fig. 6-8.
+
+    Args:
+        runs: {label: the scalars of each of its seeds}.
+
+    Returns:
+        {figure: its panels}. A panel has `title`, `unit`, `lines` and `missing`, the labels without this curve. The
+        line of a label has `steps`, `mean`, `low` and `high` (the range over its seeds), and `seeds`, their number.
+    """
+    figures: dict[str, list[dict]] = {}
+    for figure, panels in FIGURES.items():
+        figures[figure] = []
+        for title, unit, pattern in panels:
+            lines, missing = {}, []
+            for label, seeds in runs.items():
+                found = [series for series in (select(scalars, pattern) for scalars in seeds) if series]
+                middle = _mean(found)
+                if not middle:
+                    missing.append(label)
+                    continue
+                lines[label] = {
+                    "seeds": len(found),
+                    "steps": list(middle),
+                    "mean": list(middle.values()),
+                    "low": [min(series[step] for series in found) for step in middle],
+                    "high": [max(series[step] for series in found) for step in middle],
+                }
+            figures[figure].append({"title": title, "unit": unit, "lines": lines, "missing": missing})
+    return figures

@@ -1,0 +1,279 @@
+"""Compute what Fig. 1-3 show. Each function returns its figure's data, ready for JSON."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from arlopti_openrlhf.evaluation.measures import Z_95
+from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, micro_batches
+from arlopti_openrlhf.lab.analysis.rollouts import Batch
+from arlopti_openrlhf.lab.analysis.updates import log_probs_after_update
+from arlopti_openrlhf.token_update import HIGH, LOW, group_mask, reweight_advantages, token_probabilities
+from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
+
+# Most tokens of a trained policy have a probability above 0.99. In one bin with the rest they would hide it.
+DIRECTION_EDGES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)
+_POINTS = 2500  # in a scatter plot
+_HISTOGRAM = 50  # bins
+
+
+def bin_names(edges: Sequence[float]) -> list[str]:
+    """Name bins by their edges: "0.25-0.5", and "≥ 0.75" for the last."""
+    names = [f"{low:g}-{high:g}" for low, high in zip(edges[:-2], edges[1:-1], strict=True)]
+    return [*names, f"≥ {edges[-2]:g}"]
+
+
+def _bins(probabilities: Tensor, mask: Tensor, edges: tuple[float, ...]) -> list[Tensor]:
+    """Return (B, A) masks that partition `mask`."""
+    index = bin_index(probabilities, edges)
+    return [mask & (index == i) for i in range(len(edges) - 1)]
+
+
+def _quantiles(values: Tensor) -> dict[str, float] | None:
+    if not len(values):
+        return None
+    values = values.sort().values
+    at = [values[round(q * (len(values) - 1))].item() for q in (0.05, 0.25, 0.5, 0.75, 0.95)]
+    return dict(zip(("p5", "p25", "median", "p75", "p95"), at, strict=True)) | {"mean": values.mean().item()}
+
+
+def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float, moments: Sequence[Tensor]) -> dict:
+    """Compute probabilities, advantages, gradient norms and changes by one update, by quarter of the range of π.
+
+    Args:
+        policy: the policy, at the weights that the batch was sampled from.
+        batch: the rollouts.
+        tokens: their statistics.
+        learning_rate: of each of the three updates: by all tokens, by the lowest quarter, by the highest.
+        moments: AdamW's second moments for all three, from a training that updates all tokens.
+    """
+    probabilities, mask = token_probabilities(tokens.log_probs), batch.action_mask
+    quarters = _bins(probabilities, mask, EDGES)
+    norm = logit_gradient_norm(batch.advantages, tokens.log_probs, tokens.squared_rest)
+    # The gradient of each quarter alone, by a backward pass, and its share at the logits, by Eq. 15.
+    groups = []
+    for name, quarter in zip(bin_names(EDGES), quarters, strict=True):
+        gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, quarter)
+        groups.append(
+            {
+                "name": name,
+                "tokens": int(quarter.sum()),
+                "advantages": _quantiles(batch.advantages[quarter]),
+                "gradient_norm": _norm(gradient),
+                # The mean over the tokens of their own gradients' norms at the logits, by Eq. 15.
+                "logit_gradient_norm": norm[quarter].mean().item() if quarter.any() else None,
+                "logit_gradient_share": (norm[quarter].sum() / norm[mask].sum()).item(),
+            }
+        )
+    # The scatter plots show a sample of the tokens, the same in each.
+    chosen = mask.nonzero()
+    chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))[:_POINTS]]
+    rows, columns = chosen.unbind(dim=1)
+    # One update each by all tokens, by the lowest quarter and by the highest.
+    changes = {}
+    for name, selected in (("all", mask), ("lowest", quarters[0]), ("highest", quarters[-1])):
+        after = log_probs_after_update(
+            policy, batch, tokens.log_probs, batch.advantages, [selected], learning_rate, moments
+        )
+        change = token_probabilities(after) - probabilities
+        changes[name] = {
+            "points": change[rows, columns].tolist(),
+            "mean_absolute": [change[q].abs().mean().item() if q.any() else None for q in quarters],
+        }
+    return {
+        "edges": list(EDGES),
+        "histogram": torch.histc(probabilities[mask], _HISTOGRAM, 0, 1).long().tolist(),
+        "tokens": int(mask.sum()),
+        "groups": groups,
+        "change": changes,
+        "points": {
+            "probability": probabilities[rows, columns].tolist(),
+            "advantage": batch.advantages[rows, columns].tolist(),
+        },
+    }
+
+
+def _norm(gradient: Sequence[Tensor]) -> float:
+    return sum(g.square().sum().item() for g in gradient) ** 0.5
+
+
+def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: Sequence[int] | None = None) -> dict:
+    """Compute the gradient of single tokens' log π at the activations of some layers, against 1 - π (Proposition 4.2).
+
+    The norm is over all positions that the token's loss reaches, with weight w = 1.
+
+    Args:
+        policy: the policy.
+        batch: the rollouts.
+        tokens: their statistics.
+        count: tokens to look at, spread evenly over the range of probabilities.
+        layers: numbers of decoder layers, from 1; by default the first, middle and last.
+    """
+    probabilities = token_probabilities(tokens.log_probs)
+    # As many tokens from each tenth of the range, although most tokens have a probability near 1.
+    generator = torch.Generator().manual_seed(0)
+    tenths = _bins(probabilities, batch.action_mask, tuple(i / 10 for i in range(11)))
+    drawn = []
+    for tenth in tenths:
+        places = tenth.nonzero()
+        drawn.append(places[torch.randperm(len(places), generator=generator)[: max(1, count // len(tenths))]])
+    chosen = torch.cat(drawn)
+    modules = _layers(policy.model, layers)
+    norms = _activation_gradient_norms(policy, batch, chosen, modules)
+    rows, columns = chosen.unbind(dim=1)
+    rest = 1 - probabilities[rows, columns]
+    expected = logit_gradient_norm(
+        torch.ones(len(rows)), tokens.log_probs[rows, columns], tokens.squared_rest[rows, columns]
+    )
+    # At the logits, Eq. 15 gives the norm, and Proposition 4.2 its bounds.
+    vocabulary = policy.model.get_output_embeddings().weight.shape[0]
+    lower, upper = logit_gradient_bounds(1 - rest, vocabulary)
+    at_logits = norms["logits"] * policy.temperature
+    inside = (at_logits >= lower * (1 - 1e-3) - 1e-6) & (at_logits <= upper * (1 + 1e-3) + 1e-6)  # float32
+    panels = []
+    for name, values in norms.items():
+        # Near 1 - π = 0 the quotient is nothing but rounding.
+        slopes = (values / rest)[rest > 1e-3]
+        correlation = torch.corrcoef(torch.stack([rest, values]))[0, 1].item()
+        panels.append(
+            {
+                "layer": name,
+                "norm": values.tolist(),
+                "slope": _quantiles(slopes),
+                "correlation": correlation if math.isfinite(correlation) else None,  # where one of the two is constant
+            }
+        )
+    return {
+        "one_minus_probability": rest.tolist(),
+        "layers": panels,
+        "vocabulary": vocabulary,
+        "logit_slopes": [(vocabulary / (vocabulary - 1)) ** 0.5, 2**0.5],
+        "inside_bounds": inside.float().mean().item(),
+        "largest_gap_to_eq_15": (at_logits - expected).abs().max().item(),
+    }
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the model's decoder layers.
+
+    Raises:
+        ValueError: no list of modules has as many members as the model has layers.
+    """
+    number = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            return module
+    raise ValueError(f"{type(model).__name__}: no list of its {number} decoder layers was found")
+
+
+def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, nn.Module]:
+    blocks = decoder_layers(model)
+    numbers = numbers or sorted({1, (len(blocks) + 1) // 2, len(blocks)})
+    named = {"embedding": model.get_input_embeddings()}
+    return named | {f"layer {n} of {len(blocks)}": blocks[n - 1] for n in numbers}
+
+
+def _activation_gradient_norms(
+    policy: Policy, batch: Batch, chosen: Tensor, modules: dict[str, nn.Module]
+) -> dict[str, Tensor]:
+    """Return {layer: (N,) norms} of the gradients of the chosen tokens' log π, at the modules' outputs and the logits.
+
+    Every token gets a row of its own, cut before it. Rows do not interact, so one backward pass gives all their
+    gradients.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str):
+        def hook(module, inputs, output):
+            outputs[name] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    norms: dict[str, list[Tensor]] = {name: [] for name in (*modules, "logits")}
+    # Rows of like length share a micro-batch.
+    stops = chosen[:, 1] + 1
+    order = stops.argsort()
+    for piece in micro_batches(order, stops, policy.micro_batch_tokens):
+        longest = int(stops[piece].max())
+        sequences = torch.zeros(len(piece), longest, dtype=torch.long)
+        attention_mask = torch.zeros_like(sequences)
+        for i, (row, stop) in enumerate(zip(chosen[piece, 0], stops[piece], strict=True)):
+            # Padded on the left, so that the last position of each row predicts its token.
+            sequences[i, longest - stop :] = batch.sequences[row, :stop]
+            attention_mask[i, longest - stop :] = 1
+        positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        outputs["logits"] = policy.model(
+            sequences.to(policy.device),
+            attention_mask=attention_mask.to(policy.device),
+            position_ids=positions.to(policy.device),
+            logits_to_keep=1,
+        ).logits
+        targets = batch.sequences[chosen[piece, 0], stops[piece]].to(policy.device)
+        log_probs = (outputs["logits"][:, -1].float() / policy.temperature).log_softmax(dim=-1)
+        loss = log_probs.gather(1, targets[:, None]).sum()
+        gradients = torch.autograd.grad(loss, [outputs[name] for name in norms])
+        for name, gradient in zip(norms, gradients, strict=True):
+            norms[name].append(gradient.flatten(1).norm(dim=1).cpu())
+        outputs.clear()
+    for handle in handles:
+        handle.remove()
+    # Back to the order of the chosen tokens.
+    back = order.argsort()
+    return {name: torch.cat(values)[back] for name, values in norms.items()}
+
+
+def figure_3(
+    policy: Policy,
+    batch: Batch,
+    tokens: Tokens,
+    learning_rate: float,
+    alphas: Sequence[float],
+    etas: Sequence[float],
+) -> dict:
+    """Compute the share of positive tokens whose probability rises in one update, by probability and method.
+
+    Every update starts from the same weights and the same batch. Shares have a 95% interval, clustered by prompt. The
+    rounding of log π is returned too: the median difference between two passes with other micro-batches.
+    """
+    probabilities = token_probabilities(tokens.log_probs)
+    positive = batch.action_mask & (batch.advantages > 0)
+    bins = _bins(probabilities, positive, DIRECTION_EDGES)
+    # Every method is one update. AR changes the advantages, Lopti takes two stages.
+    before = policy.log_probs(batch)
+    variants = [("GRPO", batch.advantages, [batch.action_mask])]
+    for alpha in alphas:
+        advantages = reweight_advantages(batch.advantages, tokens.log_probs, alpha)
+        variants.append((f"AR α={alpha:g}", advantages, [batch.action_mask]))
+    for eta in etas:
+        stages = [group_mask(group, tokens.log_probs, batch.action_mask, eta) for group in (LOW, HIGH)]
+        variants.append((f"Lopti η={eta:g}", batch.advantages, [stage for stage in stages if stage.any()]))
+    results = {}
+    for name, advantages, stages in variants:
+        after = log_probs_after_update(policy, batch, tokens.log_probs, advantages, stages, learning_rate)
+        results[name] = [_share(after > before, selected, batch.prompts) for selected in [*bins, positive]]
+    # The two differ only in their micro-batches, so their difference is rounding.
+    rounding = (before - tokens.log_probs)[batch.action_mask].abs().median().item()
+    return {
+        "edges": list(DIRECTION_EDGES),
+        "bins": [*bin_names(DIRECTION_EDGES), "all"],
+        "positive_tokens": [int(selected.sum()) for selected in [*bins, positive]],
+        "right_direction": results,
+        "median_rounding_of_log_probs": rounding,
+    }
+
+
+def _share(right: Tensor, selected: Tensor, prompts: Tensor) -> dict[str, float] | None:
+    """Return Σ right / Σ selected and its 95% half-width, linearised and clustered by prompt.
+
+    None where nothing is selected.
+    """
+    total = int(selected.sum())
+    if not total:
+        return None
+    share = ((right & selected).sum() / total).item()
+    residual = ((right & selected).sum(dim=1) - share * selected.sum(dim=1)).double()
+    by_prompt = torch.zeros(int(prompts.max()) + 1, dtype=torch.float64).index_add_(0, prompts, residual)
+    return {"share": share, "ci95": Z_95 * by_prompt.square().sum().sqrt().item() / total}

@@ -1,0 +1,168 @@
+"""Show what came out of a quickstart: accuracies, the picture of its curves, some answers, and the closing text."""
+
+import json
+import os
+import sys
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+
+from arlopti_openrlhf.evaluation.measures import Z_95, estimate_source
+from arlopti_openrlhf.lab.analysis.scalars import Series
+from arlopti_openrlhf.lab.scoring.offline import responses_of
+
+
+def read_accuracies(responses: Path) -> dict[str, dict[str, float]]:
+    """Return the measures of an evaluation by source, and of all sources together as "all".
+
+    Each has `n` puzzles, `accuracy` and its `ci95` (half-width), `pass@k` and `greedy` accuracy.
+
+    Args:
+        responses: the MODEL.responses.jsonl of an evaluation with `--greedy`.
+    """
+    groups: dict[tuple[str, bool], list] = defaultdict(list)
+    with open(responses, encoding="utf-8") as lines:
+        for record in map(json.loads, lines):
+            for source in (record["datasource"], "all"):
+                groups[source, record["temperature"] > 0].append(responses_of(record))
+    results = {}
+    for source in sorted({source for source, _ in groups}):
+        sampled, greedy = (estimate_source(groups[source, is_sampled]) for is_sampled in (True, False))
+        results[source] = {
+            "n": len(groups[source, True]),
+            "ci95": Z_95 * sampled["accuracy"].standard_error,
+            "greedy": greedy["accuracy"].value,
+        } | {name: estimate.value for name, estimate in sampled.items()}
+    return results
+
+
+def sample_answers(before: Path, after: Path) -> str:
+    """Return two puzzles with the policy's greedy answers, the first of their kind: solved since, and not solved.
+
+    Args:
+        before, after: the MODEL.responses.jsonl of the two evaluations, with `--greedy`.
+    """
+    answers = [_greedy_answers(path) for path in (before, after)]
+    lines = []
+    for title, wanted in (("A puzzle that it has learned to solve", [0, 1]), ("One that it does not solve", [0, 0])):
+        for prompt in answers[0]:
+            if [answer[prompt]["score"] for answer in answers] == wanted:
+                quiz = prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
+                lines += ["", f"{title}:", _wrapped(quiz)]
+                for when, answer in zip(("before", "after"), answers, strict=True):
+                    lines.append(_wrapped(f"{when}: <think>{answer[prompt]['text']}"))
+                break
+    return "\n".join(lines)
+
+
+def _greedy_answers(responses: Path) -> dict[str, dict]:
+    with open(responses, encoding="utf-8") as lines:
+        records = [record for record in map(json.loads, lines) if not record["temperature"]]
+    return {record["prompt"]: record["responses"][0] for record in records}
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 110, initial_indent="  ", subsequent_indent="    ")
+
+
+def plot(curves: dict[str, Series], before: dict, after: dict, path: Path) -> None:
+    """Draw reward, accuracy, the share of low-probability tokens and the gradient norms over the steps.
+
+    Args:
+        curves: the training's.
+        before, after: `read_accuracies` of the evaluations of all held-out puzzles.
+        path: the PNG.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True, layout="constrained")
+    (reward, accuracy), (share, norm) = axes
+    _plot_series(reward, curves["train/rollout/reward_mean"], color="C0")
+    _title(reward, "mean reward of the rollouts (from −3 to 3)")
+    _plot_accuracies(accuracy, curves, before, after, max(curves["train/rollout/reward_mean"]))
+    _title(accuracy, "held-out accuracy, sampled, with 95% intervals")
+    _plot_series(share, curves["train/lopti/low_share"], color="C3")
+    _title(share, "share of tokens with probability < η")
+    for group, color in (("low", "C3"), ("high", "C2")):
+        # A run of a few steps may never see one of the groups.
+        series = curves.get(f"train/lopti/{group}/actor_grad_norm", {})
+        _plot_series(norm, series, color=color, label=f"{group}-probability tokens")
+    _title(norm, "gradient norm of each stage")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in (accuracy, share, norm):
+        axis.set_ylim(0, None)
+    for axis in (share, norm):
+        axis.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+
+
+def _plot_accuracies(axis, curves: dict[str, Series], before: dict, after: dict, last_step: int) -> None:
+    """Draw one accuracy per step: of all puzzles at both ends, and of some of them in between.
+
+    The evaluations during training see fewer puzzles. Their own accuracies at the ends would look like a second truth.
+    """
+    for i, source in enumerate(sorted(set(before) - {"all"})):
+        name = f"eval/{source}/accuracy"
+        during = {step: value for step, value in curves.get(name, {}).items() if 0 < step < last_step}
+        ends = {0: before[source]["accuracy"], last_step: after[source]["accuracy"]}
+        _plot_series(axis, dict(sorted((ends | during).items())), color=f"C{i}", alpha=0.5, label=source)
+        interval = [before[source]["ci95"], after[source]["ci95"]]
+        axis.errorbar(list(ends), list(ends.values()), interval, fmt="o", color=f"C{i}", capsize=3)
+        below = [value - curves[f"{name}/low"][step] for step, value in during.items()]
+        above = [curves[f"{name}/high"][step] - value for step, value in during.items()]
+        axis.errorbar(list(during), list(during.values()), [below, above], fmt=".", color=f"C{i}", alpha=0.5)
+    axis.plot([], [], "o", color="gray", label="all puzzles")
+    axis.plot([], [], ".", color="gray", alpha=0.5, label="a part of them")
+
+
+def _title(axis, text: str) -> None:
+    """Set the title, and between it and the axes, where no curve is, the legend."""
+    axis.set_title(text, pad=20)
+    if axis.get_legend_handles_labels()[1]:
+        style = {"frameon": False, "fontsize": "small", "borderaxespad": 0.2, "handlelength": 1.2, "columnspacing": 1}
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, **style)
+
+
+def _plot_series(axis, series: Series, **options) -> None:
+    axis.plot(list(series), list(series.values()), **options)
+
+
+def report(summary: dict, out: Path, pass_k: str) -> str:
+    """Return the results as text, with what to do next.
+
+    Args:
+        summary: what summary.json holds.
+        out: the quickstart's folder.
+        pass_k: the measure to show beside accuracy, such as "pass@8".
+    """
+    overall = summary["overall"]
+    before, after = (summary[when] | {"all": overall[when]} for when in ("before", "after"))
+    lines = [
+        "",
+        f"{'held out':<9} {'puzzles':>7}   {'sampled, before':>16} {'after':>14}   {'greedy':>13}   {pass_k:>13}",
+    ]
+    for source in sorted(before, key=lambda s: (s == "all", s)):
+        b, a = before[source], after[source]
+        lines.append(
+            f"{source:<9} {b['n']:>7}   {b['accuracy']:>8.3f} ± {b['ci95']:.3f}"
+            f" {a['accuracy']:>6.3f} ± {a['ci95']:.3f}"
+            f"   {b['greedy']:.3f} → {a['greedy']:.3f}   {b[pass_k]:.3f} → {a[pass_k]:.3f}"
+        )
+    rise = after["all"]["accuracy"] - before["all"]["accuracy"]
+    standard_error = (before["all"]["ci95"] ** 2 + after["all"]["ci95"] ** 2) ** 0.5 / Z_95
+    lines += [
+        "",
+        f"Sampled accuracy changed by {rise:+.3f}, {rise / max(standard_error, 1e-9):.1f} standard errors (clustered "
+        f"by puzzle), in {summary['minutes']:.1f} minutes and {summary['peak_rss_gib']:.1f} GiB.",
+        f"Curves:  {out / 'curves.png'}",
+        f"Trained: {out / 'checkpoint'}",
+        f"Next:    SEED={summary['seed'] + 1} make quickstart    # leaves this one as it is",
+        f"         {os.path.relpath(Path(sys.executable).with_name('tensorboard'))} --logdir {out / 'tensorboard'}",
+        "         examples/scripts/train_kk.sh    # the paper's run, on 4 GPUs",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,180 @@
+"""Evaluate a model with vLLM offline: answer every problem, grade the answers, estimate every measure by source.
+
+Responses are written as they come, so that an evaluation that was interrupted continues where it stopped.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arlopti_openrlhf.evaluation.measures import Response, estimate_source
+from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
+from arlopti_openrlhf.grading import kk_reward
+from arlopti_openrlhf.grading.sources import grade
+from arlopti_openrlhf.lab.scoring.generation import generate, load_engine
+from arlopti_openrlhf.lab.scoring.names import model_name, natural_key
+
+Row = dict[str, Any]  # prompt, label, datasource
+_CHUNK = 4096  # responses that are generated before they are written
+
+
+class Settings(NamedTuple):
+    """Says how every model is asked."""
+
+    sampling: Sequence[Sampling]  # the last that matches a source counts
+    greedy: bool  # whether every problem is also answered once at temperature 0
+    max_new_tokens: int
+    seed: int
+
+
+class Job(NamedTuple):
+    """Names one problem to answer, and how."""
+
+    row: int
+    n: int  # responses
+    temperature: float
+
+
+def evaluate(model: str, rows: Sequence[Row], settings: Settings, out: Path) -> None:
+    """Answer and grade every row, and write the model's two files.
+
+    Args:
+        model: Hugging Face directory or name.
+        rows: problems, as `cli.prepare_data` writes them.
+        settings: how they are asked.
+        out: the folder for NAME.responses.jsonl, with every response, and NAME.json, with the measures.
+    """
+    # One job per row, and one more where a greedy answer is asked for beside the samples.
+    name = model_name(model)
+    path = out / f"{name}.responses.jsonl"
+    jobs = []
+    for i, row in enumerate(rows):
+        sampling = sampling_of(row["datasource"], settings.sampling)
+        jobs.append(Job(i, sampling.n, sampling.temperature))
+        if settings.greedy and sampling.temperature:
+            jobs.append(Job(i, 1, 0.0))
+    version = [_version(model), settings.max_new_tokens, settings.seed]
+    keys = {job: _key(rows[job.row], job, version) for job in jobs}
+
+    # What an earlier run with the same model and settings has answered is kept.
+    done = {record["key"]: record for record in _records(path)}
+    open_jobs = [job for job in jobs if keys[job] not in done]
+    if done:
+        print(f"{name}: {len(jobs) - len(open_jobs)} of {len(jobs)} problems are answered already", flush=True)
+    # Generate in chunks. Every chunk is graded and written before the next one begins.
+    if open_jobs:
+        answer = _engine(model, settings)
+        with open(path, "a", encoding="utf-8") as file:
+            for chunk in _chunks(open_jobs):
+                for job, prompt, responses in answer(rows, chunk):
+                    record = _graded(rows[job.row], job, prompt, responses) | {"key": keys[job]}
+                    done[record["key"]] = record
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.flush()
+
+    # The measures are those of all jobs, answered now or earlier.
+    records = [(job, done[keys[job]]) for job in jobs]
+    sources = {"model": model, "sources": _estimates(records, settings)}
+    (out / f"{name}.json").write_text(json.dumps(sources, indent=1) + "\n", "utf-8")
+
+
+def _estimates(records: Sequence[tuple[Job, dict]], settings: Settings) -> dict[str, dict]:
+    groups: dict[tuple[str, bool], list[list[Response]]] = defaultdict(list)
+    for job, record in records:
+        source = record["datasource"]
+        is_extra = settings.greedy and not job.temperature and sampling_of(source, settings.sampling).temperature > 0
+        groups[source, is_extra].append(responses_of(record))
+    result: dict[str, dict] = {}
+    for source in sorted({source for source, _ in groups}, key=natural_key):
+        sampled, spec = groups[source, False], sampling_of(source, settings.sampling)
+        result[source] = {"n": len(sampled), "samples": spec.n, "temperature": spec.temperature}
+        result[source] |= {name: e._asdict() for name, e in estimate_source(sampled).items()}
+        if (source, True) in groups:
+            result[source]["greedy"] = estimate_source(groups[source, True])["accuracy"]._asdict()
+    return result
+
+
+def _engine(model: str, settings: Settings) -> Callable[[Sequence[Row], Sequence[Job]], Iterator]:
+    """Return answer(rows, jobs), which yields (job, prompt text, vLLM's outputs) for each job."""
+    engine = load_engine(model, settings.seed)
+    from vllm import SamplingParams
+
+    def answer(rows: Sequence[Row], jobs: Sequence[Job]) -> Iterator:
+        parameters = [
+            SamplingParams(
+                max_tokens=settings.max_new_tokens, skip_special_tokens=False, n=job.n, temperature=job.temperature
+            )
+            for job in jobs
+        ]
+        answered = generate(engine, [rows[job.row]["prompt"] for job in jobs], parameters)
+        for job, (prompt, output) in zip(jobs, answered, strict=True):
+            yield job, prompt, output.outputs
+
+    return answer
+
+
+def _graded(row: Row, job: Job, prompt: str, outputs) -> dict:
+    responses = []
+    for output in outputs:
+        turn = kk_reward.assistant_turn(prompt + output.text, prompt)
+        result = grade(row["datasource"], turn, row["label"])
+        responses.append(
+            {
+                "text": output.text,
+                "score": result.score,
+                "well_formed": result.well_formed,
+                "tokens": len(output.token_ids),
+                "truncated": output.finish_reason == "length",
+            }
+        )
+    return {
+        "datasource": row["datasource"],
+        "prompt": prompt,
+        "label": row["label"],
+        "temperature": job.temperature,
+        "responses": responses,
+    }
+
+
+def responses_of(record: dict) -> list[Response]:
+    """Return the responses of one line of a NAME.responses.jsonl."""
+    return [Response(r["score"], r["well_formed"], r["tokens"], r["truncated"]) for r in record["responses"]]
+
+
+def _records(path: Path) -> Iterator[dict]:
+    """Yield what an earlier run wrote, and cut off a last line that it did not finish."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")
+    if lines[-1]:
+        path.write_text("".join(line + "\n" for line in lines[:-1]), encoding="utf-8")
+    for line in lines[:-1]:
+        yield json.loads(line)
+
+
+def _chunks(jobs: Sequence[Job]) -> Iterator[list[Job]]:
+    chunk: list[Job] = []
+    responses = 0
+    for job in jobs:
+        chunk.append(job)
+        responses += job.n
+        if responses >= _CHUNK:
+            yield chunk
+            chunk, responses = [], 0
+    if chunk:
+        yield chunk
+
+
+def _key(row: Row, job: Job, version: list) -> str:
+    """Return a hash of all that an answer depends on."""
+    text = json.dumps([row["prompt"], row["label"], *job, version])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _version(model: str) -> list:
+    """Return the model and, for a directory, sizes and times of its files: other weights there are another model."""
+    files = sorted(Path(model).glob("*")) if Path(model).is_dir() else []
+    return [model, [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]]

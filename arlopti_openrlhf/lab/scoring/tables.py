@@ -1,0 +1,73 @@
+"""Show evaluated models side by side: Markdown tables as in the paper, and the same numbers as CSV."""
+
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from arlopti_openrlhf.evaluation.measures import Estimate
+from arlopti_openrlhf.lab.scoring.names import natural_key
+
+
+def markdown(results: dict[str, dict]) -> str:
+    """Return the paper's tables, then every measure as a row of its own.
+
+    The paper's table has a row per model and a column per source, with the average over the sources where there are
+    several. Knights and Knaves, by number of people, has a table of its own.
+
+    Args:
+        results: {model: its evaluation, as `offline.evaluate` writes it}.
+    """
+    sources = sorted({source for result in results.values() for source in result["sources"]}, key=natural_key)
+    puzzles = [source for source in sources if source.startswith("kk_")]
+    others = [source for source in sources if source not in puzzles]
+    tables = [_accuracies("Knights and Knaves", puzzles, results), _accuracies("Others", others, results)]
+    lines = [["model", "source", "problems", "samples", "t", "measure", "value [95%]"]]
+    for name, result in results.items():
+        for source in sources:
+            found = result["sources"].get(source, {})
+            for measure, estimate in found.items():
+                if isinstance(estimate, dict):
+                    spec = [str(found["n"]), str(found["samples"]), f"{found['temperature']:g}"]
+                    digits = 0 if measure == "response_length" else 3
+                    lines.append([name, source, *spec, measure, _cell(estimate, digits)])
+    return "\n".join([*filter(None, tables), markdown_table(lines)])
+
+
+def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str:
+    if not sources:
+        return ""
+    with_average = len(sources) > 1
+    head = [title, *(re.sub(r"kk_(\d+)ppl", r"\1 people", source) for source in sources)]
+    lines = [head + (["Avg."] if with_average else [])]
+    for name, result in results.items():
+        found = [result["sources"].get(source) for source in sources]
+        cells = [_cell(f["accuracy"]) if f else "" for f in found]
+        if with_average:
+            # Over some of the sources it would not compare with the other models'.
+            cells.append(f"{sum(f['accuracy']['value'] for f in found) / len(found):.3f}" if all(found) else "")
+        lines.append([name, *cells])
+    return markdown_table(lines)
+
+
+def _cell(estimate: dict, digits: int = 3) -> str:
+    return f"{estimate['value']:.{digits}f} [{estimate['low']:.{digits}f}, {estimate['high']:.{digits}f}]"
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the first line is its head."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def write_csv(results: dict[str, dict], path: Path) -> None:
+    """Write one line per model, source and measure."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", "source", "problems", "samples", "temperature", "measure", *Estimate._fields])
+        for name, result in results.items():
+            for source, found in result["sources"].items():
+                spec = [name, source, found["n"], found["samples"], found["temperature"]]
+                for measure, estimate in found.items():
+                    if isinstance(estimate, dict):
+                        writer.writerow([*spec, measure, *estimate.values()])

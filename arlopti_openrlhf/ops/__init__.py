@@ -1,0 +1,1 @@
+"""Look after any OpenRLHF run: its start, processes, rollouts, checkpoints, health and end."""

@@ -1,0 +1,270 @@
+"""Saves checkpoints that are whole and complete, and resumes from the newest whole one.
+
+OpenRLHF deletes before it writes, writes in place, and loads what `latest` names. `CheckpointStrategy` is the one
+place where that changes, because OpenRLHF saves and loads through its strategy alone.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from openrlhf.utils import deepspeed as upstream
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from transformers.utils import cached_file
+
+from arlopti_openrlhf import learning_rate
+from arlopti_openrlhf.ops.checkpoints import files, process_state
+from arlopti_openrlhf.ops.checkpoints.newest import newest_whole, parts_of
+from arlopti_openrlhf.ops.checkpoints.rank_agreement import everywhere, on_rank_0, say, share
+from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
+from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
+from arlopti_openrlhf.patching import replaced_attribute
+
+# What upstream's controllers take from a checkpoint, for a run that has none yet.
+BEGINNING = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
+# The files of what turns images, or videos, into a model's inputs.
+_PROCESSOR = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+
+
+class NotWritten(RunStopped):
+    """A checkpoint or a model could not be written."""
+
+
+def install() -> None:
+    """Make OpenRLHF's `get_strategy` build a `CheckpointStrategy`. Call it on the driver, before the CLI's `train`.
+
+    Ray pickles the strategy to every worker, with its class by name.
+    """
+    upstream.DeepspeedStrategy = CheckpointStrategy
+
+
+class CheckpointStrategy(GuardedStrategy):
+    """`GuardedStrategy` that changes how checkpoints and models are saved and loaded.
+
+    1. A checkpoint is written under another name and renamed when all ranks' files are on the disk, with a manifest.
+       Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole, and
+       a vision-language model's processor is among them.
+    2. It also holds each process's random state and the moving average.
+    3. A run resumes from the newest whole checkpoint, and says which it passed over and why.
+    4. Where a checkpoint cannot be written, a line says why, and the run goes on. Where the final model cannot be
+       written, the run fails.
+    5. Weights that are not finite are not saved, and the run stops.
+    6. The learning rate of a resumed run is that of its own plan, and the minimum past the plan's end.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.averaged: Any = None  # the model without an optimizer that this process holds: beside the policy, EMA
+        self.not_written = 0  # checkpoints in a row
+
+    def _ds_init_train_model(self, model, cfg: dict):
+        model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        learning_rate.stay_at_minimum(scheduler, cfg)
+        return model, optimizer, scheduler
+
+    def _ds_init_eval_model(self, model) -> Any:
+        self.averaged = super()._ds_init_eval_model(model)
+        return self.averaged
+
+    def save_ckpt(
+        self,
+        model: deepspeed.DeepSpeedEngine,
+        save_dir: str,
+        tag: str | None = None,
+        max_num: int = 3,
+        max_mem: float = 1000,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        metric_value: float | None = None,
+        metric_key: str | None = None,
+    ) -> None:
+        """Save a checkpoint. This restates upstream's method in another order. All ranks have to call it.
+
+        Args:
+            model: the engine.
+            save_dir: `_actor` or `_critic`.
+            tag: `global_step<N>` or `best_global_step<N>`. None is the first, with the engine's steps.
+            max_num: how many of the first kind to keep.
+            max_mem: how many GiB all in `save_dir` may take.
+            client_state: the controller's state.
+            save_latest: upstream's, who always has it so: the file `latest` names the checkpoint written last.
+            metric_value: ranks the checkpoint for removal.
+            metric_key: that metric's name.
+
+        Raises:
+            Diverged: a weight is not finite.
+        """
+        _require_finite(model)
+        folder, tag = Path(save_dir), tag or f"global_step{model.global_steps}"
+        writing, needed = folder / f"{files.WRITING}{tag}", 0
+        try:
+            needed = on_rank_0(lambda: files.begin(writing, say))
+            on_rank_0(lambda: files.check_room(folder, needed))
+            self._write(model, writing, client_state or {})
+            on_rank_0(lambda: self._write_ckpt_metric(str(writing), metric_value, metric_key))
+            names = on_rank_0(lambda: files.names_in(writing))
+            described = everywhere(lambda: files.describe(writing, names[share()]))
+            on_rank_0(lambda: files.publish(writing, dict(chain(*(each.items() for each in described)))))
+        except (NotWritten, OSError) as error:
+            self.not_written += 1
+            self._clear(f"checkpoint {folder / tag}", writing, needed, error)
+            say(f"{self.not_written} checkpoints in a row are not written. The run goes on, and older ones stay.")
+            return
+        self.not_written = 0
+        folders = [part.folder for part in parts_of(folder, self.args)]
+
+        def rotate() -> None:
+            metric = self._read_ckpt_metric
+            for line in files.rotate(folders, tag, max_num, max_mem, lambda other: metric(str(folder / other))):
+                say(line)
+
+        on_rank_0(rotate)
+
+    def _write(self, model: deepspeed.DeepSpeedEngine, writing: Path, client_state: dict) -> None:
+        """Write every rank's files.
+
+        Raises:
+            NotWritten: on all ranks, where one could not write. It waits until DeepSpeed's collective calls are over.
+        """
+        failures: list[Exception] = []
+
+        def keeping_failure(function: Callable[..., None]) -> Callable[..., None]:
+            def call(*args, **kwargs) -> None:
+                try:
+                    function(*args, **kwargs)
+                except (OSError, RuntimeError) as error:
+                    failures.append(error)
+
+            return call
+
+        engine = model.checkpoint_engine
+        with (
+            replaced_attribute(engine, "save", keeping_failure(engine.save)),
+            replaced_attribute(model, "_copy_recovery_script", keeping_failure(model._copy_recovery_script)),
+        ):
+            model.save_checkpoint(str(writing.parent), tag=writing.name, client_state=client_state, save_latest=False)
+        keeping_failure(process_state.save)(writing, self.time_steps, self.averaged, self.stage == 3)
+
+        def raise_failure() -> None:
+            if failures:
+                raise NotWritten(files.cause_of(failures[0], writing))
+
+        everywhere(raise_failure)
+
+    def load_ckpt(
+        self, model: deepspeed.DeepSpeedEngine, load_dir: str, tag: str | None = None, **kwargs
+    ) -> tuple[str | None, dict]:
+        """Load the newest whole checkpoint, with the state of this process. All ranks have to call it.
+
+        Args:
+            model: the engine, which has not been trained.
+            load_dir: `_actor` or `_critic`.
+            tag: the checkpoint; None chooses.
+            **kwargs: upstream's.
+
+        Returns:
+            What upstream returns. Where no checkpoint has been written yet, None and the state of a run's beginning.
+
+        Raises:
+            NoWholeCheckpoint: there are checkpoints, and none of them is whole.
+        """
+        if self.use_ds_universal_ckpt:  # in a layout of its own, made by DeepSpeed's tool
+            return super().load_ckpt(model, load_dir, tag, **kwargs)
+        if tag is None:
+            parts = [part for part in parts_of(Path(load_dir), self.args) if part.folder.is_dir()]
+            tag = newest_whole(parts)
+        if tag is None:
+            say(f"{load_dir}: no checkpoint yet, the run starts at its beginning")
+            return None, dict(BEGINNING)
+        path, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        learning_rate.follow(model.lr_scheduler)
+        checkpoint = Path(load_dir, tag)
+        everywhere(lambda: process_state.restore(checkpoint, self.time_steps, self.averaged, self.stage == 3))
+        return path, states
+
+    def save_model(self, model, tokenizer, output_dir: str, **kwargs) -> None:
+        """Save a model as upstream does. Its files get their names when all are whole, `config.json` the last.
+
+        Raises:
+            NotWritten: the final model could not be written. Beside a checkpoint (`--ckpt.save_hf`) a line says so.
+            Diverged: a weight is not finite.
+        """
+        _require_finite(engine_of(model))
+        writing = Path(output_dir, ".writing")
+        failure: Exception | None = None
+
+        def begin() -> None:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+
+        def finish() -> None:
+            if failure:
+                raise NotWritten(files.cause_of(failure, writing))
+            if self.is_rank_0():
+                _copy_processor(self.args.actor.model_name_or_path, writing)
+                _move_up(writing)
+
+        try:
+            on_rank_0(begin)
+            try:
+                super().save_model(model, tokenizer, str(writing), **kwargs)
+            except Exception as error:  # on rank 0, which writes, while the others wait at upstream's last barrier
+                failure = error
+                torch_dist_barrier_and_cuda_sync()
+            everywhere(finish)
+        except (NotWritten, OSError) as error:
+            explained = self._clear(f"model {output_dir}", writing, 0, error)
+            if output_dir in (self.args.ckpt.output_dir, f"{self.args.ckpt.output_dir}_critic"):
+                raise NotWritten(explained) from error
+
+    def _clear(self, what: str, writing: Path, needed: int, error: Exception) -> str:
+        """Remove what was written of something, and return what is missing, which is also printed."""
+
+        def clear() -> str:
+            written = files.size_of(writing) if writing.is_dir() else 0
+            shutil.rmtree(writing, ignore_errors=True)
+            free = shutil.disk_usage(next(path for path in writing.parents if path.exists())).free
+            size = f"{needed:,}" if needed else f"more than {written:,}"
+            return f"{what} is NOT written: {error}. It needs {size} bytes, {free:,} are free."
+
+        explained = on_rank_0(clear)
+        say(explained)
+        return explained
+
+
+def _require_finite(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Raise `Diverged` on all ranks where a weight is not finite on one."""
+
+    def check() -> None:
+        if parameter := first_non_finite(engine):
+            raise Diverged(f"the weights are not finite, first in {parameter}, and are not saved")
+
+    everywhere(check)
+
+
+def _copy_processor(model: str, writing: Path) -> None:
+    """Copy the files of a vision-language model's processor. Upstream saves the policy's tokenizer alone."""
+    for name in _PROCESSOR:
+        try:
+            path = cached_file(model, name, local_files_only=True)  # the run has loaded the model, so all is here
+        except OSError:  # it has no such file
+            continue
+        shutil.copyfile(str(path), writing / name)
+
+
+def _move_up(writing: Path) -> None:
+    """Move a whole model's files out of `writing`. A folder that holds `config.json` is whole."""
+    folder = writing.parent
+    (folder / "config.json").unlink(missing_ok=True)
+    for path in sorted(writing.iterdir(), key=lambda path: path.name == "config.json"):
+        os.replace(path, folder / path.name)
+    writing.rmdir()

@@ -1,0 +1,1 @@
+"""What a run says of itself, and when that ends it."""

@@ -1,0 +1,131 @@
+"""Refuses optimizer steps whose loss or gradient is not finite, on all ranks alike."""
+
+from typing import Any
+
+import deepspeed
+import ray
+import torch
+from deepspeed.runtime.utils import has_inf_or_nan
+from openrlhf.trainer.ray import ppo_actor
+from openrlhf.utils import deepspeed as upstream
+from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+from torch import Tensor
+from torch import distributed as dist
+
+from arlopti_openrlhf.patching import plain_class
+
+
+class GuardedStrategy(DeepspeedStrategy):
+    """`DeepspeedStrategy` that refuses an optimizer step whose loss or gradient is not finite on any rank.
+
+    DeepSpeed refuses such steps under ZeRO-1 and 2 in half precision alone. Elsewhere one NaN would make all weights
+    and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA stay where
+    they are. DeepSpeed counts it in `engine.skipped_steps`. What is finite goes through to the bit.
+
+    Muon is the exception: it keeps its momentum before DeepSpeed looks at the gradient, so all later steps are
+    refused too.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[Tensor] = []  # of this rank's micro-batches since the last optimizer step
+
+    def _ds_init_train_model(self, model, cfg: dict):
+        model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        self._check_steps(engine_of(model))
+        return model, optimizer, scheduler
+
+    def _check_steps(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        """Make DeepSpeed look at the losses and gradients before it steps, whatever the stage and the type."""
+        optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+        if stage == 0:  # asserts by itself that the gradient's norm is a number
+            return
+        is_checked_by_norm = stage == 3 and not engine.fp16_enabled()
+        has_overflow = optimizer.has_overflow
+
+        def is_bad(partition_gradients: bool = True) -> bool:
+            if is_checked_by_norm:
+                # DeepSpeed's norms are those of all ranks, and -1 stands for one that is not finite.
+                is_bad_gradient = any(norm < 0 for norm in optimizer._get_norm_groups())
+            else:
+                is_bad_gradient = has_overflow(partition_gradients)
+            return self._any_bad_loss() or is_bad_gradient
+
+        optimizer.has_overflow = is_bad
+        if stage < 3:
+            optimizer.check_grad_overflow = True
+        elif is_checked_by_norm:
+            go_on = optimizer._overflow_check_and_loss_scale_update
+
+            def check_and_go_on() -> bool:
+                optimizer.check_overflow()
+                return go_on()
+
+            optimizer._overflow_check_and_loss_scale_update = check_and_go_on
+
+    def _any_bad_loss(self) -> bool:
+        """Return whether a loss is not finite on any rank, and forget the losses. A collective call."""
+        bad = torch.zeros(1, device=torch.cuda.current_device())
+        for loss in self.losses:
+            bad += ~loss.isfinite()
+        self.losses.clear()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return bool(bad)
+
+    def backward(self, loss: Tensor, model, _optimizer, **kwargs) -> None:
+        # A loss that is NaN may have gradients that are finite: `clamp` in the policy loss turns a NaN into 0.
+        self.losses.append(loss.detach())
+        super().backward(loss, model, _optimizer, **kwargs)
+
+    def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
+        if is_refused(engine_of(model)):
+            self.time_steps["ema"] += 1  # upstream counts micro-batches, and averages at every so many
+        else:
+            super().moving_average(model, model_ema, beta, device)
+
+    def get_grad_norm(self, model) -> float:
+        """Return the norm of the last step's gradient, NaN if the step was refused. DeepSpeed keeps an older one."""
+        return torch.nan if is_refused(engine_of(model)) else super().get_grad_norm(model)
+
+
+def install() -> None:
+    """Make OpenRLHF build this strategy, and its policy actors say which parameter is not finite.
+
+    Call it on the driver, before the CLI's `train` is imported.
+    """
+    upstream.DeepspeedStrategy = GuardedStrategy
+    base: Any = plain_class(ppo_actor.PolicyModelActor)
+
+    class PolicyActor(base):
+        def first_non_finite(self) -> str | None:
+            return first_non_finite(self.actor.model)
+
+    ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(PolicyActor)
+
+
+def is_refused(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether the last optimizer step was refused."""
+    # Stage 0's optimizer in bf16 has no such mark. It asserts that the gradient's norm is a number.
+    return hasattr(engine.optimizer, "overflow") and engine.optimizer.overflow
+
+
+def engine_of(model) -> deepspeed.DeepSpeedEngine:
+    """Return the engine of an `Actor`, or of a model that is one."""
+    return model if isinstance(model, deepspeed.DeepSpeedEngine) else model.model
+
+
+@torch.no_grad()
+def first_non_finite(engine: deepspeed.DeepSpeedEngine) -> str | None:
+    """Return the name of the first parameter with a value that is not finite on this rank, or None.
+
+    Under ZeRO-3 a rank looks at its own shards, so the ranks may differ.
+    """
+    is_sharded = engine.zero_optimization_stage() == 3
+    names, found = [], []
+    for name, parameter in engine.module.named_parameters():
+        for tensor in (parameter.data, parameter.ds_tensor.data) if is_sharded else (parameter.data,):
+            if tensor.is_floating_point():
+                names.append(name)
+                found.append(has_inf_or_nan(tensor))
+    # One wait for the device, not one per parameter.
+    return next((name for name, is_bad in zip(names, torch.stack(found).tolist(), strict=True) if is_bad), None)

@@ -1,0 +1,240 @@
+"""Logs a run to TensorBoard and wandb. A resumed run goes on in its curves, and no tracker that fails ends a run."""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from openrlhf.trainer import ppo_trainer
+from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
+
+from arlopti_openrlhf.ops.checkpoints.files import are_saved
+from arlopti_openrlhf.patching import replaced_attribute
+
+RUN_FILE = "run.json"  # in --ckpt.path
+_REACH = 5.0  # seconds that wandb's server gets to answer; wandb itself would try for 90
+_UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
+
+
+@contextmanager
+def resumable(args: argparse.Namespace) -> Iterator[None]:
+    """Let upstream's trainer build these trackers, under the name and the id that the run had before.
+
+    Args:
+        args: upstream's, nested. The run's name in them is set.
+    """
+    if not (args.logger.wandb.key or args.logger.tensorboard_dir):
+        yield
+        return
+    tensorboard = partial(Lenient, f"TensorBoard, {args.logger.tensorboard_dir}", ResumableTensorboard)
+    wandb = partial(Lenient, "wandb", partial(ResumableWandb, run_id=identify(args)))
+    with (
+        replaced_attribute(ppo_trainer, "TensorboardLogger", tensorboard),
+        replaced_attribute(ppo_trainer, "WandbLogger", wandb),
+    ):
+        yield
+
+
+def identify(args: argparse.Namespace) -> str:
+    """Set the run's name and return wandb's id for it.
+
+    Both are kept beside the checkpoints, where the run saves some. With `--ckpt.load_enable` the name is the kept one,
+    unless the user gives another. The id belongs to the name.
+    """
+    path, given = Path(args.ckpt.path, RUN_FILE), args.logger.wandb.run_name
+    if args.ckpt.load_enable and path.exists():
+        kept = json.loads(path.read_text("utf-8"))
+        if given == kept["run_name"] or _UPSTREAMS_DEFAULT.fullmatch(given):
+            args.logger.wandb.run_name = kept["run_name"]
+            return kept["wandb_id"]
+    run = {"run_name": given, "wandb_id": secrets.token_hex(4)}
+    if not are_saved(args):  # what is kept there may be another run's
+        return run["wandb_id"]
+    beside = path.with_name(f".{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(run), "utf-8")
+        beside.rename(path)
+    except OSError as error:
+        _say(f"{path}: {error.strerror}. A run that is resumed from here will have curves of its own.")
+    return run["wandb_id"]
+
+
+class Lenient:
+    """A tracker that drops what it cannot log. It says so at the first time, and counts it until `close`.
+
+    Args:
+        name: of the tracker, for messages.
+        make: returns the tracker, from upstream's arguments. Without one, everything is dropped.
+        args: upstream's, nested.
+    """
+
+    def __init__(self, name: str, make: Callable[[Any], Any], args: argparse.Namespace) -> None:
+        self.name, self.lost = name, 0
+        self._tracker: Any = None
+        self._failure: Exception | None = None  # the first one
+        self._has_just_failed = False
+        try:
+            self._tracker = make(args)
+        except Exception as error:
+            self._note(error)
+
+    def log_train(self, step: int, logs: dict[str, Any]) -> None:
+        self.lost += not self._call("log_train", step, logs)
+
+    def log_eval(self, step: int, logs: dict[str, Any]) -> None:
+        self.lost += not self._call("log_eval", step, logs)
+
+    def log_histogram(self, name: str, weights: Sequence[float], step: int) -> None:
+        self.lost += not self._call("log_histogram", name, weights, step)
+
+    def drop_from(self, step: int) -> None:
+        self._call("drop_from", step)
+
+    def close(self) -> None:
+        self._call("close")
+        if self._failure:
+            _say(f"{self.name}: {self.lost} entries are missing, since {self._failure}")
+
+    def _call(self, method: str, *args: Any) -> bool:
+        """Return whether the tracker could do it."""
+        if not self._tracker:
+            return False
+        try:
+            if self._has_just_failed:
+                self._tracker.open_anew()
+            getattr(self._tracker, method)(*args)
+            self._has_just_failed = False
+        except Exception as error:
+            self._note(error)
+        return not self._has_just_failed
+
+    def _note(self, error: Exception) -> None:
+        if not self._failure:
+            _say(f"{self.name}: {type(error).__name__}: {error}. The run goes on, and what is lost is counted.")
+        self._failure, self._has_just_failed = self._failure or error, True
+
+
+class ResumableTensorboard(TensorboardLogger):
+    """`TensorboardLogger` that can drop the steps after a checkpoint, which the resumed run takes again."""
+
+    writer: Any  # upstream's
+
+    def drop_from(self, step: int) -> None:
+        """Let TensorBoard drop what the folder holds from `step` on. The files keep it."""
+        self.writer.close()
+        self.open_anew(purge_step=step)
+
+    def open_anew(self, purge_step: int | None = None) -> None:
+        """Go on in another file, since a writer that has failed once fails for good."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(log_dir=self.writer.log_dir, purge_step=purge_step)
+
+    def log_train(self, global_step: int, logs_dict: dict[str, Any]) -> None:
+        super().log_train(global_step, logs_dict)
+        self.writer.flush()  # what cannot be written is known at once, and not two minutes later
+
+    def log_eval(self, global_step: int, logs_dict: dict[str, Any]) -> None:
+        super().log_eval(global_step, logs_dict)
+        self.writer.flush()
+
+    def log_histogram(self, name: str, weights: Sequence[float], step: int) -> None:
+        """Log the weights of equal bins of [0, 1]."""
+        edges = _edges(len(weights))
+        centers = [(low + high) / 2 for low, high in pairwise(edges)]
+        self.writer.add_histogram_raw(
+            name,
+            min=0.0,
+            max=1.0,
+            num=sum(weights),
+            sum=sum(w * c for w, c in zip(weights, centers, strict=True)),
+            sum_squares=sum(w * c * c for w, c in zip(weights, centers, strict=True)),
+            bucket_limits=edges[1:],
+            bucket_counts=weights,
+            global_step=step,
+        )
+        self.writer.flush()
+
+
+class ResumableWandb(WandbLogger):
+    """`WandbLogger` with four changes.
+
+    1. It goes on in the run `run_id` where there is one. The user's WANDB_RUN_ID comes first.
+    2. The run's config is nested, so that runs can be filtered by `algo.ar.alpha`. Of upstream's namespaces wandb
+       keeps the text.
+    3. Where wandb's server does not answer, or refuses the run, the run is kept on this machine.
+    4. It logs histograms.
+    """
+
+    handle: Any  # upstream's: the module wandb
+
+    def __init__(self, args: argparse.Namespace, run_id: str) -> None:
+        import wandb
+
+        os.environ.setdefault("WANDB_RUN_ID", run_id)
+        os.environ.setdefault("WANDB_RESUME", "allow")
+        settings = wandb.setup().settings
+        problem = _why_out_of_reach(settings.base_url) if settings.mode == "online" else None
+        if not problem:
+            try:
+                super().__init__(args)
+            except Exception as error:
+                if settings.mode != "online":
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+        if problem:
+            wandb.teardown()  # or the run's id would be in use
+            wandb.setup(settings=wandb.Settings(mode="offline"))
+            super().__init__(args)
+            folder = self.handle.run.settings.sync_dir
+            _say(f"wandb: {settings.base_url}: {problem}. The run is kept here; send it later: wandb sync {folder}")
+        self.handle.run.config.update(_nested(args), allow_val_change=True)
+
+    def open_anew(self) -> None:
+        """Do nothing, because the next entry may be logged as it is."""
+
+    def log_histogram(self, name: str, weights: Sequence[float], step: int) -> None:
+        """Log the weights of equal bins of [0, 1], beside what was logged last."""
+        histogram = self.handle.Histogram(np_histogram=(weights, _edges(len(weights))))
+        self.handle.log({name: histogram})
+
+
+def _why_out_of_reach(url: str) -> str | None:
+    """Return why a server does not answer, or None where it does, whatever it says."""
+    try:
+        urlopen(url, timeout=_REACH).close()
+    except HTTPError:
+        return None
+    except URLError as error:
+        # wandb may know certificates that Python does not.
+        return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _edges(bins: int) -> list[float]:
+    return [i / bins for i in range(bins + 1)]
+
+
+def _say(text: str) -> None:
+    print(f"arlopti_openrlhf: {text}", flush=True)
+
+
+def _nested(arguments: SimpleNamespace | argparse.Namespace) -> dict[str, Any]:
+    return {
+        name: _nested(value) if isinstance(value, SimpleNamespace | argparse.Namespace) else value
+        for name, value in vars(arguments).items()
+    }

@@ -1,0 +1,1 @@
+"""A run from outside: its driver, its processes' heartbeats, its signals and its end."""

@@ -1,0 +1,250 @@
+"""Ends a run as its user expects: a checkpoint before it obeys a signal, one line with the cause, an exit code.
+
+| exit code | what it says |
+|---|---|
+| 0 | the run is complete |
+| 1 | an error, with its traceback |
+| 2 | the command line, or what it names, is refused |
+| 3, 4 | the run has diverged; it hangs, or a part of it gives no sign of life (`ops.lifecycle.stopping`) |
+| 129, 130, 143 | SIGHUP, SIGINT, SIGTERM |
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import IO, NoReturn
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from arlopti_openrlhf import interrupts
+from arlopti_openrlhf.ops.lifecycle import awake, cluster, progress, reaper, stopping, streams
+from arlopti_openrlhf.ops.lifecycle.console import Console
+from arlopti_openrlhf.ops.lifecycle.progress import Progress
+
+_ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
+_EXIT = 3.0  # seconds that Python gets to end
+_TELL = 5.0  # seconds that the watch gets to say why an actor has died
+_LAST_LINES = 2.0  # seconds in which Ray hands on the last lines that the workers have printed
+_SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends those that are left
+
+
+class Driver:
+    """Looks after a run from outside. There is one in a process, in its main thread.
+
+    Args:
+        console: shows the run. None where standard output gets everything.
+        closing: returns what to say once the run is complete, from what it has said of itself.
+    """
+
+    def __init__(self, console: Console | None = None, closing: Callable[[Progress], str] | None = None) -> None:
+        self.console, self.closing = console, closing
+        self.stall_minutes = 10.0
+        self.folder: Path | None = None
+        self._asked: int | None = None  # the first signal
+        self._cause: BaseException | None = None
+        self._code: int | None = None  # the exit code, from when it is known
+        self._told = threading.Event()  # that `end` has been called
+        self._has_said_last = threading.Event()
+
+    def start(self, stall_minutes: float, secrets: dict[str, str]) -> None:
+        """Make ready for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
+
+        Args:
+            stall_minutes: how long the controllers may take to save a checkpoint after a signal.
+            secrets: what `ops.lifecycle.credentials` has hidden, by variable.
+        """
+        self.stall_minutes = stall_minutes
+        os.umask(0o077)
+        run = uuid.uuid4().hex
+        self.folder = reaper.start(run)
+        cluster.install(run, self.folder, secrets)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Answer signals while the context lasts, and turn what is raised in it into an exit code and its cause.
+
+        Raises:
+            SystemExit: the context has raised anything.
+        """
+        before = {signum: signal.signal(signum, self._on_signal) for signum in interrupts.handled()}
+        try:
+            yield
+            self._code = 0
+            if self.folder:
+                (self.folder / reaper.COMPLETE).touch()
+            text = self._what_came_out()
+            if ray.is_initialized():
+                time.sleep(_LAST_LINES)
+            _shut_down(0, partial(self._say_last, text, file=sys.stdout))
+        except SystemExit:
+            raise
+        except BaseException as error:  # KeyboardInterrupt too, by which a cause arrives
+            self._fail(self._cause or error)
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def end(self, cause: BaseException) -> None:
+        """End the run with `cause`, from any thread, whatever the main thread waits for. A second end is none."""
+        # Who signals all processes means the driver, and the others' deaths follow from it.
+        self._cause = self._cause or (stopping.Interrupted(self._asked) if self._asked else cause)
+        self._told.set()
+        if self._code is not None:
+            return
+        _leave_within(2 * _SHUTDOWN, _exit_code(self._cause), partial(self._say_last, _ours(last_lines(self._cause))))
+        # Ray lets no other exception than KeyboardInterrupt out of its waits. The handler raises it.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        cause = root(error)
+        self._code = 1
+        if isinstance(cause, RayActorError):
+            self._told.wait(_TELL)  # by the watch, which knows more of the actor
+            cause = self._cause or cause
+        if self._asked and not isinstance(cause, stopping.RunStopped):
+            cause = stopping.Interrupted(self._asked)  # Ray's own processes had got the signal too
+        if not isinstance(cause, stopping.RunStopped):
+            traceback.print_exception(error)
+        self._code = code = _exit_code(cause)
+        said = [last_lines(cause)]
+        said += [f"the run's log: {self.console.log}"] if self.console else []
+        if self.folder and (self.folder / cluster.SESSIONS).exists() and not isinstance(cause, stopping.Interrupted):
+            said.append(f"Ray's logs: {self.folder / cluster.SESSIONS}")
+        # After Ray's end, because workers print until then.
+        _shut_down(code, partial(self._say_last, "\n".join(map(_ours, said))))
+        sys.exit(code)
+
+    def _what_came_out(self) -> str:
+        """Return the closing text. Where there is none, the run is complete all the same."""
+        if not self.closing:
+            return ""
+        try:
+            return self.closing(progress.read() if ray.is_initialized() else Progress())
+        except Exception as error:
+            return _ours(f"the run is complete. Its results cannot be shown: {type(error).__name__}: {error}")
+
+    def _say_last(self, text: str, file: IO[str] | None = None) -> None:
+        """Say how the run has ended, on standard error unless it is told otherwise, once."""
+        if self._has_said_last.is_set():
+            return
+        self._has_said_last.set()
+        if self.console:
+            self.console.close(text)
+        if text:
+            _say(text, file)
+        if lost := streams.lost():
+            _say(_ours(lost))
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._code is not None:
+            return  # it takes _SHUTDOWN at most
+        if self._cause:
+            raise KeyboardInterrupt
+        if self._asked and signal.SIGHUP in (signum, self._asked):
+            # A terminal that closes sends it more than once, and whoever ends a session sends SIGTERM beside it.
+            self._asked = max(self._asked, signum)
+            return
+        if self._asked:
+            _leave_within(_EXIT, 128 + signum)
+            self._say_last(_ours(f"{signal.Signals(signum).name} again: the run ends at once."))
+            os._exit(128 + signum)
+        self._asked = signum
+        # Not here: the main thread may be inside a call of Ray.
+        threading.Thread(target=self._ask_to_stop, args=(signum,), daemon=True).start()
+
+    def _ask_to_stop(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        # Ray may have got the signal too, as it does at a time limit, and then does not answer.
+        answered = _after(_ANSWER, lambda: self.end(stopping.Interrupted(signum)))
+        is_training = ray.is_initialized() and stopping.is_training()
+        answered.set()
+        if is_training:
+            stopping.request_stop(signum)
+            _say(_ours(f"{name}: the run saves a checkpoint and ends. A second signal ends it at once."))
+            awake.succeeds(threading.Event().wait, 60 * self.stall_minutes)
+            late = f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it."
+            _say(_ours(late))
+        self.end(stopping.Interrupted(signum))
+
+
+def root(error: BaseException) -> BaseException:
+    """Return what was raised first, behind the errors in which Ray wraps it on its way from actor to actor."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error
+
+
+def last_lines(cause: BaseException) -> str:
+    """Return what to say at the very end: one line, or a few of an error with a long text."""
+    if isinstance(cause, stopping.RunStopped):
+        return f"run stopped: {cause}"
+    lines = [line.rstrip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
+    if len(lines) > 5:
+        lines = [*lines[:2], "...", *lines[-2:]]
+    return "run failed: " + "\n".join(lines)
+
+
+def _exit_code(cause: BaseException) -> int:
+    return cause.exit_code if isinstance(cause, stopping.RunStopped) else 1
+
+
+def _ours(text: str) -> str:
+    return f"arlopti_openrlhf: {text}"
+
+
+def _say(text: str, file: IO[str] | None = None) -> None:
+    """Say it, on standard error unless told otherwise."""
+    sys.stdout.flush()
+    print(text, file=file or sys.stderr, flush=True)
+
+
+def _shut_down(code: int, last: Callable[[], None]) -> None:
+    """End Ray and say the last lines, and let nothing else that ends with the process hold it up."""
+    in_time = _leave_within(_SHUTDOWN, code, last)
+    ray.shutdown()
+    in_time.set()
+    _leave_within(_EXIT, code)
+    last()
+
+
+def _leave_within(seconds: float, code: int, last: Callable[[], None] | None = None) -> threading.Event:
+    """End this process after `seconds` if it has not ended by then, even in the middle of Ray's shutdown.
+
+    Args:
+        seconds: until then.
+        code: the exit code.
+        last: says the last lines.
+
+    Returns:
+        The event that lets the process go on.
+    """
+
+    def leave() -> None:
+        if last:
+            _leave_within(_EXIT, code)
+            last()
+        os._exit(code)
+
+    return _after(seconds, leave)
+
+
+def _after(seconds: float, act: Callable[[], None]) -> threading.Event:
+    """Act after so many seconds, in a thread, unless the event that it returns is set by then."""
+    is_off = threading.Event()
+
+    def wait() -> None:
+        if not awake.succeeds(is_off.wait, seconds):
+            act()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return is_off

@@ -1,0 +1,98 @@
+"""Ends a run early with its cause and an exit code of its own.
+
+A stop travels as an exception: from an actor through `ray.get` to the driver, which prints one line and exits
+(`ops.lifecycle.driver`). A signal travels the other way: the driver leaves a request in Ray's key-value store, and the
+controllers look there while they wait and between steps.
+"""
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray._private import worker
+from ray.experimental import internal_kv
+
+_POLL = 1.0  # seconds between two looks for a request to stop
+
+
+class RunStopped(Exception):
+    """Says why a run ends before its last step. No final model is saved."""
+
+    exit_code = 1
+
+
+class Diverged(RunStopped):
+    """The loss, a gradient, a weight or a log-prob is not finite, too often in a row to go on."""
+
+    exit_code = 3
+
+
+class NotResponding(RunStopped):
+    """A part of the run gives no sign of life any more, or none makes progress."""
+
+    exit_code = 4
+
+
+class Interrupted(RunStopped):
+    """A signal asks the run to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)  # pickled with the exception
+        self.exit_code = 128 + signum
+
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.args[0]).name} received"
+
+
+def request_stop(signum: int) -> None:
+    """Ask the run's controllers to save a checkpoint and end, because of a signal."""
+    put("stop", str(signum))
+
+
+def stop_requested() -> int | None:
+    """Return the signal that asks this job to end, or None."""
+    value = get("stop")
+    return int(value) if value else None
+
+
+def set_training() -> None:
+    """Say that a controller is ready to answer a request to stop. Before that a signal ends the driver at once."""
+    put("training", "1")
+
+
+def is_training() -> bool:
+    """Return whether a controller of this job answers requests to stop."""
+    return bool(get("training"))
+
+
+def put(name: str, value: str) -> None:
+    """Leave a value for all processes of this job, in Ray's key-value store."""
+    internal_kv._internal_kv_put(key(name), value, overwrite=True)
+
+
+def get(name: str) -> bytes | None:
+    """Return the value that a process of this job has left, or None."""
+    return internal_kv._internal_kv_get(key(name))
+
+
+def key(name: str) -> str:
+    """Return the name that a value of this job has in the store."""
+    # Not by `ray.get_runtime_context()`, which would start a cluster where the run's has just been left.
+    return f"arlopti_openrlhf/{worker.global_worker.current_job_id.hex()}/{name}"
+
+
+def wait(refs: Sequence[ray.ObjectRef]) -> list[Any]:
+    """Return the results of `refs`, in their order, as `ray.get` does. A request to stop ends the wait.
+
+    Raises:
+        Interrupted: a request to stop has come.
+        Exception: what one of `refs` raised, at once, while others may still be pending.
+    """
+    pending, results = list(refs), dict[ray.ObjectRef, Any]()
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL)
+        results.update(zip(ready, ray.get(ready), strict=True))
+        if signum := stop_requested():
+            raise Interrupted(signum)
+    return [results[ref] for ref in refs]

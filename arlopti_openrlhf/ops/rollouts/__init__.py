@@ -1,0 +1,1 @@
+"""What a run trains on: prompts, samples, rewards, evaluations."""

@@ -1,0 +1,87 @@
+"""OpenRLHF's Ray actor around a vLLM engine, which here can also take a list of requests in a fixed order."""
+
+import asyncio
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import ray
+from openrlhf.trainer.ray import vllm_engine
+from vllm.sampling_params import RequestOutputKind
+
+from arlopti_openrlhf.patching import plain_class, replaced_attribute
+
+_RolloutRayActor: Any = plain_class(vllm_engine.RolloutRayActor)
+
+
+def install() -> None:
+    """Make OpenRLHF start these engines. Call it on the driver, before the CLI's `train`.
+
+    `create_vllm_engines` looks the class up in its module. Ray pickles the class by value.
+    """
+    vllm_engine.RolloutRayActor = RolloutRayActor
+
+
+@ray.remote
+class RolloutRayActor(_RolloutRayActor):
+    """`RolloutRayActor` with two changes.
+
+    1. vLLM makes the result of a request once, when it is complete. Upstream lets it make one after each token, and
+       takes the last. The tokens are the same.
+    2. `generate_in_order`, for `--train.deterministic`.
+    """
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        """Return upstream's result."""
+        once = copy(sampling_params)
+        once.output_kind = RequestOutputKind.FINAL_ONLY
+        return await super().generate(prompt_token_ids, once, multi_modal_data)
+
+    async def generate_in_order(
+        self, requests: Sequence[dict], sampling_params, max_length: int, hf_tokenizer
+    ) -> list[list[dict]]:
+        """Return the responses to each request, which does not depend on when anything arrives.
+
+        vLLM's scheduler stands still until it has all requests, and has them in their order. From there on, what it
+        computes together follows from its own state alone. That state is the same each time, because no other request
+        is under way and the pause empties the prefix cache.
+
+        Args:
+            requests: each with `prompt`, `label` and `images` as for `generate_responses`, and with `seeds`, one for
+                each sample.
+            sampling_params, max_length, hf_tokenizer: as for `generate_responses`.
+        """
+        tasks = []
+        await self.pause_generation()
+        for request in requests:
+            for seed in request["seeds"]:
+                seeded = copy(sampling_params)
+                seeded.seed = seed
+                sample = self.executor.execute(
+                    prompt=request["prompt"],
+                    label=request["label"],
+                    sampling_params=seeded,
+                    max_length=max_length,
+                    hf_tokenizer=hf_tokenizer,
+                    llm_engine=self,
+                    images=request["images"],
+                )
+                tasks.append(await self._admit(sample))
+        await self.resume_generation()
+        responses = iter(await asyncio.gather(*tasks))
+        return [[next(responses) for _ in request["seeds"]] for request in requests]
+
+    async def _admit(self, sample) -> asyncio.Task:
+        """Start to work on a sample, and return the task when vLLM has its request, or when it has failed."""
+        admitted = asyncio.get_running_loop().create_future()
+        add_request = self.llm.add_request
+
+        async def add(*args, **kwargs):
+            queue = await add_request(*args, **kwargs)
+            admitted.set_result(None)
+            return queue
+
+        with replaced_attribute(self.llm, "add_request", add):
+            task = asyncio.ensure_future(sample)
+            await asyncio.wait([task, admitted], return_when=asyncio.FIRST_COMPLETED)
+        return task

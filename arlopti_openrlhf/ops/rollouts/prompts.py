@@ -1,0 +1,189 @@
+"""Draws the prompts in the order of the seed, and knows which of them have been trained.
+
+Upstream's loader takes its order from the generator of its process, which evaluations move, and its state counts every
+prompt that it has yielded, whether a step has had the samples or not.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.utils.logging_utils import init_logger
+from torch.utils.data import DataLoader
+
+from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
+
+logger = init_logger(__name__)
+
+_upstream_datasets = ppo_trainer.prepare_datasets
+
+
+def install() -> None:
+    """Make OpenRLHF's trainers draw from `Prompts`. Call it on the driver, before the CLI's `train`.
+
+    Ray pickles the trainers by value, with their modules' globals as they are on the driver.
+    """
+    for module in (ppo_trainer, ppo_trainer_async):
+        module.prepare_datasets = prepare_datasets
+
+
+def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
+    """Return upstream's loaders and number of steps, with `Prompts` in place of the loader to train on.
+
+    Raises:
+        ValueError: there would be no optimizer step. The pre-flight says so of data that is on this machine. Upstream
+            would save the model as it came.
+    """
+    loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
+    args = strategy.args
+    if not max_steps:
+        raise ValueError(
+            f"argument --data.prompt_dataset: {len(loader)} prompts with {args.rollout.n_samples_per_prompt} samples "
+            f"each are fewer than one batch of --train.batch_size {args.train.batch_size}, so nothing would be trained"
+        )
+    prompts = Prompts(
+        loader, args.train.seed, args.rollout.n_samples_per_prompt, digest_of(loader.dataset), args.ckpt.load_changed
+    )
+    return prompts, eval_loader, max_steps
+
+
+def digest_of(dataset) -> str:
+    """Return a digest of all prompts and labels in their order, in about 3 s for a million of 1 kB.
+
+    It is of the text that upstream has loaded and rendered. So it does not depend on where the data comes from, on
+    this machine or on the hub, and it knows what --data.max_samples, --data.prompt_probs and a template make of them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for pair in zip(dataset.prompts, dataset.labels, strict=True):
+        digest.update(repr(pair).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+class OtherPrompts(RunStopped):
+    """The run that is resumed had other prompts, among which the checkpoint's place is another one."""
+
+    exit_code = 2
+
+
+def seed_of(*key: Any) -> int:
+    """Return a seed of 56 bits that follows from `key` alone, on any machine."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+
+
+class Numbered:
+    """Iterates over batches of one prompt each, and counts them.
+
+    Args:
+        name: what the prompts are for. Together with its number, it names a prompt.
+        batches: upstream's (sources, prompts, labels, images), each a list of one.
+        drawn: how many came before.
+    """
+
+    def __init__(self, name: tuple, batches: Iterable[tuple], drawn: int = 0) -> None:
+        self.name, self.drawn = name, drawn
+        self._batches = iter(batches)
+
+    def __iter__(self) -> "Numbered":
+        return self
+
+    def __next__(self) -> tuple:
+        batch = next(self._batches)
+        self.drawn += 1
+        return batch
+
+
+class Leftover(list[Experience]):
+    """Holds samples for a later step. Upstream logs a checkpoint's whole state, so this prints as its length."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} samples>"
+
+
+class Prompts:
+    """Stands in for upstream's loader of the prompts to train on, with a place that a checkpoint can keep.
+
+    Each episode has an order that follows from the seed and the number of the episode. So the place is that number,
+    how many prompts of the episode have been drawn, and the samples of those that no step has had yet.
+
+    Args:
+        loader: upstream's loader, one prompt per batch.
+        seed: `--train.seed`.
+        samples: `--rollout.n_samples_per_prompt`.
+        digest: `digest_of` the loader's data set.
+        may_change: `--ckpt.load_changed`.
+    """
+
+    def __init__(self, loader, seed: int, samples: int, digest: str, may_change: bool = False) -> None:
+        self.loader, self.seed, self.samples, self.digest, self.may_change = loader, seed, samples, digest, may_change
+        self.leftover = Leftover()
+        self._set_place(episode=0, drawn=0)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def is_drawn(self) -> bool:
+        """True where the episode has no further prompt."""
+        return self.rest.drawn >= len(self)
+
+    def begin_next_episode(self) -> None:
+        self._set_place(self.episode + 1, drawn=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, in which every prompt drawn has been trained but those of the samples left over."""
+        return {
+            "episode": self.episode,
+            "drawn": self.rest.drawn,
+            "of": len(self),
+            "digest": self.digest,
+            "samples": self.samples,
+            "leftover": Leftover(self.leftover),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place that `state_dict` has returned.
+
+        Samples that it holds are left out where a prompt has another number of them now.
+
+        Raises:
+            ValueError: the state is that of upstream's loader, from a checkpoint of an earlier version.
+            OtherPrompts: it is a place among other prompts, and that was not asked for.
+        """
+        if "leftover" not in state:
+            raise ValueError("the checkpoint is of an earlier version, which did not keep the place in the prompts")
+        if "digest" not in state:
+            logger.warning("the checkpoint is of an earlier version, and its prompts cannot be compared with these")
+            state = {**state, "digest": self.digest, "samples": self.samples}
+        if state["digest"] != self.digest:
+            what = f"the run that is resumed had other prompts or labels ({state['of']} then, {len(self)} now)"
+            wrong = "in the rest of this episode, prompts may come again or not at all"
+            if not self.may_change:
+                raise OtherPrompts(f"{what}; give the same data, or add --ckpt.load_changed: {wrong}")
+            logger.warning(f"{what}: {wrong}")
+        self._set_place(state["episode"], state["drawn"])
+        if state["samples"] != self.samples:
+            logger.warning(
+                f"{len(state['leftover'])} samples that are left over in the checkpoint are not trained: a prompt has "
+                f"{self.samples} samples now, and had {state['samples']}"
+            )
+            return
+        self.leftover = Leftover(state["leftover"])
+
+    def _set_place(self, episode: int, drawn: int) -> None:
+        self.episode = episode
+        self.rest = Numbered(("train", episode), self._batches(episode, drawn), drawn)
+
+    def _batches(self, episode: int, drawn: int) -> Iterator[tuple]:
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "order", episode))
+        order = torch.randperm(len(self), generator=generator).tolist()
+        yield from DataLoader(
+            self.loader.dataset,
+            batch_size=1,
+            sampler=order[drawn:],
+            collate_fn=self.loader.collate_fn,
+            num_workers=self.loader.num_workers,
+            generator=generator,  # otherwise a resumed run would draw once more than others from the process's own
+        )

@@ -1,1 +1,0 @@
-"""Runs what surrounds the update: the controller, the rewards, the advantages and the evaluation."""

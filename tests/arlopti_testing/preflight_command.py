@@ -1,0 +1,29 @@
+"""Read a whole command line for tests of the checks: what `main` hands to them, without their running."""
+
+from types import SimpleNamespace
+
+from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.ops.preflight import batches, combinations, placement, values
+from arlopti_openrlhf.ops.preflight.finding import Finding
+
+# A run that nothing is wrong with.
+FITTING = (
+    "--actor.model_name_or_path model --data.prompt_dataset data.jsonl --reward.remote_url kk "
+    "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4 --rollout.batch_size 8 "
+    "--rollout.micro_batch_size 4 --train.batch_size 16 --train.micro_batch_size 4 --vllm.sync_backend gloo "
+    "--actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --train.colocate_all"
+).split()
+
+
+def arguments(flags: str = "") -> SimpleNamespace:
+    """Return upstream's nested arguments, as its `train` gets them."""
+    return command_line.check(train_ppo_ray.parse([*FITTING, *flags.split()])).args
+
+
+def findings(argv: list[str]) -> list[Finding]:
+    """Return what is found in the flags alone."""
+    flat = command_line.parse(argv, train_ppo_ray.add_flags)
+    given = combinations.check(command_line.hierarchize(flat))
+    checked = command_line.check(flat)
+    checks = (values.check, batches.check, placement.check)
+    return [*given, *checked.findings, *(finding for check in checks for finding in check(checked.args))]

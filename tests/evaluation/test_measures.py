@@ -1,0 +1,70 @@
+"""The measures equal arithmetic written here, and their intervals hold up in sampling."""
+
+import itertools
+import math
+import random
+from statistics import fmean
+
+import pytest
+
+from arlopti_openrlhf.evaluation.measures import Response, estimate_mean, estimate_source, pass_at_k
+
+
+def test_pass_at_k_counts_the_subsets():
+    for n, c in ((5, 0), (5, 2), (6, 5), (4, 4)):
+        samples = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(samples, k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    with pytest.raises(ValueError, match="pass@5"):
+        pass_at_k(4, 1, 5)
+
+
+def test_one_sample_per_problem_gives_wilsons_interval():
+    values = [1.0] * 7 + [0.0] * 23
+    estimate, n, p, z = estimate_mean(values), 30, 7 / 30, 1.959964
+    effective = p * (1 - p) / estimate.standard_error**2
+    assert effective == pytest.approx(n - 1)
+    center, spread = p + z**2 / (2 * effective), z * math.sqrt(p * (1 - p) / effective + z**2 / (4 * effective**2))
+    assert estimate.low == pytest.approx((center - spread) / (1 + z**2 / effective))
+    assert estimate.high == pytest.approx((center + spread) / (1 + z**2 / effective))
+
+
+def test_all_wrong_and_all_right_are_no_points():
+    low, high = estimate_mean([0.0] * 30), estimate_mean([1.0] * 30)
+    assert low.low == 0 and 0.05 < low.high < 0.2
+    assert high.high == 1 and high.low == pytest.approx(1 - low.high)
+
+
+def test_the_interval_holds_the_truth_95_times_of_100():
+    """Draw problems of different difficulty, with 8 samples each that are not independent."""
+    rng, hits, trials = random.Random(0), 0, 600
+    for _ in range(trials):
+        difficulties = [rng.betavariate(0.3, 1.2) for _ in range(60)]  # of mean 0.2
+        estimate = estimate_mean([fmean(rng.random() < p for _ in range(8)) for p in difficulties])
+        hits += estimate.low <= 0.2 <= estimate.high
+    assert 0.92 < hits / trials < 0.98
+
+
+def test_measures_of_a_source():
+    right, wrong = Response(1.0, True, 10, False), Response(0.0, False, 30, True)
+    estimates = estimate_source([[right, wrong, wrong, wrong], [right, right, right, right]])
+    values = {name: estimate.value for name, estimate in estimates.items()}
+    assert values == {
+        "accuracy": 5 / 8,
+        "pass@2": pytest.approx((0.5 + 1) / 2),
+        "pass@4": 1.0,
+        "well_formed": 5 / 8,
+        "truncated": 3 / 8,
+        "response_length": (25 + 10) / 2,
+    }
+    assert list(estimate_source([[right] * 6])) == [
+        "accuracy",
+        "pass@2",
+        "pass@4",
+        "pass@6",
+        "well_formed",
+        "truncated",
+        "response_length",
+    ]
+    assert list(estimate_source([[right]])) == ["accuracy", "well_formed", "truncated", "response_length"]

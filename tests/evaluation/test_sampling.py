@@ -1,0 +1,18 @@
+"""Sampling specifications are parsed, and the last that matches counts."""
+
+import argparse
+
+import pytest
+
+from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, sampling_of, unmatched
+
+
+def test_sampling():
+    assert parse_sampling("aime:n=16,t=1.0") == Sampling("aime", 16, 1.0)
+    specs = [parse_sampling(text) for text in ("*:n=4,t=0.6", "kk_*:n=1,t=0")]
+    assert sampling_of("kk_3ppl", specs) == Sampling("kk_*", 1, 0.0)
+    assert sampling_of("aime", specs) == Sampling("*", 4, 0.6)
+    assert unmatched(specs, ["aime"]) == ["kk_*"] and unmatched(specs, ["kk_3ppl", "aime"]) == []
+    for text in ("aime", "aime:n=0,t=1", "aime:t=1,n=2", "aime:n=4,t=0", ":n=1,t=0", "aime:n=1,t=x"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse_sampling(text)

@@ -1,0 +1,25 @@
+"""Provide a batch of graded responses, the policy that gave them, and its statistics of their tokens."""
+
+import pytest
+from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample
+
+from arlopti_openrlhf.lab.analysis import rollouts
+from arlopti_openrlhf.lab.analysis.policy import Policy
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_model, tiny_data):
+    """Return a batch of 8 prompts with 3 responses each, one of them right."""
+    rows = rollouts.read_rows([tiny_data], 8, seed=0)
+    sampled = fake_sample([RIGHT, WRONG, "no"])(tiny_model, rows, 3, 1.0, 100, 0)
+    return rollouts.make_batch(rollouts.grade(rows, sampled))
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model):
+    return Policy(tiny_model, temperature=0.7, micro_batch_tokens=600, optimizer="adamw")
+
+
+@pytest.fixture(scope="module")
+def tokens(policy, batch):
+    return policy.tokens(batch)

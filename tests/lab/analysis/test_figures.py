@@ -1,0 +1,40 @@
+"""The figures' data equal autograd and arithmetic by hand."""
+
+import math
+
+import pytest
+import torch
+
+from arlopti_openrlhf.lab.analysis import figures, plots
+
+
+def test_figure_2_is_autograds_gradient_of_single_tokens_within_the_cone(policy, batch, tokens):
+    data = figures.figure_2(policy, batch, tokens, count=40, layers=[2])
+    assert [panel["layer"] for panel in data["layers"]] == ["embedding", "layer 2 of 2", "logits"]
+    assert data["inside_bounds"] == 1 and data["largest_gap_to_eq_15"] < 1e-5
+    # One of them again, alone and without padding, from its number in the list.
+    row, column = (batch.action_mask & (tokens.log_probs.exp() < 0.1)).nonzero()[0].tolist()
+    chosen = torch.tensor([[row, column], [row + 1, column]])
+    modules = {"embedding": policy.model.get_input_embeddings()}
+    norms = figures._activation_gradient_norms(policy, batch, chosen, modules)
+    embedded = modules["embedding"](batch.sequences[row : row + 1, : column + 1]).detach().requires_grad_()
+    logits = policy.model(inputs_embeds=embedded).logits[0, -1] / policy.temperature
+    logits.log_softmax(dim=-1)[batch.sequences[row, column + 1]].backward()
+    assert norms["embedding"][0].item() == pytest.approx(embedded.grad.norm().item(), rel=1e-4)
+
+
+def test_share_in_the_right_direction_and_its_interval():
+    # Prompt 0: 2 of 2 right, prompt 1: 1 of 3. Share 3/5; residuals 2 - 0.6·2 = 0.8 and 1 - 0.6·3 = -0.8, so that the
+    # standard error is √(0.8² + 0.8²) / 5 = 0.2263.
+    right = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    selected = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    share = figures._share(right, selected, torch.tensor([0, 1]))
+    assert share == {"share": pytest.approx(0.6), "ci95": pytest.approx(1.959964 * math.sqrt(2 * 0.8**2) / 5)}
+    assert figures._share(right, selected & False, torch.tensor([0, 1])) is None
+
+
+def test_figure_2_of_a_policy_that_is_sure(policy, batch, tokens):
+    sure = tokens._replace(log_probs=torch.zeros_like(tokens.log_probs))
+    data = figures.figure_2(policy, batch, sure, count=40, layers=[1])
+    assert all(panel["slope"] is None and panel["correlation"] is None for panel in data["layers"])
+    assert plots.png("fig2", data).startswith(b"\x89PNG")

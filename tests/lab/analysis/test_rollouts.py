@@ -1,0 +1,71 @@
+"""A batch holds each response behind its prompt, with OpenRLHF's advantages."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample
+from transformers import AutoTokenizer
+
+from arlopti_openrlhf.lab.analysis import rollouts
+
+
+def test_batch_holds_each_response_behind_its_prompt(tiny_model, tiny_data, batch):
+    rows = rollouts.read_rows([tiny_data], 8, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    responses = [tokenizer.decode(batch.sequences[i, 1:][batch.action_mask[i]]) for i in range(3)]
+    assert responses == [RIGHT, WRONG, "no"]
+    # Rewards 3, -0.5, -3: mean -1/6, standard deviation (n - 1) 3.0139; the advantages are 1.0507, -0.1106, -0.9401.
+    assert [batch.advantages[i].unique().tolist()[-1 if i == 0 else 0] for i in range(3)] == pytest.approx(
+        [1.0507, -0.1106, -0.9401], abs=1e-4
+    )
+    assert rows == rollouts.read_rows([tiny_data], 8, seed=0) != rollouts.read_rows([tiny_data], 8, seed=1)
+
+
+def test_a_line_separator_in_a_prompt_ends_no_row(tmp_path):
+    row = {"prompt": "One\u2028line?", "label": "1", "datasource": "aime"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert rollouts.read_rows([str(tmp_path / "rows.jsonl")], 8, seed=0) == [row]
+
+
+def test_equal_rewards_have_no_advantage():
+    """Eight times 0.1 has a mean that is not 0.1 in float32."""
+    rewards = torch.tensor([0.1] * 8 + [1.0, 0.0])
+    prompts = torch.tensor([0] * 8 + [1] * 2)
+    advantages = rollouts.group_normalized(rewards, prompts)
+    assert torch.equal(advantages[:8], torch.zeros(8)) and advantages[8] == -advantages[9] > 0.7
+
+
+def test_advantages_are_openrlhfs_group_norm():
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as Maker
+
+    rewards = torch.tensor([3.0, -0.5, -1.0, -3.0, -1.0, -1.0, -1.0, -1.0])
+    experiences = [
+        Experience(index=[i], rewards=reward[None], action_mask=torch.ones(1, 2), kl=torch.zeros(1, 2), info={})
+        for i, reward in enumerate(rewards)
+    ]
+    flags = SimpleNamespace(
+        reward=SimpleNamespace(clip_range=None),
+        rollout=SimpleNamespace(n_samples_per_prompt=4),
+        algo=SimpleNamespace(advantage=SimpleNamespace(estimator="group_norm", gamma=1.0)),
+    )
+    maker = SimpleNamespace(
+        strategy=SimpleNamespace(args=flags),
+        kl_ctl=SimpleNamespace(value=0.0),
+        advantage_estimator="group_norm",
+        get_cumulative_returns=lambda *args: Maker.get_cumulative_returns(None, *args),
+    )
+    upstream = [e.advantages[0, 0] for e in Maker.compute_advantages_and_returns(maker, experiences)]
+    assert torch.equal(rollouts.group_normalized(rewards, torch.arange(8) // 4), torch.stack(upstream))
+
+
+@pytest.mark.whole_stack
+def test_vllm_samples_the_prompts_own_tokens(tiny_model, tiny_data):
+    rows = rollouts.read_rows([tiny_data], 2, seed=0)
+    sampled = rollouts.sample(tiny_model, rows, 3, 1.0, 5, 0)
+    expected = fake_sample([])(tiny_model, rows, 3, 1.0, 5, 0)
+    assert [s.prompt_ids for s in sampled] == [s.prompt_ids for s in expected]
+    assert [len(s.responses) for s in sampled] == [3, 3]
+    assert all(0 < len(ids) <= 5 for s in sampled for _, ids in s.responses)

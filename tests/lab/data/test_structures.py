@@ -1,0 +1,196 @@
+"""Two puzzles have one form exactly where one is the other told anew, and the split goes by it."""
+
+import itertools
+import json
+import random
+import re
+import time
+from collections import Counter
+
+import pytest
+from arlopti_testing.published_wording import read_puzzle
+
+from arlopti_openrlhf.cli import quickstart
+from arlopti_openrlhf.lab.data import knights_knaves
+from arlopti_openrlhf.lab.data.structures import canonical_form
+from study import runs, structures
+
+KNIGHT, KNAVE = "telling-truth", "lying"
+
+
+def renamed(statement, labels):
+    kind, *parts = statement
+    if kind in (KNIGHT, KNAVE):
+        return (kind, labels[parts[0]])
+    return (kind, *(renamed(part, labels) for part in parts))
+
+
+def unordered(statement):
+    """Return a statement with its commutative sides in order and without "not", as another program might."""
+    match statement:
+        case ("not", ("not", inner)):
+            return unordered(inner)
+        case ("not", (("telling-truth" | "lying") as kind, person)):
+            return (KNAVE if kind == KNIGHT else KNIGHT, person)
+        case (("and" | "or" | "<=>") as kind, left, right):
+            return (kind, *sorted(map(unordered, (left, right)), key=repr))
+        case (kind, *parts) if kind in ("->", "not"):
+            return (kind, *map(unordered, parts))
+    return statement
+
+
+def told(statements, order):
+    """Return what the people say who are told of in another order: person i becomes order[i]."""
+    anew = [()] * len(statements)
+    for person, statement in enumerate(statements):
+        anew[order[person]] = renamed(statement, order)
+    return tuple(anew)
+
+
+def smallest(statements):
+    """Return the smallest of all orders, by trying them."""
+    orders = itertools.permutations(range(len(statements)))
+    return min((tuple(map(unordered, told(statements, order))) for order in orders), key=repr)
+
+
+def reworded(statement, rng):
+    """Say the same in other words: sides swapped, a role negated."""
+    kind, *parts = statement
+    if kind in (KNIGHT, KNAVE):
+        opposite = ("not", (KNAVE if kind == KNIGHT else KNIGHT, parts[0]))
+        return rng.choice([statement, opposite, ("not", ("not", statement))])
+    parts = [reworded(part, rng) for part in parts]
+    return (kind, *(rng.sample(parts, 2) if kind in ("and", "or", "<=>") else parts))
+
+
+def nested(rng, num_people, depth=2):
+    kind = rng.choice(["and", "or", "->", "<=>", "not", KNIGHT, KNAVE]) if depth else rng.choice([KNIGHT, KNAVE])
+    if kind in (KNIGHT, KNAVE):
+        return (kind, rng.randrange(num_people))
+    return (kind, *(nested(rng, num_people, depth - 1) for _ in range(1 if kind == "not" else 2)))
+
+
+def alike(rng, num_people):
+    """Return statements that are one and the same, told by each person of others who are as far from them."""
+    steps = [rng.randrange(num_people) for _ in range(2)]
+    kinds = rng.choices([KNIGHT, KNAVE], k=2)
+    connective = rng.choice(["and", "or", "->", "<=>"])
+    return tuple(
+        (connective, *((kind, (person + step) % num_people) for kind, step in zip(kinds, steps, strict=True)))
+        for person in range(num_people)
+    )
+
+
+def some_statements(rng, num_people):
+    """Return statements of four kinds: the generator's, symmetric ones, nested ones, and gossip about few people."""
+    return rng.choice(
+        [
+            lambda: tuple(knights_knaves._draw_statement(i, num_people, rng) for i in range(num_people)),
+            lambda: alike(rng, num_people),
+            lambda: tuple(nested(rng, num_people) for _ in range(num_people)),
+            lambda: tuple((KNAVE, rng.randrange(num_people)) for _ in range(num_people)),
+        ]
+    )()
+
+
+@pytest.mark.parametrize("num_people, count", [(2, 2000), (3, 2000), (4, 1000), (5, 300)])
+def test_one_form_exactly_where_an_order_maps_one_puzzle_to_the_other(num_people, count):
+    rng, forms, tried = random.Random(num_people), {}, {}
+    for _ in range(count):
+        statements = some_statements(rng, num_people)
+        form, by_trying = canonical_form(statements), smallest(statements)
+        assert forms.setdefault(form, by_trying) == by_trying
+        assert tried.setdefault(by_trying, form) == form
+        order = rng.sample(range(num_people), num_people)
+        assert canonical_form([reworded(s, rng) for s in told(statements, order)]) == form
+    assert len(forms) > count / 6
+
+
+def test_what_only_logic_makes_the_same_is_another_puzzle():
+    if_then = (("->", (KNIGHT, 0), (KNIGHT, 1)), (KNAVE, 0))
+    contraposition = (("->", (KNAVE, 1), (KNAVE, 0)), (KNAVE, 0))
+    assert canonical_form(if_then) != canonical_form(contraposition)
+    assert canonical_form([("->", (KNIGHT, 1), (KNIGHT, 0)), (KNAVE, 0)]) != canonical_form(if_then)
+
+
+# Puzzles of 8 people who look alike, and pairs, rings and stars of them: all that slows such a search down.
+ALIKE = {
+    "of themselves": [("or", (KNIGHT, i), (KNAVE, i)) for i in range(8)],
+    "pairs": [(KNAVE, i ^ 1) for i in range(8)],
+    "ring": [(KNAVE, (i + 1) % 8) for i in range(8)],
+    "two rings": [(KNAVE, i // 4 * 4 + (i + 1) % 4) for i in range(8)],
+    "rings of 3 and 5": [(KNAVE, (i + 1) % 3 if i < 3 else 3 + (i - 2) % 5) for i in range(8)],
+    "both neighbors": [("and", (KNAVE, (i + 1) % 8), (KNAVE, (i - 1) % 8)) for i in range(8)],
+    "square": [("<=>", (KNAVE, i ^ 1), (KNAVE, i ^ 2)) for i in range(8)],
+    "star": [(KNAVE, 0)] * 8,
+    "two hubs": [("or", (KNAVE, 0), (KNAVE, 1))] * 8,
+    "pairs and a hub": [(KNAVE, 0), (KNAVE, 0), *(("and", (KNAVE, 0), (KNIGHT, 2 + (i ^ 1))) for i in range(6))],
+    "hub and oneself": [("->", (KNAVE, 7), (KNAVE, i)) for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("statements", ALIKE.values(), ids=ALIKE)
+def test_eight_people_who_look_alike(statements):
+    """One form in any order, in less than 2 ms. The best of some tries is taken, since the machine may be busy."""
+    rng, seconds, form = random.Random(0), [], canonical_form(statements)
+    for _ in range(20):
+        anew = told(statements, rng.sample(range(8), 8))
+        start = time.perf_counter()
+        assert canonical_form(anew) == form
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.002
+
+
+def test_eight_people_of_the_generator():
+    puzzles = itertools.islice(knights_knaves.generate(8, random.Random(0)), 200)
+    seconds = []
+    for puzzle in puzzles:
+        tries = []
+        for _ in range(3):
+            start = time.perf_counter()
+            canonical_form(puzzle.statements)
+            tries.append(time.perf_counter() - start)
+        seconds.append(min(tries))
+    assert sorted(seconds)[195] < 0.002
+
+
+def structures_in(path):
+    """Return each source's structures with their number of rows, read from the wording."""
+    found: dict[str, Counter] = {}
+    for line in path.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        quiz = row["prompt"][1]["content"]
+        # The same few names in every puzzle spare the regular expressions most of their time.
+        for i, name in enumerate(re.findall("[A-Z][a-z]+", re.search(r"inhabitants: ([^.]*)", quiz)[1])):
+            quiz = re.sub(rf"\b{name}\b", f"Nobody{chr(ord('a') + i)}", quiz)
+        found.setdefault(row["datasource"], Counter())[smallest(read_puzzle(quiz)[1])] += 1
+    return found
+
+
+def test_no_held_out_puzzle_of_the_quickstart_is_a_training_puzzle_told_anew(tmp_path):
+    files = quickstart.write_puzzles(tmp_path, quickstart.FULL, seed=0)
+    train, test = structures_in(files.train), structures_in(files.test)
+    assert list(train) == list(test) == ["kk_2ppl", "kk_3ppl"]
+    for source in train:
+        assert not set(train[source]) & set(test[source])
+        # A test set has enough structures to measure with, though wordings outnumber them with 2 people.
+        assert len(test[source]) >= 50
+
+
+@pytest.mark.parametrize("num_people", sorted({*quickstart.PEOPLE, *runs.PEOPLE, 4, 5}))
+def test_no_held_out_structure_in_training(num_people):
+    count = {4: 1000, 5: 300}.get(num_people, 4000)
+    train, test = (
+        {smallest(puzzle.statements) for puzzle in itertools.islice(puzzles, count)}
+        for puzzles in (
+            knights_knaves.generate(num_people, random.Random(0), held_out=held_out) for held_out in (False, True)
+        )
+    )
+    assert train and test and not train & test
+
+
+def test_the_table_of_the_split():
+    (two,) = found = structures.splits([2], train=2000, test=256)
+    assert (two.all_structures, two.all_held_out, two.in_both) == (249, 82, 0)
+    assert 150 < two.in_train <= 249 - 82 and 50 < two.in_test <= 82
+    assert f"| 2 | 2000 | {two.in_train} | 256 | {two.in_test} | 0 | 249 | 82 |" in structures.table(found)

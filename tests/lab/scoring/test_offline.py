@@ -1,0 +1,46 @@
+"""An offline evaluation continues where it stopped, and starts anew with other settings."""
+
+import json
+
+from arlopti_testing.evaluation_fakes import engine_that_knows, problems
+
+from arlopti_openrlhf.evaluation.sampling import parse_sampling
+from arlopti_openrlhf.grading.sources import grade
+from arlopti_openrlhf.lab.scoring import offline
+
+
+def test_sources_have_their_grader():
+    label = "(1) Zoey is a knight"
+    assert grade("kk_2ppl", f"<think></think><answer>{label}</answer>", label) == (3.0, 1.0, True)
+    assert grade("aime", "It is \\boxed{025}", "25") == (1.0, 1.0, True)
+    assert grade("aime", "It is 25", "25") == (1.0, 1.0, False)
+
+
+def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(offline, "_engine", engine_that_knows(asked))
+    specs = [parse_sampling(text) for text in ("*:n=4,t=1", "kk_*:n=1,t=0")]
+    settings = offline.Settings(specs, greedy=True, max_new_tokens=12, seed=0)
+
+    def run(settings=settings) -> tuple[int, dict]:
+        asked.clear()
+        offline.evaluate("base", problems(), settings, tmp_path)
+        return len(asked), json.loads((tmp_path / "base.json").read_text())["sources"]
+
+    count, first = run()
+    assert count == 16 and first["sums"]["accuracy"]["value"] == 1 and first["kk_2ppl"]["accuracy"]["value"] == 0
+    assert run() == (0, first)
+    assert "base: 16 of 16 problems are answered already" in capsys.readouterr().out
+    path = tmp_path / "base.responses.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5]) + lines[5][:40])  # some lines are gone, and one is cut
+    assert run() == (11, first)
+    assert path.read_text().splitlines(keepends=True)[:5] == lines[:5]
+    assert run(settings._replace(seed=1))[0] == 16  # other settings make another evaluation
+
+
+def test_an_answers_key_is_the_one_of_earlier_versions():
+    """Otherwise an evaluation that an earlier version began would answer everything again."""
+    row = {"prompt": "1 + 1 = ", "label": "2", "datasource": "sums"}
+    key = offline._key(row, offline.Job(3, 4, 1.0), [["base", []], 12, 0])
+    assert key == "18dbcfec00469048"

@@ -1,0 +1,163 @@
+"""Which checkpoint is whole, which is the newest, which goes: on folders as a run leaves them."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from arlopti_openrlhf.ops.checkpoints import files
+
+
+def write(folder: Path, tag: str, size: int = 100) -> Path:
+    """Write a whole checkpoint as two ranks do."""
+    writing = folder / f"{files.WRITING}{tag}"
+    files.begin(writing, print)
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (writing / name).write_bytes(bytes(size))
+    names = files.names_in(writing)
+    files.publish(writing, files.describe(writing, names[0::2]) | files.describe(writing, names[1::2]))
+    return folder / tag
+
+
+def write_without_manifest(folder: Path, tag: str, ranks: int = 2) -> Path:
+    """Write a checkpoint as OpenRLHF does."""
+    (folder / tag).mkdir(parents=True)
+    torch.save({"weights": torch.arange(999.0)}, folder / tag / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        state = {"moments": torch.arange(999.0) + rank}
+        torch.save(state, folder / tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder / tag
+
+
+def test_a_published_checkpoint_is_whole_and_named_in_latest(tmp_path):
+    checkpoint = write(tmp_path, "global_step2")
+    assert files.problems(checkpoint, ranks=2) == []
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
+
+
+def overwrite_64_bytes(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(b"\x7f" * 64)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (overwrite_64_bytes, "has changed since it was written"),
+        (lambda path: os.truncate(path, 50), "has 50 bytes, not 100"),
+        (os.remove, "is missing"),
+        (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "fi'), "cannot be read"),
+    ],
+)
+def test_every_damage_is_named(damage, reason, tmp_path):
+    damage(write(tmp_path, "global_step2") / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    shares = [files.problems(tmp_path / "global_step2", 2, slice(rank, None, 2)) for rank in range(2)]
+    found = {problem for share in shares for problem in share}
+    assert len(found) == 1 and reason in found.pop()
+
+
+def test_openrlhfs_checkpoints_are_judged_by_their_own_checksums(tmp_path):
+    checkpoint = write_without_manifest(tmp_path, "global_step2")
+    assert files.problems(checkpoint, ranks=2) == []
+    assert files.problems(checkpoint, ranks=3) == ["it holds 2 *_optim_states.pt for 3 ranks"]
+    optimizer = checkpoint / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    whole = optimizer.read_bytes()
+    optimizer.write_bytes(whole[:2000] + b"\x7f" * 64 + whole[2064:])
+    assert files.problems(checkpoint, ranks=2) == [f"{optimizer.name}: a checksum is wrong"]
+    optimizer.write_bytes(whole[:2000])
+    assert "cannot be read" in files.problems(checkpoint, ranks=2)[0]
+    (checkpoint / "mp_rank_00_model_states.pt").unlink()
+    assert "it holds no *_model_states.pt" in files.problems(checkpoint, ranks=2)
+
+
+def test_the_newest_is_what_was_written_last(tmp_path):
+    write_without_manifest(tmp_path, "global_step90")
+    for tag in ("global_step40", "global_step2", "best_global_step2", "global_step4"):
+        write(tmp_path, tag)
+    (tmp_path / "notes").mkdir()
+    ours = ["global_step4", "best_global_step2", "global_step2", "global_step40"]
+    assert files.newest_first([tmp_path]) == [*ours, "global_step90"]
+    (tmp_path / "global_step40" / files.MANIFEST).write_text("{")  # it comes first, so that it is named
+    (tmp_path / "global_step1").mkdir()  # emptied
+    assert files.newest_first([tmp_path])[:2] == ["global_step40", "global_step1"]
+    assert files.newest_first([tmp_path / "nothing"]) == []
+
+
+def test_a_checkpoint_is_replaced_by_one_of_its_name(tmp_path):
+    write(tmp_path, "global_step2", size=10)
+    checkpoint = write(tmp_path, "global_step2", size=20)
+    assert files.problems(checkpoint, 2) == [] and files.size_of(checkpoint) > 40
+    assert json.loads((checkpoint / files.MANIFEST).read_text())["serial"] == 2
+
+
+def test_leftovers_of_killed_processes_go_and_a_whole_one_gets_its_name(tmp_path):
+    write(tmp_path, "global_step2").rename(tmp_path / f"{files.WRITING}global_step2")
+    (tmp_path / f"{files.WRITING}global_step4").mkdir()
+    (tmp_path / f"{files.REMOVING}global_step1").mkdir()
+    lines = files.clear_leftovers(tmp_path)
+    assert len(lines) == 2 and "global_step2 had been written" in lines[0] and "never finished" in lines[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
+
+
+def rotated(folders: list[Path], newest: str, max_num: int, metrics: dict, max_gib: float = 1000) -> list[str]:
+    """Return the checkpoints that stay in the first folder."""
+    list(files.rotate(folders, newest, max_num, max_gib, metrics.get))
+    return files.tags(folders[0])
+
+
+def test_the_worst_go_and_the_newest_and_the_best_stay(tmp_path):
+    """OpenRLHF deletes the worst before it writes, which may be the newest that is there."""
+    metrics = {"global_step2": 0.9, "global_step4": 0.8, "global_step6": 0.7, "global_step8": 0.6}
+    for tag in ("best_global_step2", *metrics):
+        write(tmp_path, tag)
+    left = rotated([tmp_path], "global_step8", 3, metrics)
+    assert left == ["best_global_step2", "global_step2", "global_step4", "global_step8"]
+    assert rotated([tmp_path], "global_step8", 1, metrics) == ["best_global_step2", "global_step8"]
+    write(tmp_path, "best_global_step9")
+    assert rotated([tmp_path], "best_global_step9", 1, metrics) == ["best_global_step9", "global_step8"]
+
+
+def test_without_metrics_the_oldest_go(tmp_path):
+    for step in (2, 10, 4):
+        write(tmp_path, f"global_step{step}")
+    assert rotated([tmp_path], "global_step4", 2, {}) == ["global_step10", "global_step4"]
+    assert rotated([tmp_path], "global_step4", 0, {}) == ["global_step4"]
+
+
+def test_the_limit_of_memory_leaves_the_newest(tmp_path):
+    for step in (2, 4, 6):
+        write(tmp_path, f"global_step{step}", size=1 << 19)  # 1 MiB each
+    assert rotated([tmp_path], "global_step6", 9, {}, 2.5 / 1024) == ["global_step4", "global_step6"]
+    assert rotated([tmp_path], "global_step6", 9, {}, 0.1 / 1024) == ["global_step6"]
+
+
+def test_actor_and_critic_rotate_together_once_both_are_whole(tmp_path):
+    folders = [tmp_path / "_actor", tmp_path / "_critic"]
+    for folder in folders:
+        write(folder, "global_step2")
+    write(folders[0], "global_step4")
+    assert rotated(folders, "global_step4", 1, {}) == ["global_step2", "global_step4"]
+    write(folders[1], "global_step4")
+    assert rotated(folders, "global_step4", 1, {}) == ["global_step4"]
+    assert files.tags(folders[1]) == ["global_step4"]
+    # One that lacks its critic goes before a whole one, whatever its metric is.
+    write(folders[0], "global_step6")
+    for folder in folders:
+        write(folder, "global_step8")
+    assert rotated(folders, "global_step8", 2, {"global_step6": 1.0}) == ["global_step4", "global_step8"]
+
+
+def test_a_writer_that_names_no_cause_is_asked_again(tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x/y")
+    assert files.cause_of(full, tmp_path) == "No space left on device: /x/y"
+    silent = RuntimeError("basic_ios::clear: iostream error")
+    assert files.cause_of(silent, tmp_path) == "RuntimeError: basic_ios::clear: iostream error"
+    assert "No such file or directory" in files.cause_of(silent, tmp_path / "gone")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No space left on device"):
+        files.check_room(tmp_path, 1 << 60)

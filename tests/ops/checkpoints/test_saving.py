@@ -1,0 +1,173 @@
+"""Two real ranks save, resume and go on: bit for bit as if they had never ended, and together where one fails."""
+
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from arlopti_testing.update_workers import OFF, SAMPLES, Group, cluster, experiences, flags
+
+from arlopti_openrlhf.ops.checkpoints import files
+from arlopti_openrlhf.ops.checkpoints import newest as newest_checkpoint
+from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
+from arlopti_openrlhf.ops.lifecycle.stopping import Diverged
+
+METHODS = OFF | {"algo.lopti.eta": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster():
+    with cluster():
+        checkpoints.install()
+        yield
+
+
+def actor(group: Group, method: str, *args, **kwargs) -> list:
+    return ray.get(group.workers[group.selective].async_run_method(method, *args, **kwargs), timeout=240)
+
+
+def start(model: str, folder: Path, *more: str, max_steps: int = 8) -> Group:
+    """Two optimizer steps for each rollout batch, and a learning rate that falls."""
+    schedule = "--actor.adam.lr 1e-2 --actor.lr_scheduler linear --train.enable_ema --ckpt.load_enable".split()
+    paths = ["--ckpt.path", str(folder), "--ckpt.output_dir", str(folder / "final"), "--ckpt.max_num", "2"]
+    batch = ["--train.batch_size", str(SAMPLES // 2)]
+    return Group(flags(model, *schedule, *paths, *batch, *more), max_steps=max_steps)
+
+
+def everything(group: Group) -> list[torch.Tensor]:
+    return [*group.parameters(), *group.parameters(averaged=True)]
+
+
+def random_numbers(group: Group) -> list[tuple]:
+    """Return what each rank's generators give next. (`run` seeds PyTorch's, so that its results do not show it.)"""
+    return actor(group, "call", lambda _: (random.random(), np.random.rand(), torch.rand(()).item()))
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_resumed_run_is_the_same_run(stage, tiny_model, tmp_path):
+    group = start(tiny_model, tmp_path, "--ds.zero_stage", stage)
+    group.run(experiences(1), METHODS)
+    actor(group, "save_checkpoint", tag="global_step1", client_states={"global_step": 1})
+    at_checkpoint, numbers = everything(group), random_numbers(group)
+    uninterrupted = group.run(experiences(2), METHODS)
+    expected = everything(group)
+
+    group.start()
+    assert all(map(torch.equal, everything(group), at_checkpoint))
+    assert random_numbers(group) == numbers and numbers[0] != numbers[1]
+    assert [states["global_step"] for states in actor(group, "get_checkpoint_states")] == [1, 1]
+    resumed = group.run(experiences(2), METHODS)
+    assert resumed.last_rate == uninterrupted.last_rate > 0
+    assert [uids for _, uids, *_ in resumed.seen] == [uids for _, uids, *_ in uninterrupted.seen]
+    assert len(resumed.gradients) == len(uninterrupted.gradients) == 4
+    for ours, theirs in zip(resumed.gradients, uninterrupted.gradients, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert all(map(torch.equal, everything(group), expected))
+    assert not all(map(torch.equal, at_checkpoint, expected))
+
+
+def test_a_run_that_is_resumed_with_fewer_steps_stays_at_the_lowest_rate(tiny_model, tmp_path):
+    """Lopti takes 4 steps for each rollout batch: 8 of 16 are done, and the new plan has 4."""
+    schedule = "--actor.lr_scheduler", "cosine_with_min_lr"
+    group = start(tiny_model, tmp_path, *schedule)
+    for seed in (1, 2):
+        group.run(experiences(seed), METHODS)
+    actor(group, "save_checkpoint", tag="global_step2", client_states={"global_step": 2})
+    group = start(tiny_model, tmp_path, *schedule, "--actor.adam.lr", "1", max_steps=2)
+    # The checkpoint's optimizer has the highest rate, as `cli.same_run` says: a tenth of 1e-2 is the minimum.
+    assert actor(group, "call", lambda probe: probe.actor_scheduler.get_last_lr()[0])[0] != 1e-2
+    assert [group.run(experiences(seed), METHODS).last_rate for seed in (3, 4)] == [pytest.approx(1e-3)] * 2
+
+
+def test_a_processor_is_saved_with_its_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "writing").mkdir()
+    (tmp_path / "model" / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "model" / "other.json").write_text("{}")
+    checkpoints._copy_processor(str(tmp_path / "model"), tmp_path / "writing")
+    checkpoints._copy_processor("nobody/nothing", tmp_path / "writing")
+    assert [path.name for path in (tmp_path / "writing").iterdir()] == ["preprocessor_config.json"]
+
+
+def overwrite_64_bytes(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"\x7f" * 64)
+
+
+def limit_files(group: Group, rank: int, size: int) -> None:
+    """Let a rank write no file that is larger, in bytes. torch then says "iostream error" and nothing else."""
+
+    def limit(probe) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    ray.get(group.workers[group.selective]._actor_handlers[rank].__ray_call__.remote(limit))
+
+
+def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
+    """One group of workers for all, because it takes long to start."""
+    group = start(tiny_model, tmp_path)
+    group.run(experiences(1), METHODS)
+    at_checkpoint = everything(group)
+    for step in (1, 2, 3):
+        actor(group, "save_checkpoint", tag=f"global_step{step}", client_states={"global_step": step})
+    folder = tmp_path / "_actor"
+    assert files.tags(folder) == ["global_step2", "global_step3"]
+
+    # One rank cannot write: all go on, what there was stays, and the next one is written.
+    limit_files(group, rank=1, size=200_000)
+    actor(group, "save_checkpoint", tag="global_step4", client_states={"global_step": 4})
+    with pytest.raises(checkpoints.NotWritten, match="File too large"):
+        limit_files(group, rank=0, size=200_000)
+        actor(group, "save_model")
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["global_step2", "global_step3"]
+    assert not list((tmp_path / "final").iterdir())
+    for rank in (0, 1):
+        limit_files(group, rank, resource.RLIM_INFINITY)
+    (tmp_path / "final" / "kept").mkdir()  # OpenRLHF's default keeps the checkpoints there
+    actor(group, "save_model")
+    model = {path.name for path in (tmp_path / "final").iterdir()}
+    assert {"kept", "config.json", "model.safetensors", "tokenizer.json"} <= model and ".writing" not in model
+
+    # The newest is damaged: the one before it is loaded. Both are: the run does not start anew in silence.
+    overwrite_64_bytes(folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    group.start()
+    assert [states["global_step"] for states in actor(group, "get_checkpoint_states")] == [2, 2]
+    assert all(map(torch.equal, everything(group), at_checkpoint))
+    (folder / "global_step2" / "process_rank_1.pt").unlink()
+    with pytest.raises(
+        newest_checkpoint.NoWholeCheckpoint, match=r"global_step3 .* has changed .*global_step2 .*missing"
+    ):
+        group.start()
+
+    # A folder in which nothing was ever finished is a run's beginning.
+    for tag in files.tags(folder):
+        (folder / tag).rename(folder / f"{files.WRITING}{tag}")
+        (folder / f"{files.WRITING}{tag}" / files.MANIFEST).unlink()
+    group.start()
+    assert actor(group, "get_checkpoint_states") == [checkpoints.BEGINNING] * 2
+    assert not files.tags(folder)
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_weights_that_are_not_finite_are_not_saved(stage, tiny_model, tmp_path):
+    """One NaN on one rank stops both, and names the parameter."""
+
+    def spoil(probe) -> None:
+        weight = dict(probe.actor.model.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+        (weight.ds_tensor if stage == "3" else weight).data.flatten()[-1] = torch.nan
+
+    group = start(tiny_model, tmp_path, "--ds.zero_stage", stage)
+    group.args.train.enable_ema = False
+    group.start()
+    actor(group, "save_checkpoint", tag="global_step1")
+    ray.get(group.workers[group.selective]._actor_handlers[1].__ray_call__.remote(spoil))
+    for method, kwargs in (("save_checkpoint", {"tag": "global_step2"}), ("save_model", {})):
+        for ref in group.workers[group.selective].async_run_method(method, **kwargs):
+            with pytest.raises(Diverged, match=r"first in model\.layers\.1\.mlp\.up_proj\.weight"):
+                ray.get(ref, timeout=240)
+    assert [path.name for path in (tmp_path / "_actor").iterdir() if path.is_dir()] == ["global_step1"]
+    assert not (tmp_path / "final").exists()

@@ -1,0 +1,139 @@
+"""A step whose loss or gradient is not finite on one of two ranks leaves no trace on either."""
+
+import copy
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+from arlopti_testing.update_workers import (
+    OFF,
+    RANKS,
+    SAMPLES,
+    Group,
+    assert_no_nan,
+    cluster,
+    experiences,
+    flags,
+    full_parameters,
+)
+
+from arlopti_openrlhf.ops.health.guard import first_non_finite
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this module
+
+NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
+LOPTI = OFF | {"algo.lopti.eta": 0.5}
+TRAINING = ["--actor.adam.lr", "1e-2", "--actor.lr_scheduler", "linear", "--train.enable_ema"]
+DYNAMIC = ["--train.dynamic_batch_enable", "--ds.packing_samples"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster():
+    with cluster():
+        yield
+
+
+def with_nan(batch: list, field: str) -> list:
+    """Put NaN on the response tokens of each of rank 0's samples."""
+    batch = copy.deepcopy(batch)
+    for sample in batch[: SAMPLES // RANKS]:
+        getattr(sample, field).masked_fill_(sample.action_mask.bool(), torch.nan)
+    return batch
+
+
+def everything(probe, *ignored, **ignored_too) -> SimpleNamespace:
+    """Return all that an optimizer step may change, as this rank sees it. Runs in a worker."""
+    engine = probe.actor.model
+    moments = [
+        value.clone()
+        for state in engine.optimizer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return SimpleNamespace(
+        weights=full_parameters(probe),
+        average=full_parameters(probe, averaged=True),
+        moments=moments,
+        rate=probe.actor_scheduler.get_last_lr(),
+        non_finite=first_non_finite(engine),
+    )
+
+
+def is_same(a: SimpleNamespace, b: SimpleNamespace) -> bool:
+    tensors = ([*state.weights, *state.average, *state.moments] for state in (a, b))
+    return a.rate == b.rate and all(torch.equal(x, y) for x, y in zip(*tensors, strict=True))
+
+
+def look(group: Group) -> list[SimpleNamespace]:
+    return ray.get(group.workers[group.selective].async_run_method("call", everything))
+
+
+# The ratio's `clamp` gives a NaN the gradient 0, so that rank 0's gradient is 0 and the other's is as it was.
+NO_KL = OFF | {"algo.kl.use_loss": False}
+WITH_KL = {"algo.kl.use_loss": True}
+
+CASES = {
+    "zero2, bf16, a loss without a gradient": (["--ds.zero_stage", "2"], False, NO_KL, "action_log_probs"),
+    "zero3, bf16, a loss without a gradient": (["--ds.zero_stage", "3"], False, NO_KL, "action_log_probs"),
+    "zero2, bf16, upstream's step": (["--ds.zero_stage", "2"], False, NO_METHOD, "advantages"),
+    "zero2, float32": (["--ds.zero_stage", "2"], True, OFF, "action_log_probs"),
+    "zero2, offload": (["--ds.zero_stage", "2", "--ds.adam_offload"], False, LOPTI, "base_action_log_probs"),
+    "zero3, bf16": (["--ds.zero_stage", "3"], False, OFF, "advantages"),
+    "zero3, float32, upstream's step": (["--ds.zero_stage", "3"], True, NO_METHOD, "action_log_probs"),
+    "zero3, offload": (["--ds.zero_stage", "3", "--ds.adam_offload"], False, OFF, "advantages"),
+    "zero2, dynamic": (["--ds.zero_stage", "2", *DYNAMIC], False, LOPTI, "advantages"),
+    "zero3, dynamic": (["--ds.zero_stage", "3", *DYNAMIC], False, NO_METHOD, "advantages"),
+}
+
+
+# Offloading compiles DeepSpeed's CPU Adam, which takes two minutes.
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] if "offload" in c else []) for c in CASES])
+def test_a_refused_step_is_no_step(tiny_model, case):
+    more, float32, overrides, field = CASES[case]
+    group = Group(flags(tiny_model, *more, *TRAINING), float32=float32)
+    overrides = WITH_KL | overrides | {"ds.packing_samples": "--ds.packing_samples" in more}
+    steps = 2 if overrides["algo.lopti.eta"] else 1
+    batch = experiences(seed=1)
+    start = look(group)
+    # The trainer is kept, as its EMA counts micro-batches.
+    assert group.run(batch, overrides).status["skipped_optimizer_steps"] == 0
+    before = look(group)
+    assert not is_same(start[0], before[0])
+    refused = group.run_ranks(with_nan(batch, field), overrides, rebuild=False)
+    # Both ranks refuse, also the one whose loss was finite.
+    assert [rank.status["skipped_optimizer_steps"] for rank in refused] == [steps, steps]
+    norms = [value for name, value in refused[0].status.items() if name.endswith("actor_grad_norm")]
+    assert norms and all(map(math.isnan, norms))
+    assert all(map(is_same, before, look(group)))
+    # What was refused is forgotten: the next step is that of a run that never saw it.
+    again = group.run(batch, overrides, rebuild=False)
+    after = look(group)
+    assert_no_nan(again.status)
+    assert again.status["skipped_optimizer_steps"] == 0 and after[0].non_finite is None
+    untouched = Group(flags(tiny_model, *more, *TRAINING), float32=float32)
+    for rebuild in (True, False):
+        untouched.run(batch, overrides, rebuild=rebuild)
+    assert all(map(is_same, after, look(untouched)))
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_weights_that_are_not_finite_let_no_step_through(tiny_model, stage):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(probe) -> None:
+        weight = dict(probe.actor.model.module.named_parameters())[name]
+        (weight.ds_tensor if stage == "3" else weight).data.flatten()[-1] = torch.nan
+
+    group = Group(flags(tiny_model, "--ds.zero_stage", stage, *TRAINING), float32=False)
+    before = look(group)
+    ray.get(group.workers[group.selective].async_run_method("call", spoil))
+    assert [rank.non_finite for rank in look(group)] == [name, name]
+    for _ in range(2):
+        assert group.run(experiences(seed=1), LOPTI).status["skipped_optimizer_steps"] == 2
+    for rank, as_it_was in zip(look(group), before, strict=True):
+        assert rank.rate == as_it_was.rate
+        # DeepSpeed makes the moments at the first step that it takes.
+        assert rank.moments == [] == as_it_was.moments or all(map(torch.equal, rank.moments, as_it_was.moments))

@@ -1,0 +1,195 @@
+"""A resumed run goes on under its name, in one curve of TensorBoard and in one run of wandb. No tracker ends a run."""
+
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import pytest
+import wandb
+from arlopti_testing.ports import free_port
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.ops.health import trackers
+from arlopti_openrlhf.ops.lifecycle import credentials
+
+
+def arguments(folder, run_name: str, resumes: bool, **wandb) -> SimpleNamespace:
+    wandb = SimpleNamespace(**{"key": None, "org": None, "group": None, "project": "p", "run_name": run_name} | wandb)
+    logger = SimpleNamespace(tensorboard_dir=str(folder / "tensorboard"), wandb=wandb)
+    ckpt = SimpleNamespace(path=str(folder / "ckpt"), load_enable=resumes, disable_ds=False, save_hf=False)
+    return SimpleNamespace(logger=logger, ckpt=ckpt)
+
+
+def identified(*args) -> tuple[str, str]:
+    """Return a run's name and wandb's id."""
+    args = arguments(*args)
+    run_id = trackers.identify(args)
+    return args.logger.wandb.run_name, run_id
+
+
+def test_a_resumed_run_keeps_its_name_and_its_id(tmp_path):
+    name, run_id = identified(tmp_path, "ppo_1122T01:00", True)  # nothing is there yet
+    assert name == "ppo_1122T01:00" and len(run_id) == 8
+    assert identified(tmp_path, "ppo_1122T09:59", True) == (name, run_id)
+    other, other_id = identified(tmp_path, "mine", True)
+    assert other == "mine" and other_id != run_id
+    assert identified(tmp_path, "ppo_1122T10:30", True) == ("mine", other_id)
+    name, new_id = identified(tmp_path, "mine", False)  # a new run
+    assert name == "mine" and new_id != other_id
+
+
+def test_a_run_that_saves_no_checkpoint_leaves_the_name_that_is_kept(tmp_path):
+    identified(tmp_path, "another run", False)
+    kept = (tmp_path / "ckpt" / trackers.RUN_FILE).read_text()
+    args = arguments(tmp_path, "mine", False)
+    args.ckpt.disable_ds = True
+    assert trackers.identify(args) not in kept and args.logger.wandb.run_name == "mine"
+    assert (tmp_path / "ckpt" / trackers.RUN_FILE).read_text() == kept
+
+
+@pytest.mark.parametrize(("checkpoint", "kept"), [(2, [0, 2]), (0, [])])
+def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
+    args = arguments(tmp_path, "run", True)
+    killed = trackers.ResumableTensorboard(args)
+    killed.log_eval(0, {"accuracy": 0.0})
+    for step in (1, 2, 3, 4):
+        killed.log_train(step, {"reward": float(step)})
+    killed.log_eval(2, {"accuracy": 0.2})
+    killed.log_eval(4, {"accuracy": 0.4})
+    killed.close()
+    resumed = trackers.ResumableTensorboard(args)
+    resumed.drop_from(checkpoint + 1 if checkpoint else 0)
+    for step in range(checkpoint + 1, 6):
+        resumed.log_train(step, {"reward": 10.0 * step})
+    resumed.log_eval(5, {"accuracy": 0.5})
+    resumed.close()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "run"), size_guidance={"scalars": 0})
+    events.Reload()
+    values = [(event.step, event.value) for event in events.Scalars("train/reward")]
+    assert values == [(step, step * (10.0 if step > checkpoint else 1.0)) for step in (1, 2, 3, 4, 5)]
+    assert [event.step for event in events.Scalars("eval/accuracy")] == [*kept, 5]
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Let wandb write to tmp_path alone."""
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "ARLOPTI_REWARD_SECRET_0_USER"):
+        monkeypatch.setenv(name, "")  # so that what the test leaves there is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    yield
+    wandb.teardown()  # it would keep the folder for the next test
+
+
+def test_wandb_goes_on_in_the_same_run(offline, tmp_path):
+    """Offline, wandb says which run it would go on in."""
+    args = arguments(tmp_path, "mine", True, key="0" * 40)
+    run_id = trackers.identify(args)
+    tracker = trackers.ResumableWandb(args, run_id)
+    run = tracker.handle.run
+    try:
+        assert (run.id, run.name, run.settings.resume) == (run_id, "mine", "allow")
+    finally:
+        tracker.close()
+
+
+def test_wandbs_config_is_nested_and_holds_no_secret(offline, tmp_path):
+    """Runs can be filtered by α, because it is a number, and not a part of a namespace's text."""
+    key, password = "0123456789abcdef" * 2, "pass-w0rd"
+    flags = (
+        f"--logger.wandb.key {key} --reward.remote_url http://user:{password}@host/get --actor.model_name_or_path m"
+    )
+    flags += " --algo.ar.alpha 0.3 --algo.lopti.eta 0.5 --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1"
+    flat = train_ppo_ray.parse(flags.split())
+    credentials.hide(flat)
+    args, _ = command_line.check(flat)
+    tracker = trackers.ResumableWandb(args, "an-id")
+    config = dict(tracker.handle.run.config)
+    tracker.close()
+    assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5
+    assert config["eval"]["sampling"] == [["*", 4, 0.6], ["a", 2, 1.0]] and "namespace(" not in str(config)
+    assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY" and config["reward"]["remote_url"][0].endswith(
+        "@host/get"
+    )
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"alpha" in written and key.encode() not in written and password.encode() not in written
+
+
+FULL = """
+import resource, sys
+from types import SimpleNamespace
+from arlopti_openrlhf import cpu
+cpu.enable()
+from arlopti_openrlhf.ops.health import trackers
+
+def full(whether):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 if whether else unlimited, unlimited))
+
+wandb = SimpleNamespace(key=None, run_name="run")
+args = SimpleNamespace(
+    logger=SimpleNamespace(tensorboard_dir=sys.argv[1], wandb=wandb),
+    ckpt=SimpleNamespace(path=sys.argv[1] + "/ckpt", load_enable=False, disable_ds=False),
+)
+full(sys.argv[2] == "at the start")
+with trackers.resumable(args):
+    tracker = trackers.ppo_trainer.TensorboardLogger(args)
+for step in range(1, 7):
+    full(step < 5 if sys.argv[2] == "at the start" else step in (3, 4))
+    tracker.log_train(step, {"reward": float(step)})
+    tracker.log_histogram("h", [1.0, 2.0], step)
+tracker.drop_from(7)
+tracker.close()
+"""
+
+
+@pytest.mark.parametrize(("when", "kept", "lost"), [("at the start", [], 12), ("for two steps", [1, 2, 5, 6], 4)])
+def test_a_full_disk_below_tensorboard_is_said_once_and_counted(when, kept, lost, tmp_path):
+    folder = str(tmp_path / "tensorboard")
+    command = [sys.executable, "-c", FULL, folder, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith(f"arlopti_openrlhf: TensorBoard, {folder}: ")]
+    assert len(said) == 2 and "File too large" in said[0] and f": {lost} entries are missing" in said[1], done.stdout
+    events = EventAccumulator(f"{folder}/run", size_guidance={"scalars": 0})
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/reward")] == kept if kept else not events.Tags()["scalars"]
+
+
+@pytest.fixture
+def refusing():
+    """Return the URL of a server that refuses everything."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        do_POST = do_GET
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_without_wandbs_server_the_run_is_kept_here(is_there, refusing, offline, tmp_path, monkeypatch, capsys):
+    url = refusing if is_there else f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    start = time.monotonic()
+    tracker = trackers.ResumableWandb(arguments(tmp_path, "mine", False, key="0" * 40), "an-id")
+    assert time.monotonic() - start < 60  # wandb alone tries for 90 s
+    folder = tracker.handle.run.settings.sync_dir
+    tracker.log_train(1, {"reward": 1.0})
+    tracker.close()
+    said = capsys.readouterr().out
+    assert f"arlopti_openrlhf: wandb: {url}: " in said and f"wandb sync {folder}" in said
+    assert list((tmp_path / "wandb").glob("offline-run-*-an-id/*.wandb"))

@@ -1,0 +1,293 @@
+"""The console shows how far a run is, and the file gets everything else."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from types import SimpleNamespace
+
+import pytest
+
+from arlopti_openrlhf.ops.lifecycle import closing, console, progress, stopping
+from arlopti_openrlhf.ops.lifecycle.progress import Evaluation, Progress, Prompts, Step
+
+WORKER = "\x1b[36m(PolicyModelActor pid=71, ip=10.0.0.2)\x1b[0m "
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("arlopti_openrlhf: SIGTERM\n", "arlopti_openrlhf: SIGTERM"),
+        (f"{WORKER}arlopti_openrlhf: waiting\n", "arlopti_openrlhf: waiting"),
+        ("(PPOTrainer pid=7) WARNING 11-22 16:08:01 health.py:45] step 3: a", "arlopti_openrlhf: warning: step 3: a"),
+        ("(PPOTrainer pid=7) INFO 11-22 16:08:01 ppo_trainer.py:551] Global step 3", None),
+        ("WARNING 11-22 16:08:01 [cpu.py:12] of vLLM, which a user cannot mend", None),
+        ("Namespace(arlopti_openrlhf: no)", None),
+        ("\x1b[36m(pid=71)\x1b[0m arlopti_openrlhf: at start\n", "arlopti_openrlhf: at start"),
+        (
+            "\x1b[33m(autoscaler +8s)\x1b[0m Error: No available node types can fulfill {'GPU': 1}",
+            "arlopti_openrlhf: (autoscaler +8s) Error: No available node types can fulfill {'GPU': 1}",
+        ),
+        ("(autoscaler +8s) Tip: use `ray status` to view detailed cluster status", None),
+        ("", None),
+    ],
+)
+def test_what_is_meant_for_the_user(line, shown):
+    assert console.for_the_user(line) == shown
+
+
+def status(**more) -> dict:
+    rollouts = {"rollout/reward_mean": 1.5, "rollout/num_samples": 32.0, "rollout/response_length_mean": 100.0}
+    return rollouts | {"timing/step_total": 4.0} | more
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        (status(), "reward 1.5, 800 tok/s"),
+        (status(score=0.25, actor_grad_norm=0.5), "reward 1.5, score 0.25, grad 0.5, 800 tok/s"),
+        (
+            status(**{"lopti/low/actor_grad_norm": 10.36, "lopti/high/actor_grad_norm": 4.2}),
+            "reward 1.5, grad 10.4 4.2, 800 tok/s",
+        ),
+    ],
+)
+def test_figures_of_a_step(metrics, text):
+    assert progress.figures(metrics) == text
+
+
+RUN = """
+import os, subprocess, sys, time
+from arlopti_openrlhf.ops.lifecycle import console
+from arlopti_openrlhf.ops.lifecycle.progress import Evaluation, Progress, Prompts, Step
+console._POLL = 0.05
+first = Evaluation(0, {"accuracy": 0.25})
+prompts = Prompts(64, 0)
+one = Progress(prompts, Step(1, 32, "reward 0.5"), first, first)
+seen = iter([Progress(), Progress(prompts), Progress(prompts, None, first, first), one])
+last = Progress(prompts, Step(2, 64, "reward 0.75"), first, Evaluation(2, {"accuracy": 0.5}))
+console.ray.is_initialized = lambda: True
+console.progress.read = lambda: next(seen, last)
+with console.Console(__import__("pathlib").Path(sys.argv[1])) as shown:
+    print("noise of Python")
+    subprocess.run(["echo", "noise of another process"])
+    os.write(2, b"(A pid=1) arlopti_open")  # a line may come in parts
+    time.sleep(0.2)
+    os.write(2, b"rlhf: a word to the user\\n")
+    time.sleep(1)
+    shown.close("the last line")
+    print("after it")
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_and_the_rest_is_kept(is_terminal, tmp_path):
+    log = tmp_path / "new" / "train.log"
+    outer, inner = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(log)], stdout=inner)
+    os.close(inner)
+    text = read(outer)
+    assert process.wait(60) == 0
+    kept = log.read_text("utf-8")
+    assert oct(log.stat().st_mode & 0o777) == "0o600"
+    for words in ("noise of Python", "noise of another process", "a word to the user", "the last line"):
+        assert words in kept
+    assert "noise" not in text and "after it" not in kept and "the last line" not in text
+    assert "arlopti_openrlhf: a word to the user" in text and str(log) in text
+    assert text.rstrip().endswith("after it")
+    if is_terminal:
+        assert re.search(r"step 2 100%\|.*held out 0\.5, reward 0\.75", text)
+    else:
+        assert text.count("step 1, 32 of 64 prompts: held out 0.25, reward 0.5\n") == 1
+        assert text.count("step 2, 64 of 64 prompts: held out 0.5, reward 0.75\n") == 1
+
+
+def read(descriptor: int) -> str:
+    """Return all that comes out of a pipe or a terminal."""
+    parts = []
+    try:
+        while part := os.read(descriptor, 65536):
+            parts.append(part)
+    except OSError:  # a terminal ends so
+        pass
+    os.close(descriptor)
+    return b"".join(parts).decode()
+
+
+def test_a_log_goes_on(tmp_path):
+    (tmp_path / "train.log").write_text("an earlier run\n")
+    shown = "from arlopti_openrlhf.ops.lifecycle.console import *\n"
+    shown += f"with Console(Path({str(tmp_path / 'train.log')!r})): print(1)"
+    subprocess.run([sys.executable, "-c", shown], check=True, stdout=subprocess.DEVNULL)
+    assert re.fullmatch(r"an earlier run\n\n\d{4}-.* process \d+\n1\n\n", (tmp_path / "train.log").read_text())
+
+
+@pytest.mark.parametrize(("mode", "is_terminal", "wanted"), [("progress", False, True), ("all", True, False)])
+def test_who_says_which_console_gets_it(mode, is_terminal, wanted, monkeypatch):
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, SimpleNamespace(isatty=lambda: is_terminal))
+    assert console.is_wanted(mode) == wanted and console.is_wanted("auto") == is_terminal
+
+
+def end_of_a_run(tmp_path, before: str = "", within: str = 'raise ValueError("no label")') -> tuple:
+    """Return the result of a run that shows its progress and fails, or does as `within` says; and its log."""
+    program = f"""
+import os, sys, time
+from pathlib import Path
+from arlopti_openrlhf.ops.lifecycle import console, driver, streams
+streams.protect()
+shown = console.Console(Path({str(tmp_path)!r}, "train.log"))
+{before}
+with shown, driver.Driver(shown, lambda found: "what came out").ending():
+    {within}
+"""
+    # Buffered, as a user's Python is, so that what could not be written is still there at the end.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    return done, (tmp_path / "train.log").read_text()
+
+
+CAUSE = "arlopti_openrlhf: run failed: ValueError: no label\narlopti_openrlhf: the run's log: "
+
+
+def test_the_cause_is_said_and_kept(tmp_path):
+    done, log = end_of_a_run(tmp_path)
+    assert done.returncode == 1 and done.stderr == f"{CAUSE}{tmp_path / 'train.log'}\n"
+    assert "Traceback" in log and "Traceback" not in done.stdout
+    assert log.endswith(f"{CAUSE}{tmp_path / 'train.log'}\n")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), shown._descriptor)",  # no space on the disk
+        "console.ray.is_initialized = lambda: True; console.progress.read = lambda: time.sleep(50)",  # Ray is stuck
+        # Ray's end is stuck too.
+        "driver._SHUTDOWN = 1; driver.ray.shutdown = lambda: time.sleep(50)",
+    ],
+)
+def test_the_cause_is_said_whatever_else_goes_wrong(before, tmp_path):
+    done, _ = end_of_a_run(tmp_path, before)
+    assert done.returncode == 1 and done.stderr.startswith(CAUSE)
+
+
+def test_a_complete_run_says_what_came_out(tmp_path):
+    done, log = end_of_a_run(tmp_path, within="pass")
+    assert done.returncode == 0 and done.stdout.endswith("train.log\nwhat came out\n")
+    assert log.endswith("what came out\n") and not done.stderr
+
+
+def test_a_complete_run_that_cannot_show_its_results_is_complete(tmp_path):
+    before = "driver.ray.is_initialized = lambda: True; driver.ray.shutdown = lambda: None; driver._LAST_LINES = 0\n"
+    before += "driver.progress.read = lambda: 1 / 0"
+    done, _ = end_of_a_run(tmp_path, before, within="pass")
+    assert done.returncode == 0 and "the run is complete. Its results cannot be shown: ZeroDiv" in done.stdout
+
+
+def test_a_reader_that_has_gone_away_fails_no_run(tmp_path):
+    program = """
+from arlopti_openrlhf.ops.lifecycle import driver, streams
+streams.protect()
+with driver.Driver(closing=lambda found: "what came out").ending():
+    pass
+"""
+    outer, inner = os.pipe()
+    os.close(outer)
+    done = subprocess.run([sys.executable, "-c", program], stdout=inner, stderr=subprocess.PIPE, timeout=60)
+    os.close(inner)
+    lost = rb"arlopti_openrlhf: 1 writes of output are lost \(Broken pipe: pipe:\[\d+\]\)\n"
+    assert done.returncode == 0 and re.fullmatch(lost, done.stderr)
+
+
+def test_what_is_said_is_read(monkeypatch):
+    """`first` is the first evaluation of the process, and stays."""
+    store: dict[str, bytes] = {}
+    monkeypatch.setattr(stopping, "put", lambda name, value: store.update({name: value.encode()}))
+    monkeypatch.setattr(stopping, "get", store.get)
+    assert progress.read() == Progress()
+    progress.say_prompts(64, 8)
+    progress.say_evaluation(0, {"accuracy": 0.25})
+    progress.say_step(1, 32, status(actor_grad_norm=float("nan")))
+    progress.say_evaluation(2, {"accuracy": 0.5})
+    first, last = Evaluation(0, {"accuracy": 0.25}), Evaluation(2, {"accuracy": 0.5})
+    assert progress.read() == Progress(Prompts(64, 8), Step(1, 32, "reward 1.5, grad nan, 800 tok/s"), first, last)
+
+
+def test_a_store_that_does_not_answer_stops_no_training(monkeypatch, capsys):
+    monkeypatch.setattr(stopping, "put", lambda name, value: 1 / 0)
+    progress.say_step(1, 32, status())
+    assert capsys.readouterr().out.startswith("arlopti_openrlhf: progress is not shown: ZeroDivisionError")
+
+
+def test_a_resumed_run_is_not_said_to_be_fast(tmp_path):
+    """Half of the prompts were drawn before. A tenth of the rest took 10 s, so 90 s are left."""
+    now = [0.0]
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    shown = console.Console(tmp_path / "train.log")
+    shown._terminal = os.fdopen(inner, "w", encoding="utf-8", buffering=1)
+    shown._show(Progress(Prompts(640, 320)))
+    shown._bar._time, shown._bar.start_t, shown._bar.last_print_t = (lambda: now[0]), 0.0, 0.0
+    now[0] = 10.0
+    shown._show(Progress(Prompts(640, 320), Step(11, 352, "reward 1")))
+    shown._bar.close()
+    shown._terminal.close()
+    text = read(outer)
+    assert "step 11  55%|" in text and "00:10<01:30" in text
+
+
+def arguments(folder, lora_rank: int = 0, **logger) -> SimpleNamespace:
+    wandb = SimpleNamespace(key=None, project="p", run_name="r")
+    return SimpleNamespace(
+        eval=SimpleNamespace(dataset="test.jsonl,my data/more.parquet"),
+        ckpt=SimpleNamespace(output_dir="final", path=str(folder), load_enable=True),
+        ds=SimpleNamespace(lora=SimpleNamespace(rank=lora_rank)),
+        logger=SimpleNamespace(**{"tensorboard_dir": "tb", "wandb": wandb} | logger),
+    )
+
+
+def metrics(*accuracies: float) -> dict[str, float]:
+    """Return the metrics of an evaluation of two sources, and of one that has rewards alone."""
+    found = {"eval_odd_pass1": -0.5, "eval_kk_2ppl_pass1": 1.0}
+    for source, value in zip(("kk_2ppl", "kk_3ppl"), accuracies, strict=True):
+        found |= {f"{source}/accuracy": value, f"{source}/accuracy/low": value - 0.1}
+        found |= {f"{source}/accuracy/high": value + 0.1, f"{source}/pass@2": 1.0}
+    return found | {"accuracy": sum(accuracies) / 2}
+
+
+def test_the_closing_text(tmp_path):
+    found = Progress(
+        Prompts(64, 0), Step(2, 64, ""), Evaluation(0, metrics(0.25, 0.5)), Evaluation(2, metrics(0.5, 0.75))
+    )
+    assert closing.text(arguments(tmp_path), found, None).splitlines() == [
+        "trained 2 steps",
+        "held-out accuracy   step 0                   step 2",
+        "kk_2ppl             0.250 (0.150 to 0.350)   0.500 (0.400 to 0.600)",
+        "kk_3ppl             0.500 (0.400 to 0.600)   0.750 (0.650 to 0.850)",
+        "mean                0.375                    0.625",
+        "odd, reward         -0.500                   -0.500",
+        "model:   final",
+        "curves:  tensorboard --logdir tb/r",
+        "next:    arlopti evaluate --model final --data test.jsonl 'my data/more.parquet' --out OUT",
+    ]
+
+
+def test_the_closing_text_of_a_resumed_run_with_lora(tmp_path):
+    """The run has kept its name. An adapter alone cannot be evaluated, and there was no evaluation."""
+    (tmp_path / "run.json").write_text('{"run_name": "kept", "wandb_id": "1"}')
+    args = arguments(tmp_path, lora_rank=8)
+    args.logger.wandb.key = "WANDB_API_KEY"
+    assert closing.text(args, Progress(), tmp_path).splitlines() == [
+        "no step was trained",
+        "not evaluated (--eval.steps)",
+        "model:   final",
+        f"log:     {tmp_path}",
+        "curves:  tensorboard --logdir tb/kept",
+        "curves:  wandb, project p, run kept",
+    ]

@@ -1,0 +1,109 @@
+"""All findings come in one list with an exit status, and a check that fails is a finding."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from arlopti_testing import cpu_seconds
+from arlopti_testing.preflight_command import arguments
+
+from arlopti_openrlhf.ops.preflight import check
+from arlopti_openrlhf.ops.preflight.finding import Finding
+
+FATAL, WARNING = Finding("--a", 1, "is wrong", "mend it"), Finding("--b", 2, "looks wrong", "look", is_fatal=False)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Return set(quick, thorough), which replaces the checks."""
+
+    def replace(quick, thorough) -> None:
+        monkeypatch.setattr(check, "QUICK", {"one": quick})
+        monkeypatch.setattr(check, "THOROUGH", {"two": thorough})
+
+    return replace
+
+
+def test_warnings_are_printed_and_the_run_goes_on(checks, capsys):
+    checks(lambda args: [WARNING], lambda args: [])
+    check.run(arguments(), [], [])
+    assert capsys.readouterr().err.splitlines()[1:] == ["  warning: --b 2: looks wrong; look"]
+
+
+def test_what_is_fatal_comes_first_and_stops_the_run(checks, capsys):
+    checks(lambda args: [WARNING], lambda args: [FATAL])
+    with pytest.raises(SystemExit) as stopped:
+        check.run(arguments(), [], [])
+    lines = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and lines[0].endswith("cannot start: errors 1, warnings 1")
+    assert lines[1:] == ["  error: --a 1: is wrong; mend it", "  warning: --b 2: looks wrong; look"]
+
+
+@pytest.mark.parametrize(("flags", "ran"), [("", []), ("--dry-run", ["thorough"])])
+def test_after_a_mistake_in_the_flags_only_a_dry_run_looks_further(checks, flags, ran):
+    looked = []
+    checks(lambda args: [FATAL], lambda args: looked.append("thorough") or [])
+    with pytest.raises(SystemExit):
+        check.run(arguments(flags), [], [])
+    assert looked == ran
+
+
+def test_a_check_that_fails_is_named_and_stops_nothing(checks, capsys):
+    def fails(args):
+        raise KeyError("x")
+
+    checks(lambda args: [], fails)
+    check.run(arguments(), [], [])
+    error = capsys.readouterr().err
+    assert "warning: the check of two failed: KeyError: 'x'" in error and "Traceback" not in error
+
+
+def test_of_a_flag_that_has_to_be_changed_one_finding_is_enough(checks, capsys):
+    checks(lambda args: [FATAL], lambda args: [])
+    with pytest.raises(SystemExit):
+        check.run(arguments(), [], [Finding("--a", 1, "upstream's assert", "change it"), WARNING])
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "  error: --a 1: is wrong; mend it",
+        "  warning: --b 2: looks wrong; look",
+    ]
+
+
+def run(flags: str, *more: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags.split(), *more]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def fitting(tiny_model, tiny_data, tmp_path_factory) -> str:
+    out = tmp_path_factory.mktemp("out")
+    return f"""--actor.model_name_or_path {tiny_model} --data.prompt_dataset {tiny_data} --data.input_key prompt
+        --data.label_key label --data.apply_chat_template --data.max_len 96 --reward.remote_url kk
+        --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4 --rollout.batch_size 8
+        --rollout.micro_batch_size 4 --train.batch_size 16 --train.micro_batch_size 4 --rollout.max_new_tokens 16
+        --vllm.sync_backend gloo --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1
+        --train.colocate_all --ckpt.output_dir {out}/final --ckpt.path {out}/ckpt --dry-run"""
+
+
+def test_a_run_that_can_start(fitting):
+    before = cpu_seconds.of_children()
+    done = run(fitting)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "estimated peak memory per GPU of the actor: 0.0 GiB" in done.stdout
+    assert "the run can start. Nothing has been started." in done.stdout
+    assert cpu_seconds.of_children() - before < 60  # 5 s on an idle core
+
+
+def test_mistakes_of_every_kind_in_one_list(fitting, tmp_path):
+    """Flags, the model, the data, the reward function, folders: each is named once."""
+    (tmp_path / "reward.py").write_text("def reward(queries): pass\n")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "x" * 500, "label": "none"}) + "\n")
+    flags = f"""--actor.adam.lr -1 --vllm.num_engines 2 --ckpt.output_dir /proc/x  --data.label_key solution
+        --reward.remote_url {tmp_path}/reward.py --data.prompt_dataset {tmp_path}/data.jsonl"""
+    done = run(fitting, *flags.split())
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    errors = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("  error: ")]
+    assert {"--actor.adam.lr", "--vllm.num_engines", "--ckpt.output_dir", "--data.label_key"} <= set(errors)
+    assert "--reward.remote_url" in errors and len(errors) == len(set(errors)), done.stderr

@@ -1,0 +1,244 @@
+"""Each mistake with data is found before anything starts, with its place and what to do."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from arlopti_testing.preflight_arguments import arguments
+
+from arlopti_openrlhf.cli import train_ppo_ray
+from arlopti_openrlhf.ops.preflight import data, rows
+from arlopti_openrlhf.ops.preflight.tokenizer import Tokenizer
+
+SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
+
+
+def row(i: int, **changes) -> dict:
+    prompt = [{"role": "user", "content": f"puzzle {i}"}]
+    return {"prompt": prompt, "label": SOLUTION, "datasource": "kk_2ppl"} | changes
+
+
+def write(path, rows) -> str:
+    """Write rows, or lines as they are, and return the path."""
+    lines = (line if isinstance(line, str) else json.dumps(line) for line in rows)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def check(tmp_path, tiny_model):
+    """check(rows, FLAG=VALUE...) returns the findings as text, those that are fatal after "!"."""
+
+    def run(given=None, **flags):
+        path = write(tmp_path / "d.jsonl", [row(i) for i in range(8)] if given is None else given)
+        flags = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": path} | flags
+        return ["!" * finding.is_fatal + str(finding) for finding in data.check(arguments(**flags))]
+
+    return run
+
+
+def test_good_data_has_no_finding(check, tmp_path):
+    import pandas
+
+    rows = [row(i) for i in range(8)]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "d.parquet")
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    for name in ("d.parquet", "list.json", "d.jsonl"):
+        assert check(data__prompt_dataset=str(tmp_path / name), eval__dataset=str(tmp_path / "d.jsonl")) == []
+
+
+def test_a_folder_that_datasets_wrote(check, tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list([row(i, label=None) for i in range(8)]).save_to_disk(str(tmp_path / "saved"))
+    [found] = check(data__prompt_dataset=str(tmp_path / "saved"))
+    assert found.startswith("!--data.label_key label: no row of")
+
+
+@pytest.mark.parametrize(
+    "lines, problem",
+    [
+        ([row(0), '{"prompt": "a", "label": '], "line 2 is no JSON"),
+        ([row(0), "", "[1]"], "line 3 is not an object with keys: [1]"),
+        ([], "it has no rows"),
+        (["", ""], "it has no rows"),
+    ],
+)
+def test_a_file_that_does_not_parse(check, lines, problem):
+    [found] = check(lines)
+    assert found.startswith("!--data.prompt_dataset ") and f"d.jsonl: {problem}" in found
+
+
+def test_a_file_that_is_not_utf8(check, tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin1"))
+    [found] = check(data__prompt_dataset=str(tmp_path / "latin.jsonl"))
+    assert "latin.jsonl: line 1 is not UTF-8" in found
+
+
+@pytest.mark.parametrize("flag", ["data__prompt_dataset", "eval__dataset"])
+@pytest.mark.parametrize(
+    "name, fatal, problem",
+    [
+        ("nowhere.jsonl", True, "there is no such file"),
+        ("/nowhere/data", True, "there is no such file or folder"),
+        ("org/name", False, "not checked: there is no such file or folder, so the run looks for it on the hub"),
+        ("README.md", True, "OpenRLHF reads files whose names end in .json, .jsonl, .csv, .parquet, .arrow"),
+        ("", True, "an empty name"),
+    ],
+)
+def test_a_data_set_that_is_not_there(check, tmp_path, monkeypatch, flag, name, fatal, problem):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("words")
+    [found] = check(**{flag: f"{tmp_path / 'd.jsonl'},{name}"})
+    assert found.startswith("!" * fatal + f"--{flag.replace('__', '.')} {name}") and problem in found
+
+
+def test_the_split_of_a_file(check):
+    [found] = check(data__prompt_split="test")
+    assert "a file has the split train alone, not test" in found
+
+
+def test_a_wrong_key(check):
+    found = check(data__input_key="question", data__label_key="answer")
+    assert [line.split(":")[0] for line in found] == ["!--data.label_key answer", "!--data.input_key question"]
+    assert all(line.endswith("the keys are datasource, label, prompt") for line in found)
+
+
+def test_a_row_without_a_prompt(check):
+    [found] = check([row(0), row(1, prompt=""), row(2, prompt=None)])
+    assert "!--data.input_key prompt: 2 of 3 rows have no value there" in found and "d.jsonl, line 2;" in found
+
+
+@pytest.mark.parametrize("source, fatal", [("kk", True), ("mine.py", False)])
+def test_a_row_without_a_label(check, source, fatal):
+    [found] = check([row(0), row(1, label=None), row(2)], reward__remote_url=[source])
+    assert found.startswith("!" * fatal + "--data.label_key label: 1 of 3 rows have no value there")
+
+
+def test_a_grader_without_a_label_key(check):
+    [found] = check(reward__remote_url=["math"], data__label_key=None, eval__dataset=None)
+    assert found.startswith("!--data.label_key None: --reward.remote_url math compares")
+    assert check(reward__remote_url=["mine.py"], data__label_key=None) == []
+
+
+@pytest.mark.parametrize(
+    "source, label, fatal, problem",
+    [
+        ("kk", "(1) Zoey is a spy", True, "kk cannot read the label: a solution is numbered lines"),
+        ("math", " $$ ", True, "math cannot read the label: a label is empty"),
+        ("math", "\\", False, "is not recognised as an answer to itself"),
+    ],
+)
+def test_a_label_that_the_grader_cannot_read(check, source, label, fatal, problem):
+    """The graders read the labels in a process of their own."""
+    good = SOLUTION if source == "kk" else "42"
+    [found] = check([row(0, label=good), row(1, label=label)], reward__remote_url=[source])
+    assert found.startswith("!" * fatal + "--data.label_key label: ")
+    assert "d.jsonl, line 2: " in found and problem in found
+
+
+@pytest.mark.parametrize(
+    "prompt, problem",
+    [
+        ([{"role": "user"}], "line 2, prompt: a message without content"),
+        ([{"content": "x"}], "line 2, prompt: a message without role"),
+        (["x"], "line 2, prompt: a message is an object with role and content, not x"),
+        (7, "line 2, prompt: a prompt is text or a list of messages, not int"),
+    ],
+)
+def test_malformed_messages(check, prompt, problem):
+    [found] = check([row(0), row(1, prompt=prompt)])
+    assert found.startswith("!--data.prompt_dataset ") and problem in found
+
+
+def test_messages_without_a_chat_template(check):
+    [found] = check(data__apply_chat_template=False)
+    assert "chat messages, which only a chat template turns into text (and 7 more rows)" in found
+    assert found.endswith("add --data.apply_chat_template")
+
+
+def test_a_template_that_refuses_the_messages(check, tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    [found] = check(actor__model_name_or_path=str(tmp_path / "model"))
+    assert "line 1, prompt: the chat template refuses it: roles must alternate (and 7 more rows)" in found
+
+
+@pytest.mark.parametrize(
+    "max_len, new, fatal, problem",
+    [
+        (40, 16, True, "it leaves 24 tokens beside --rollout.max_new_tokens 16, and 8 of 8 prompts of"),
+        (42, None, True, "it leaves 41 tokens, and 5 of 8 prompts"),
+        (128, 16, False, "it leaves 112 tokens beside --rollout.max_new_tokens 16, and 1 of 8 prompts"),
+        (16, 16, True, "it leaves 0 tokens"),
+    ],
+)
+def test_prompts_that_do_not_fit(check, max_len, new, fatal, problem):
+    """The tiny model's tokens are bytes, and its template adds 26."""
+    lengths = [10, 10, 12, 16, 16, 16, 17, 100]
+    rows = [row(i, prompt=[{"role": "user", "content": "x" * n}]) for i, n in enumerate(lengths)]
+    [found] = check(rows, data__max_len=max_len, rollout__max_new_tokens=new)
+    assert found.startswith("!" * fatal + f"--data.max_len {max_len}: {problem}")
+    assert "(median 42, longest 126)" in found and f"give at least {126 + (new or 1)}" in found
+    assert check(rows, data__max_len=126 + (new or 1), rollout__max_new_tokens=new) == []
+
+
+def test_prompts_and_their_lengths_are_those_of_the_run(tmp_path, tiny_model):
+    from openrlhf.datasets.prompts_dataset import preprocess_data
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    given = [row(0), row(1, prompt="words"), row(2, prompt=[{"role": "system", "content": "é"}, *row(2)["prompt"]])]
+    args = arguments(actor__model_name_or_path=tiny_model, data__prompt_dataset=write(tmp_path / "d.jsonl", given))
+    theirs = [preprocess_data(one, None, "prompt", "label", tokenizer.apply_chat_template) for one in given]
+    assert data.first_prompts(args, 3) == theirs
+    prompts = [prompt for prompt, _ in theirs]
+    lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
+    assert Tokenizer(Path(tiny_model)).count(prompts) == lengths
+
+
+@pytest.mark.parametrize(
+    "template, fatal, problem",
+    [("Q: {} {name}", True, "Python's format cannot fill it (KeyError"), (r"Q: {}\n", False, "no line break")],
+)
+def test_input_templates(check, template, fatal, problem):
+    [found] = check(
+        [row(i, prompt="words") for i in range(8)], data__apply_chat_template=False, data__input_template=template
+    )
+    assert found.startswith("!" * fatal + "--data.input_template ") and problem in found
+
+
+def test_a_template_without_a_place_for_the_prompt(tiny_data, capsys):
+    """OpenRLHF drops it with a warning, so it is looked at as the user gave it."""
+    flags = ["--actor.model_name_or_path", "x", "--data.prompt_dataset", tiny_data, "--data.input_template", "Q:"]
+    with pytest.raises(SystemExit):
+        train_ppo_ray.parse([*flags, "--reward.remote_url", "kk"])
+    assert (
+        "argument --data.input_template 'Q:': it has no {}, so OpenRLHF would leave it out" in capsys.readouterr().err
+    )
+
+
+def test_batches_and_the_number_of_prompts(check):
+    [found] = check(train__batch_size=64, rollout__batch_size=16)
+    assert found.startswith("!--train.batch_size 64: 8 prompts with 4 samples each are no whole batch")
+    [found] = check(rollout__batch_size=16)
+    assert found.startswith("--rollout.batch_size 16: there are 8 prompts")
+    [found] = check(data__max_samples=1, train__batch_size=8)
+    assert "1 prompts with 4 samples" in found
+
+
+def test_probabilities_of_the_data_sets(check, tmp_path):
+    two = f"{tmp_path / 'd.jsonl'},{tmp_path / 'd.jsonl'}"
+    assert check(data__prompt_dataset=two, data__prompt_probs="0.3,0.7") == []
+    for wrong in ("0.3", "0.3,0.6", "a,b", "1.5,-0.5"):
+        [found] = check(data__prompt_dataset=two, data__prompt_probs=wrong)
+        assert found.startswith(f"!--data.prompt_probs {wrong}: no probabilities for 2 data sets")
+
+
+def test_a_large_file_is_read_in_part_and_its_rows_are_counted(check, tmp_path, monkeypatch):
+    path = write(tmp_path / "large.jsonl", [row(i) for i in range(1000)])
+    monkeypatch.setattr(rows, "PARSED_BYTES", 20_000)
+    found = list(rows.read_rows(path, "train"))
+    assert len(found) == 1000 and 100 < sum(row is not None for _, row in found) < 300
+    assert check(data__prompt_dataset=path, rollout__batch_size=1000) == []

@@ -1,0 +1,145 @@
+"""Flags that cannot work are found by name, in seconds, and flags that can are not."""
+
+import re
+from pathlib import Path
+
+import pytest
+from arlopti_testing.preflight_command import FITTING, arguments, findings
+from test_scripts import SCRIPTS, launch
+
+from arlopti_openrlhf.cli import quickstart
+from arlopti_openrlhf.ops.preflight import values
+from study import runs
+
+ROOT = Path(__file__).parents[3]
+GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "said"),
+    [
+        # Values.
+        ("--actor.adam.lr -1", "--actor.adam.lr", "no learning rate"),
+        ("--actor.adam.lr 1e6", "--actor.adam.lr", "no learning rate"),
+        ("--actor.adam.lr nan", "--actor.adam.lr", "no learning rate"),
+        (f"{GAE} --critic.adam.lr -1", "--critic.adam.lr", "no learning rate"),
+        ("--rollout.max_new_tokens 0", "--rollout.max_new_tokens", "[1, inf)"),
+        ("--rollout.temperature 0", "--rollout.temperature", "(0, inf)"),
+        ("--rollout.batch_size 0", "--rollout.batch_size", "[1, inf)"),
+        ("--vllm.gpu_memory_utilization 1.5", "--vllm.gpu_memory_utilization", "(0, 1]"),
+        ("--vllm.num_engines 0", "--vllm.num_engines", "vLLM alone"),
+        ("--ckpt.max_num 0", "--ckpt.max_num", "[1, inf)"),
+        ("--ckpt.save_steps 0", "--ckpt.save_steps", "[1, inf)"),
+        ("--eval.steps 0 --eval.dataset x", "--eval.steps", "[1, inf)"),
+        ("--logger.logging_steps 0", "--logger.logging_steps", "[1, inf)"),
+        ("--actor.dual_clip 1", "--actor.dual_clip", "(1, inf)"),
+        ("--ds.zero_stage 4", "--ds.zero_stage", "0, 1, 2 or 3"),
+        # Samples, steps and ranks.
+        ("--algo.ar.alpha 0.3 --train.batch_size 24", "--train.batch_size", "= 32"),
+        ("--algo.ar.alpha 0.3 --train.batch_size 64", "--train.batch_size", "= 32"),
+        ("--train.micro_batch_size 3", "--train.batch_size", "multiple of 3"),
+        (
+            "--actor.num_gpus_per_node 3 --ref.num_gpus_per_node 3 --vllm.num_engines 3 --train.batch_size 48",
+            "--rollout.micro_batch_size",
+            "from 8 to 12",
+        ),
+        # Placement.
+        ("--vllm.num_engines 2", "--vllm.num_engines", "the actor has 1"),
+        ("--ref.num_gpus_per_node 2", "--ref.num_gpus_per_node", "1 x 1"),
+        (f"{GAE} --critic.num_gpus_per_node 2", "--critic.num_gpus_per_node", "1 at most"),
+        ("--vllm.sync_backend nccl", "--vllm.sync_backend", "gloo"),
+        ("--ds.attn_implementation flex_attention", "--ds.attn_implementation", "no backward"),
+        # What upstream itself refuses, after it has imported everything.
+        ("--rollout.n_samples_per_prompt 1 --rollout.batch_size 32", "--rollout.n_samples_per_prompt", "group_norm"),
+        ("--train.partial_rollout_enable", "--train.async_enable", "requires"),
+        ("--vllm.enable_sleep --train.async_enable", "--vllm.enable_sleep", "not supported"),
+        ("--rollout.vllm_generate_batch_size 16", "--train.async_enable", "requires"),
+    ],
+)
+def test_a_mistake_is_one_fatal_finding_that_names_its_flag(flags, flag, said):
+    fatal = [finding for finding in findings([*FITTING, *flags.split()]) if finding.is_fatal]
+    assert flag in [finding.flag for finding in fatal], fatal
+    found = next(str(finding) for finding in fatal if finding.flag == flag)
+    assert said in found and "\n" not in found, found
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "range_"),
+    [
+        ("--train.stall_minutes", "10081", "(0, 10080]"),  # a week
+        ("--train.stall_minutes", "1e300", "(0, 10080]"),
+        ("--train.stall_minutes", "0", "(0, 10080]"),
+        ("--reward.timeout_seconds", "604801", "(0, 604800]"),
+    ],
+)
+def test_a_wait_of_more_than_a_week_is_refused(flag, value, range_, capsys):
+    with pytest.raises(SystemExit):
+        findings([*FITTING, flag, value])
+    assert f"argument {flag}: {value} is not a number in {range_}" in capsys.readouterr().err
+
+
+def test_a_device_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("ARLOPTI_DEVICE", "tpu")
+    (finding,) = values.check(arguments())
+    assert finding.is_fatal and str(finding).startswith("ARLOPTI_DEVICE tpu")
+
+
+def test_nothing_is_wrong_without_a_mistake():
+    assert findings(FITTING) == []
+
+
+def test_every_mistake_is_found_at_once():
+    flags = "--actor.adam.lr -1 --rollout.max_new_tokens 0 --train.partial_rollout_enable --vllm.num_engines 2"
+    found = [finding.flag for finding in findings([*FITTING, *flags.split()])]
+    expected = {"--actor.adam.lr", "--rollout.max_new_tokens", "--train.async_enable", "--vllm.num_engines"}
+    assert set(found) == expected and len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        ("--actor.adam.lr 0.05", "--actor.adam.lr"),
+        ("--actor.adam.lr 0", "--actor.adam.lr"),
+        ("--train.batch_size 24", "--train.batch_size"),  # upstream carries the rest over
+        ("--train.dynamic_batch_enable --ds.zero_stage 2", "--ds.zero_stage"),
+    ],
+)
+def test_what_trains_but_seems_wrong_is_a_warning(flags, flag):
+    assert [(f.flag, f.is_fatal) for f in findings([*FITTING, *flags.split()])] == [(flag, False)]
+
+
+def known_to_work(folder: Path) -> dict[str, list[str]]:
+    """Return the flags of every run that the tests, the scripts, the quickstart and the study start."""
+    commands = {}
+    for script in SCRIPTS:
+        for variables in [{}, {"ALGO": "reinforce++"}, {"METHOD": "none"}]:
+            done = launch(script, folder, **variables)
+            assert done.returncode == 0
+            commands[f"{script.name} {variables}"] = (folder / "argv").read_text().split("\0")[2:-1]
+    for size in (quickstart.FULL, quickstart.REDUCED):
+        files = quickstart.Files(folder / "a", folder / "b", folder / "c")
+        commands[f"quickstart {size}"] = quickstart.training_flags(folder, files, size, 0)
+    for run in (*runs.TUNING, *runs.STUDY):
+        commands[run.name] = runs.flags(run, folder, folder)
+    source = (ROOT / "tests/test_full_stack.py").read_text()
+    base = (
+        re.search(r'-m arlopti_openrlhf.cli.train_ppo_ray(.*?)"""\.split', source, re.DOTALL)[1]
+        .replace("{prompts}", "16")
+        .split()
+    )
+    names = dict(re.findall(r'^([A-Z_]+) = "(--.*)"$', source, re.M))
+    for text in re.findall(r'f?"""(.*?)"""', source, re.DOTALL):
+        if "--" in text and "train_ppo_ray" not in text:
+            for name, value in names.items():
+                text = text.replace(f"{{{name}}}", value)
+            commands[text[:60]] = [*base, *text.split(), "--reward.remote_url", "kk"]
+    return commands
+
+
+def test_nothing_that_works_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARLOPTI_DEVICE", "cpu")
+    commands = known_to_work(tmp_path)
+    assert len(commands) > 40
+    for name, argv in commands.items():
+        gloo = [*argv, "--vllm.sync_backend", "gloo"]  # the scripts are for GPUs
+        assert not [str(finding) for finding in findings(gloo)], name

@@ -1,0 +1,149 @@
+"""What keeps a run from training with images is found before anything starts, in one line."""
+
+import base64
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from arlopti_testing.preflight_arguments import arguments
+from arlopti_testing.preflight_command import FITTING, findings
+from arlopti_testing.preflight_command import arguments as parsed
+
+from arlopti_openrlhf.ops.preflight import data, images, model, token_methods
+from arlopti_openrlhf.ops.preflight.tokenizer import Tokenizer
+
+# As a vision-language model's: contents are a text, or a list of parts.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ '<|image_pad|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+FLAG = "--data.max_images_per_prompt"
+
+
+@pytest.fixture
+def seeing(tmp_path, tiny_model) -> Path:
+    """Return a folder that looks like a vision-language model's."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "seeing"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": config} | config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture
+def with_torchvision(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "torchvision" else find_spec(name))
+
+
+@pytest.fixture
+def check(tmp_path, seeing, with_torchvision):
+    """check(rows, FLAG=VALUE...) returns what is found in data and model as text, what is fatal after "!"."""
+    (tmp_path / "a.png").write_bytes(b"")
+
+    def run(*rows, **changes):
+        rows = [
+            {"prompt": "<image>What is it?", "label": "x", "images": [str(tmp_path / "a.png")]} | row for row in rows
+        ]
+        (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        names = {"actor__model_name_or_path": str(seeing), "data__prompt_dataset": str(tmp_path / "d.jsonl")}
+        args = arguments(**names | {"data__max_images_per_prompt": 1} | changes)
+        found = model.check(args) + images.check(args) + data.check(args)
+        return ["!" * finding.is_fatal + str(finding) for finding in found]
+
+    return run
+
+
+def test_nothing_is_wrong(check):
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    assert check({}, {"images": None, "prompt": "no image"}, {"prompt": [{"role": "user", "content": parts}]}) == []
+    inside = base64.b64encode(b"x" * 300).decode()
+    assert check({"images": "https://a.b/c.png"}, {"images": [inside]}, {"images": ["data:image/png;base64,AA"]}) == []
+    assert check({"prompt": "text <|image_pad|>"}, data__apply_chat_template=False) == []
+    assert check({"images": None, "prompt": "text"}, data__max_images_per_prompt=0) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"images": ["a.png", "b.png"]}, f"line 2, images: 2 images, and {FLAG} is 1"),
+        ({"images": ["nowhere/b.png"]}, "line 2, images: there is no file nowhere/b.png"),
+        ({"prompt": "What is it?"}, "line 2, images: 1 images, and the prompt has 0 places (<image>)"),
+        ({"prompt": "<image> or <image>?"}, "line 2, images: 1 images, and the prompt has 2 places (<image>)"),
+    ],
+)
+def test_a_row_whose_images_do_not_fit(check, row, said):
+    [found] = check({}, row)
+    assert found.startswith("!--data.prompt_dataset ") and said in found and "\n" not in found
+
+
+def test_images_under_another_key(check):
+    [found] = check({}, data__image_key="pictures")
+    assert found.startswith("!--data.image_key pictures: no row of ") and found.endswith("images, label, prompt")
+
+
+def test_images_that_are_not_asked_for(check, tiny_model):
+    [found] = check({}, data__max_images_per_prompt=0)
+    assert found.startswith(f"!{FLAG} 0: 1 of 1 rows") and found.endswith("give 1")
+    [found] = check({"prompt": "text"}, data__max_images_per_prompt=0, actor__model_name_or_path=tiny_model)
+    assert found.startswith(f"{FLAG} 0: 1 of 1 rows") and "not see them" in found
+
+
+def test_a_model_that_sees_no_images(check, tiny_model):
+    [found, *_] = check({"prompt": "text"}, actor__model_name_or_path=tiny_model)
+    assert found.startswith(f"!{FLAG} 1: {tiny_model} sees no images: its config.json has no vision_config")
+
+
+def test_torchvision_is_missing(seeing, tiny_model, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    [found] = images.check(arguments(actor__model_name_or_path=str(seeing)))
+    assert found.is_fatal and "need torchvision" in str(found)
+    assert images.check(arguments(actor__model_name_or_path=tiny_model)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "said"),
+    [
+        (f"{FLAG} 1 --ds.packing_samples", "--ds.packing_samples", "does not support"),
+        (f"{FLAG} 1 --train.dynamic_batch_enable", FLAG, "--train.dynamic_batch_enable True: it packs"),
+        (f"{FLAG} 1 --ds.ring_attn_size 2", FLAG, "--ds.ring_attn_size 2: it packs"),
+        (f"{FLAG} 1 --ds.use_liger_kernel", FLAG, "it knows text models alone"),
+        (f"{FLAG} -1", FLAG, "is no number of images"),
+        (
+            f"{FLAG} 1 --algo.advantage.estimator gae --critic.num_gpus_per_node 1",
+            "--critic.model_name_or_path",
+            "does not support",
+        ),
+    ],
+)
+def test_flags_that_images_cannot_go_with(flags, flag, said):
+    fatal = [finding for finding in findings([*FITTING, *flags.split()]) if finding.is_fatal]
+    found = next(str(finding) for finding in fatal if finding.flag == flag)
+    assert said in found and "\n" not in found
+    assert findings([*FITTING, FLAG, "1"]) == []
+
+
+def test_methods_that_read_entropies(seeing):
+    policy = f"--actor.model_name_or_path {seeing} --algo.token_method"
+    [found] = token_methods.check(parsed(f"{policy} stapo"))
+    assert "stapo needs entropies, which the update of a vision-language model does not give" in str(found)
+    assert token_methods.check(parsed(f"{policy} ar")) == []
+
+
+def test_prompts_are_rendered_as_upstream_does(seeing):
+    from openrlhf.datasets.prompts_dataset import preprocess_data
+
+    tokenizer = Tokenizer(seeing)
+    assert tokenizer.chat_template == TEMPLATE
+    for text in ("<image>a", "a <image> b<image>", "<image><image>", " <image> ", "a", "a <image>\n<image> b "):
+        for prompt in (text, [{"role": "system", "content": "s"}, {"role": "user", "content": text}]):
+            got: list = []
+            preprocess_data(
+                {"prompt": prompt}, None, "prompt", None, lambda chat, got=got, **_: got.extend(chat) or ""
+            )
+            given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            assert images.as_parts(given) == got
+            assert tokenizer.render(images.as_parts(given)).count("<|image_pad|>") == text.count("<image>")

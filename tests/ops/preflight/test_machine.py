@@ -1,0 +1,187 @@
+"""What the machine lacks is found: folders, disk, memory, a cluster that does not answer."""
+
+import json
+import resource
+import shutil
+import socket
+from types import SimpleNamespace
+
+import pytest
+from arlopti_testing.preflight_command import arguments
+
+from arlopti_openrlhf.ops.preflight import disk, machine, memory, model_size, placement
+
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+GIB = 1 << 30
+
+
+@pytest.fixture
+def qwen(tmp_path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return str(folder)
+
+
+def test_a_models_size_from_its_configuration(qwen, tmp_path):
+    size = model_size.read(tmp_path / "model")
+    assert size.parameters == pytest.approx(7_615_616_512, rel=1e-3)  # Qwen2.5-7B's own number
+    # Two layers with matrices of 4 × 10² and 2 × 10 × 30.
+    seeing = {"text_config": QWEN_7B, "vision_config": {"depth": 2, "hidden_size": 10, "intermediate_size": 30}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(seeing))
+    assert model_size.read(tmp_path / "model").parameters == size.parameters + 2 * (400 + 600)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "unknown"}')
+    assert model_size.read(tmp_path / "model") is None
+
+
+def test_the_tiny_models_size_is_its_weights(tiny_model, tmp_path):
+    from safetensors.torch import load_file
+
+    weights = load_file(f"{tiny_model}/model.safetensors")
+    size = model_size.read(disk.nearest(tmp_path.parent / tiny_model))
+    assert size.parameters == pytest.approx(sum(w.numel() for w in weights.values()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("free", "max_num", "save_steps", "verdict"),
+    [
+        # A checkpoint of 14 bytes a parameter takes 99 GiB, the model 14 GiB.
+        (1000, 3, 20, []),
+        (310, 3, 20, [True]),  # 3 x 99.3 + 14.2
+        (380, 3, 20, [False]),  # the fourth, beside them
+        (320, 1, 20, []),
+        (320, 3, -1, []),  # only what a signal saves
+        (100, 3, -1, [True]),
+    ],
+)
+def test_disk_for_the_checkpoints_asked_for(qwen, monkeypatch, free, max_num, save_steps, verdict):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, used=0, free=free * GIB))
+    args = arguments(f"--actor.model_name_or_path {qwen} --ckpt.max_num {max_num} --ckpt.save_steps {save_steps}")
+    found = disk.check(args)
+    assert [finding.is_fatal for finding in found] == verdict
+    assert all(finding.flag == "--ckpt.path" and f"{free}.0 GiB are free" in finding.problem for finding in found)
+
+
+def test_copies_that_nobody_removes(qwen, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, used=0, free=480 * GIB))
+    args = arguments(f"--actor.model_name_or_path {qwen} --ckpt.save_steps 1 --ckpt.save_hf")
+    (finding,) = disk.check(args)
+    # 480 - 4 x 99.3 - 14.2 = 68.6 GiB, and each copy takes 14.2
+    assert finding.flag == "--ckpt.save_hf" and "room for 4" in finding.problem and not finding.is_fatal
+
+
+def test_memory_of_a_paper_sized_run(qwen):
+    """Qwen2.5-7B on eight ranks with ZeRO-3, as train_math.sh runs it, on GPUs of 80 GiB."""
+    flags = (
+        "--actor.num_gpus_per_node 8 --ref.num_gpus_per_node 8 --vllm.num_engines 8 --ds.zero_stage 3 "
+        "--vllm.gpu_memory_utilization 0.6 --vllm.enable_sleep --ds.enable_sleep --algo.ar.alpha 0.1 "
+        "--data.max_len 5120 --actor.gradient_checkpointing_enable --rollout.batch_size 128 --train.batch_size 512 "
+        "--rollout.n_samples_per_prompt 8"
+    )
+    guess = memory.estimate(arguments(f"--actor.model_name_or_path {qwen} {flags}"), 80 * GIB)
+    billions = 7.6156 / 1.0737  # parameters in units of GiB
+    assert guess.weights / GIB == pytest.approx(2 * billions / 8, rel=0.01)
+    assert guess.gradients / GIB == pytest.approx(2 * billions / 8, rel=0.01)
+    assert guess.optimizer / GIB == pytest.approx(12 * billions / 8, rel=0.01)
+    # A prompt's samples x 5120 tokens x 3584 hidden units x (28 layers' inputs of 2 bytes + 34 bytes of one layer).
+    assert guess.activations == 8 * 5120 * 3584 * (28 * 2 + 34)
+    # Four samples with 10 bytes for each of 152,064 logits
+    stock = memory.estimate(arguments(f"--actor.model_name_or_path {qwen} {flags} --actor.update stock"), 80 * GIB)
+    assert stock.activations == 4 * 5120 * (3584 * (28 * 2 + 34) + 10 * 152_064)
+    assert guess.vllm == 48 * GIB
+    assert guess.peak == pytest.approx(guess.vllm + guess.others)  # while vLLM is awake, the actor sleeps
+    lora = f"--actor.model_name_or_path {qwen} {flags} --train.colocate_actor_ref"
+    assert memory.estimate(arguments(lora), 80 * GIB).others / GIB == pytest.approx(2 * billions / 8, rel=0.01)
+    assert memory.estimate(arguments(lora + " --ds.lora.rank 8"), 80 * GIB).others == 0  # no second model
+
+
+def test_too_much_memory_is_a_warning(qwen, monkeypatch):
+    monkeypatch.setattr(memory, "gpu_memory", lambda: 80 * GIB)
+    (finding,) = memory.check(arguments(f"--actor.model_name_or_path {qwen}"))
+    assert "estimated at 2" in finding.problem and "80.0 GiB" in finding.problem and not finding.is_fatal
+
+
+@pytest.mark.parametrize("flag", ["--ckpt.output_dir", "--ckpt.path", "--logger.tensorboard_dir"])
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nobody/writes/here"])
+def test_folders_that_cannot_be_written(tmp_path, flag, place):
+    (tmp_path / "file").touch()
+    folder = tmp_path / place
+    found = machine.check(arguments(f"--ckpt.path {tmp_path} --ckpt.output_dir {tmp_path} {flag} {folder}"))
+    assert [(f.flag, f.value, f.is_fatal) for f in found] == [(flag, str(folder), True)], found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+FOLDERS = "--ckpt.path {0} --ckpt.output_dir {0}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("TMPDIR", "{}/nowhere", "there is no such folder"),
+        ("TMPDIR", "{}/file", "there is no such folder"),
+        ("RAY_TMPDIR", "{}/nowhere", "there is no such folder"),
+        ("RAY_TMPDIR", "/proc", "nothing can be written there"),
+        ("HF_DATASETS_CACHE", "{}/file/below", "file is a file, and datasets prepares the prompts there"),
+        ("TORCH_EXTENSIONS_DIR", "/proc/nobody", "and PyTorch builds DeepSpeed's C++ ops there"),
+    ],
+)
+def test_a_variable_that_names_no_folder_to_write_to(variable, value, said, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable, value.format(tmp_path))
+    (finding,) = machine.check(arguments(FOLDERS.format(tmp_path)))
+    assert finding.is_fatal and finding.flag == variable and said in str(finding)
+
+
+@pytest.mark.parametrize("home", ["{}/file", "/proc/nobody"])
+def test_a_home_that_cannot_be_written(home, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", home.format(tmp_path))
+    needs = ("HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR")
+    for variable in ("XDG_CACHE_HOME", "HF_HOME", *needs):
+        monkeypatch.delenv(variable, raising=False)
+    found = machine.check(arguments(FOLDERS.format(tmp_path)))
+    assert [finding.flag for finding in found] == ["HOME", "HOME"] and all(finding.is_fatal for finding in found)
+    assert all(f"set {variable}, or HOME" in str(finding) for variable, finding in zip(needs, found, strict=True))
+    for variable in needs:  # then nothing is needed of HOME
+        monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    assert machine.check(arguments(FOLDERS.format(tmp_path))) == []
+
+
+def test_too_few_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 128))
+    (finding,) = machine.check(arguments(FOLDERS.format(tmp_path)))
+    assert finding.is_fatal and "may open 128 files" in str(finding)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 4096))  # Ray raises the first
+    assert machine.check(arguments(FOLDERS.format(tmp_path))) == []
+
+
+def test_a_cluster_that_does_not_answer(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        args = arguments(f"--ckpt.path {tmp_path} --ckpt.output_dir {tmp_path}")
+        assert machine.check(args) == []
+    monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{port}")
+    (finding,) = machine.check(args)
+    assert finding.flag == "RAY_ADDRESS" and "no Ray cluster answers" in finding.problem
+
+
+def test_more_gpus_than_there_are(monkeypatch):
+    import torch
+
+    monkeypatch.setenv("ARLOPTI_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    four = "--actor.num_gpus_per_node {0} --ref.num_gpus_per_node {0} --vllm.num_engines {0}"
+    assert placement.check(arguments(four.format(4))) == []
+    (finding,) = placement.check(arguments(four.format(8)))
+    assert "asks for 8 GPUs, and this machine has 4" in finding.problem
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # a cluster may have them
+    assert placement.check(arguments(four.format(8))) == []

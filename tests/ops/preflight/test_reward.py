@@ -1,0 +1,193 @@
+"""Each mistake with a source of rewards is found before anything starts."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from arlopti_testing.preflight_arguments import arguments
+
+from arlopti_openrlhf.ops.preflight import reward
+
+
+@pytest.fixture
+def check(tmp_path, tiny_model):
+    """check(source or FLAG=VALUE...) returns the findings as text, those that are fatal after "!"."""
+    path = tmp_path / "d.jsonl"
+    rows = ({"prompt": f"puzzle {i}", "label": f"solution {i}"} for i in range(6))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def run(*sources, **flags):
+        base = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": str(path)}
+        base["reward__remote_url"] = list(sources) or None
+        return ["!" * finding.is_fatal + str(finding) for finding in reward.check(arguments(**base | flags))]
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(body: str, name: str = "reward.py") -> str:
+        (tmp_path / name).write_text(body, encoding="utf-8")
+        return str(tmp_path / name)
+
+    return write
+
+
+def function(body: str) -> str:
+    return f"def reward_func(queries, prompts, labels):\n    {body}\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        function("return {'rewards': [1.0], 'scores': [1.0], 'extra_logs': {'x': [1]}}"),
+        function("return [0.5 for _ in queries]"),
+        "import numpy\n" + function("print('noise'); return numpy.ones(len(queries))"),
+        "def reward_func(queries, prompts, labels, **kwargs):\n    assert len(queries) == 1; return 1",
+        function("assert queries[0].startswith(prompts[0]) and 'puzzle ' + labels[0][-1] in prompts[0]; return [1]"),
+        "reward_func = max\n" + function("return 0"),
+    ],
+)
+def test_good_functions_have_no_finding(check, write, body):
+    assert check(write(body)) == []
+
+
+@pytest.mark.parametrize("sources", [("kk",), ("math",)])
+def test_the_packages_own_have_no_finding(check, sources):
+    assert check(*sources) == []
+
+
+@pytest.mark.parametrize(
+    "body, problem",
+    [
+        ("def reward_func(:\n", "its import fails: SyntaxError: invalid syntax"),
+        ("x = 1\nimport nowhere_to_be_found\n", "its import fails: ModuleNotFoundError: No module named"),
+        ("raise SystemExit('usage')", "its import fails: SystemExit: usage (line 1)"),
+        ("def reward(queries): return 1\n", "it has no function `reward_func`"),
+        ("reward_func = 3\n", "it has no function `reward_func`"),
+        ("def reward_func(queries): return [1]\n", "it is called as reward_func(queries, prompts, labels): too many"),
+        (function("return None"), "reward_func returned no dict with `rewards`"),
+        (function("return {'reward': 1}"), "reward_func returned no dict with `rewards`"),
+        (function("return [1, 2]"), "reward_func returned rewards for one sample that are not one number: [1, 2]"),
+        (function("return float('nan')"), "reward_func returned rewards that are not finite: nan"),
+        (function("return labels[0]['x']"), "reward_func raised TypeError: string indices must be integers"),
+        (
+            function("raise ValueError('no\\nway')"),
+            "reward_func raised ValueError: no (line 2) for the label 'solution",
+        ),
+        (function("import os; os._exit(1)"), "its process ends while it grades 4 rows"),
+        (function("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), "its process ends while it grades"),
+    ],
+)
+def test_a_function_that_cannot_grade(check, write, body, problem):
+    path = write(body)
+    [found] = check(path)
+    assert found.startswith(f"!--reward.remote_url {path}: {problem}") and "\n" not in found
+
+
+def test_a_function_that_fails_on_the_third_row(check, write):
+    [found] = check(write(function("return 1 / (labels[0][-1] != '2')")))
+    assert "ZeroDivisionError" in found and "'solution 2'" in found
+
+
+def test_prompts_that_cannot_be_rendered_are_the_datas_finding(check, write, tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "Hi"}], "label": "x"}\n')
+    flags = {"data__prompt_dataset": str(tmp_path / "chat.jsonl"), "data__apply_chat_template": False}
+    assert check(write(function("return 1")), **flags) == []
+
+
+def test_a_file_that_is_not_there(check):
+    assert check("nowhere.py") == ["!--reward.remote_url nowhere.py: there is no such file; correct the path"]
+
+
+@pytest.mark.parametrize("limit, fatal", [(1.5, True), (300.0, False)])
+def test_a_function_that_never_returns(check, write, monkeypatch, limit, fatal):
+    """It may only be slow, as a reward that asks another model is. It is refused where the run would end it, too."""
+    monkeypatch.setattr(reward, "_PROBE_SECONDS", 2.0)
+    path, start = write(function("while True: pass")), time.monotonic()
+    [found] = check(path, reward__timeout_seconds=limit)
+    assert time.monotonic() - start < 20
+    assert found.startswith(
+        "!" * fatal + f"--reward.remote_url {path}: it has not graded 4 rows in {min(limit, 2.0):g} s"
+    )
+    assert f"ends a call after {limit:g} s (--reward.timeout_seconds)" in found
+
+
+def test_no_source_at_all(check):
+    assert check()[0].startswith("!--reward.remote_url None: nothing gives a reward")
+    assert check(reward__model_name_or_path="some/model") == []
+
+
+@pytest.mark.parametrize(
+    "body, problem",
+    [
+        (None, "there is no such Python file"),
+        ("class AgentExecutor(:\n", "it does not parse: invalid syntax"),
+        ("class Agent: pass\n", "it has no class `AgentExecutor`"),
+        ("class AgentExecutor: pass\n", None),
+        ("from elsewhere import Mine as AgentExecutor\n", None),
+        ("from elsewhere import *\n", None),
+        ("import functools\nAgentExecutor = functools.partial\n", None),
+    ],
+)
+def test_agents(check, write, body, problem):
+    path = "nowhere.py" if body is None else write(body, "agent.py")
+    found = check("agent", train__agent_func_path=path)
+    assert len(found) == (problem is not None)
+    assert all(line.startswith(f"!--train.agent_func_path {path}: {problem}") for line in found)
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    """server(status of /health) returns a URL and the list of requests."""
+    servers = []
+
+    def start(status: int) -> tuple[str, list[str]]:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                requests.append(f"GET {self.path}")
+                self.send_response(status)
+                self.end_headers()
+
+            def do_POST(self):
+                requests.append(f"POST {self.path}")
+
+            def log_message(self, *args):
+                pass
+
+        requests: list[str] = []
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}/secret/get_reward", requests
+
+    yield start
+    for each in servers:
+        each.shutdown()
+        each.server_close()
+
+
+def test_servers_are_asked_for_their_health_and_nothing_else(check, server):
+    (good, asked), (foreign, asked_too) = server(200), server(404)
+    assert check(good) == check(good.replace("//", "//user:password@")) == []
+    [found] = check(good, foreign)
+    assert (
+        found.startswith("--reward.remote_url http://127.0.0.1:")
+        and "something answers, but /health with status 404" in found
+    )
+    assert "secret" not in found
+    assert set(asked) == set(asked_too) == {"GET /health"}
+
+
+def test_a_server_that_is_not_there(check, server, monkeypatch):
+    monkeypatch.setattr(reward, "_HEALTH_SECONDS", 0.3)
+    nowhere = "http://user:password@127.0.0.1:9/token/get_reward"
+    [found] = check(nowhere)
+    assert found.startswith("!--reward.remote_url http://127.0.0.1:9: no answer: ") and "start the server" in found
+    [found] = check(nowhere, server(200)[0])
+    assert found.startswith("--reward.remote_url")  # the other one can serve
+    assert check("http://host:port/x")[0].startswith("!--reward.remote_url http://host:port: no URL of a server")

@@ -1,0 +1,100 @@
+"""What is wrong with token methods is found before anything starts, in one line."""
+
+import pytest
+from arlopti_testing.preflight_command import FITTING, arguments, findings
+
+from arlopti_openrlhf.ops.preflight import combinations, token_methods
+
+WEIGH = "import torch\ndef weigh(tokens, *, x=1):\n    "
+
+
+def check(flags: str) -> list[str]:
+    return [str(finding) for finding in token_methods.check(arguments(flags))]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--algo.token_method ar stapo --algo.token_method_args ar.alpha=-0.2 stapo.tau=0.01",
+        "--algo.token_method examples/token_method.py",
+        "--algo.token_method lopti --actor.lr_scheduler constant",
+        "--algo.token_method ar lopti --algo.token_method_normalize",
+        "--algo.token_method ar --actor.update stock",
+    ],
+)
+def test_nothing_is_wrong(flags):
+    assert check(flags) == [] and findings([*FITTING, *flags.split()]) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--algo.token_method nope", "--algo.token_method nope: nope: there is no such token method"),
+        ("--algo.token_method no/file.py", "no/file.py: there is no such file"),
+        ("--algo.token_method ar --algo.token_method_args ar.x=1", "ar: weigh has no keyword argument x"),
+        ("--algo.token_method ar --algo.token_method_args ar.alpha=2", "ar: alpha must lie in [-1, 1], got 2"),
+        ("--algo.token_method ar stapo --actor.update stock", "stapo needs entropies"),
+        ("--algo.token_method steer --ds.tensor_parallel_size 2", "steer needs entropies"),
+        ("--algo.token_method lopti --actor.lr_scheduler greedy", "--actor.lr_scheduler greedy: does not follow"),
+    ],
+)
+def test_a_mistake_is_one_finding(flags, said):
+    (found,) = check(flags)
+    assert said in found and "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "return tokens.log_probs\n",
+            "mine: weigh returned -0.105361 for a token of π_old 0.9 and advantage 1: negative",
+        ),
+        ("return 1e7 / tokens.probabilities\n", "mine: weigh returned 1e+10 for a made-up token, and at most 1e+06"),
+        ("import os; os._exit(1)\n", "the process that asks for weights ends"),
+        ("import time; time.sleep(60)\n", "no weights for 5 s"),
+        ("print('noise'); return tokens.entropies\n", "mine: weigh returned NoneType, where a tensor is due"),
+    ],
+)
+def test_a_users_file_is_tried(tmp_path, monkeypatch, body, said):
+    if "sleep" in body:
+        monkeypatch.setattr(token_methods, "PROBE_SECONDS", 5.0)
+    (tmp_path / "mine.py").write_text(WEIGH + body, encoding="utf-8")
+    (found,) = check(f"--algo.token_method {tmp_path}/mine.py")
+    assert said in found and "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "said"),
+    [
+        ("--algo.token_method ar --algo.ar.alpha 0.3", "--algo.token_method", "--algo.ar.alpha switches it on, too"),
+        ("--algo.token_method lopti --algo.lopti.eta 0.5", "--algo.token_method", "--algo.lopti.* switches it on"),
+        ("--algo.token_method stapo --actor.policy_loss_type gspo", "--algo.token_method", "gspo"),
+        ("--algo.token_method_args ar.alpha=1", "--algo.token_method_args", "there is no token method"),
+        ("--algo.token_method_normalize", "--algo.token_method_normalize", "there is no token method"),
+        (
+            "--algo.token_method stapo --algo.token_method_normalize --algo.ar.alpha 0.3",
+            "--algo.token_method_normalize",
+            "give --algo.token_method ar in place of --algo.ar.alpha",
+        ),
+        (
+            "--algo.token_method stapo --algo.token_method_normalize --algo.lopti.quantile 0.3",
+            "--algo.token_method_normalize",
+            "give --algo.token_method lopti in place of --algo.lopti.*",
+        ),
+        ("--algo.token_method ar --train.batch_size 24", "--train.batch_size", "= 32"),
+        ("--algo.token_method ar --train.batch_size 24 --actor.update stock", "--train.batch_size", "= 32"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, flag, said):
+    found = {finding.flag: str(finding) for finding in findings([*FITTING, *flags.split()]) if finding.is_fatal}
+    assert found.keys() == {flag} and said in found[flag]
+
+
+def test_a_token_method_makes_the_update_selective_and_a_files_path_absolute(tmp_path, monkeypatch):
+    assert combinations.is_selective(arguments("--algo.token_method ar"))
+    assert not combinations.is_selective(arguments(""))
+    monkeypatch.chdir(tmp_path)
+    args = arguments("--algo.token_method ar mine.py")
+    assert args.algo.token_method == ["ar", str(tmp_path / "mine.py")]

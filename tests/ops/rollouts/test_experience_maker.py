@@ -1,0 +1,180 @@
+"""Equal rewards have no advantage, samples may have different metrics, and all else is upstream's, bit for bit."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+from arlopti_openrlhf.ops import controller
+from arlopti_openrlhf.ops.rollouts import experience_maker
+from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, fill_missing_metrics
+
+GROUP, LENGTH = 8, 5
+# Rewards of four prompts: 0.1 has no exact mean, the third group differs by one rounding, the last has an exact mean.
+REWARDS = [[0.1] * 8, [0.1, 0.7] * 4, [0.1] * 7 + [0.1 + 1e-8], [3.0] * 8]
+
+
+def make_args(estimator: str = "group_norm", **reward) -> SimpleNamespace:
+    reward = {"clip_range": (-10, 10)} | reward
+    return SimpleNamespace(
+        algo=SimpleNamespace(
+            advantage=SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False),
+            kl=SimpleNamespace(target=None, init_coef=0.1),
+        ),
+        rollout=SimpleNamespace(n_samples_per_prompt=GROUP, micro_batch_size=4, max_new_tokens=LENGTH),
+        train=SimpleNamespace(dynamic_batch_enable=False, max_bad_steps=3, seed=1),
+        alarm=SimpleNamespace(flat_reward_steps=20, grad_norm_factor=10, rollout_gap=0.1),
+        ds=SimpleNamespace(param_dtype="bf16"),
+        reward=SimpleNamespace(**reward),
+        logger=SimpleNamespace(wandb=SimpleNamespace(key=None), tensorboard_dir=None),
+        ckpt=SimpleNamespace(best_metric_key=""),
+    )
+
+
+def advantages(kind: type, args: SimpleNamespace, rewards: list[list[float]], kl: bool = False) -> list[Experience]:
+    """Return the experience that `kind` makes of these groups, in micro-batches of shuffled samples."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor(rewards).flatten()
+    experiences = []
+    for index in torch.randperm(len(values), generator=generator).split(6):
+        lengths = 2 + index % (LENGTH - 1)
+        mask = torch.arange(LENGTH)[None] < lengths[:, None]
+        experiences.append(
+            Experience(
+                index=index.tolist(),
+                rewards=values[index],
+                kl=torch.rand(len(index), LENGTH, generator=generator) * mask * kl,
+                action_mask=mask,
+                truncated=index < 12,
+                info={},
+            )
+        )
+    maker = kind(None, None, None, None, SimpleNamespace(value=0.1), SimpleNamespace(args=args), None)
+    return maker.compute_advantages_and_returns(experiences)
+
+
+def by_sample(experiences: list[Experience], name: str) -> torch.Tensor:
+    index = torch.tensor([place for experience in experiences for place in experience.index])
+    values = torch.cat([e.info[name] if name in e.info else getattr(e, name) for e in experiences])
+    return values[index.argsort()]
+
+
+def test_stock_amplifies_one_rounding():
+    """Float32's mean of eight 0.1 is off by 7.45e-9. The standard deviation is 0, or 7.97e-9 for a group alone."""
+    stock = by_sample(advantages(RemoteExperienceMaker, make_args(), REWARDS), "advantages")
+    assert stock[0, 0].item() == pytest.approx(-7.45 / (0 + 1), abs=0.01)
+    stock = by_sample(advantages(RemoteExperienceMaker, make_args(), REWARDS[:1]), "advantages")
+    assert stock[0, 0].item() == pytest.approx(-7.45 / (7.97 + 1), abs=0.01)
+
+
+@pytest.mark.parametrize("kl", [False, True])
+def test_equal_rewards_have_no_advantage(kl):
+    ours = advantages(ExperienceMaker, make_args(), REWARDS, kl)
+    stock = advantages(RemoteExperienceMaker, make_args(), REWARDS, kl)
+    # What remains is what stock gives to rewards of 0: nothing, or the penalty for the KL divergence.
+    without = advantages(RemoteExperienceMaker, make_args(), [[0.0] * GROUP] * len(REWARDS), kl)
+    for name in ("advantages", "returns", "return", "group_reward_std"):
+        found, expected = by_sample(ours, name), by_sample(stock, name)
+        assert torch.equal(found[:GROUP], by_sample(without, name)[:GROUP])
+        assert torch.equal(found[GROUP:], expected[GROUP:])  # to the last bit
+        assert found.dtype == expected.dtype
+    if not kl:
+        assert not by_sample(ours, "advantages")[:GROUP].any()
+    assert by_sample(ours, "advantages")[2 * GROUP :].any()  # unequal by one rounding is unequal
+
+
+def test_rewards_count_after_the_length_penalties():
+    """The penalty makes the first prompt's rewards equal, and half of the second's, which were equal, different."""
+    args = make_args(stop_properly_penalty_coef=-0.1)
+    rewards = [[float(i) for i in range(GROUP)], [0.1] * GROUP]
+    ours, stock = (advantages(kind, args, rewards) for kind in (ExperienceMaker, RemoteExperienceMaker))
+    assert by_sample(ours, "advantages")[GROUP:].any() and by_sample(stock, "advantages")[:GROUP].any()
+    assert not by_sample(ours, "advantages")[:GROUP].any()
+    assert torch.equal(by_sample(ours, "advantages")[GROUP:], by_sample(stock, "advantages")[GROUP:])
+    assert torch.equal(by_sample(ours, "rewards"), by_sample(stock, "rewards"))
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "dr_grpo", "reinforce", "flash_reinforce"])
+def test_other_estimators_are_upstreams_and_amplify_nothing(estimator):
+    ours, stock = (
+        advantages(kind, make_args(estimator), REWARDS) for kind in (ExperienceMaker, RemoteExperienceMaker)
+    )
+    assert torch.equal(by_sample(ours, "advantages"), by_sample(stock, "advantages"))
+    # In a batch of nothing but equal rewards, whitening multiplies one rounding by 10,000 at most.
+    equal = advantages(RemoteExperienceMaker, make_args(estimator), [[0.1] * GROUP] * 4)
+    of_tokens = by_sample(equal, "advantages")[by_sample(equal, "action_mask")]
+    assert of_tokens.abs().max() < 1e-3
+
+
+def test_both_trainers_have_it():
+    class Upstream(BasePPOTrainer):
+        fit = None
+
+        def __init__(self, pretrain, strategy, *groups) -> None:
+            super().__init__(strategy, *groups)
+
+    class Trainer(controller.Controller, Upstream):
+        pass
+
+    args = make_args()
+    trainer = Trainer(
+        "pretrain", SimpleNamespace(args=args), "actor", "critic", "reward", "reference", "engines", "tokenizer"
+    )
+    maker = trainer.experience_maker
+    assert type(maker) is ExperienceMaker and maker.kl_ctl is trainer.kl_ctl and maker.args is args
+    groups = maker.actor_model_group, maker.critic_model_group, maker.reward_model_group, maker.initial_model_group
+    assert (*groups, maker.tokenizer) == ("actor", "critic", "reward", "reference", "tokenizer")
+    for actor in (controller.PPOTrainer, controller.TrainingActor):
+        assert issubclass(controller._plain(actor), controller.Controller)
+
+
+def make_sample(**info: float) -> Experience:
+    return Experience(
+        sequences=torch.ones(1, 3, dtype=torch.long),
+        rewards=torch.tensor([1.0]),
+        info={name: torch.tensor([value]) for name, value in info.items()},
+    )
+
+
+def make_samples() -> list[Experience]:
+    samples = [make_sample(reward=float(i), clipped=True) for i in range(8)]
+    for i in (1, 2, 6):
+        samples[i].info["steps"] = torch.tensor([i])  # an integer
+    return samples
+
+
+def test_metrics_that_some_samples_lack(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(experience_maker.logger, "warning", lines.append)
+    args = make_args()
+    maker = ExperienceMaker(None, None, None, None, None, SimpleNamespace(args=args), SimpleNamespace(pad_token_id=0))
+    for _ in range(2):
+        samples = make_samples()
+        batches = maker.split_rollout_samples(samples)
+        # What upstream's replay buffer does with them, and then the mean that is logged.
+        items = [item for batch in batches for item in split_experience_batch(batch)]
+        info = make_experience_batch(items).info
+        assert torch.stack(info["steps"]).mean().item() == pytest.approx((1 + 2 + 6) / 3)
+        assert torch.stack(info["reward"]).tolist() == list(range(8)) and all(info["clipped"])
+        assert torch.stack(info["steps"])[[1, 2, 6]].tolist() == [1, 2, 6]
+    assert len(lines) == 1 and "5 of 8 samples have no `steps`" in lines[0]
+
+
+def test_upstream_cannot_batch_them():
+    args = make_args()
+    maker = RemoteExperienceMaker(
+        None, None, None, None, None, SimpleNamespace(args=args), SimpleNamespace(pad_token_id=0)
+    )
+    with pytest.raises(ValueError, match="steps"):
+        for batch in maker.split_rollout_samples(make_samples()):
+            split_experience_batch(batch)
+
+
+def test_metrics_that_all_samples_have_stay_as_they_are():
+    samples = [make_sample(reward=1.0, clipped=True), make_sample(reward=2.0, clipped=False)]
+    before = [dict(sample.info) for sample in samples]
+    assert fill_missing_metrics(samples) == {}
+    assert all(sample.info[name] is info[name] for sample, info in zip(samples, before, strict=True) for name in info)

@@ -1,0 +1,113 @@
+"""The prompts come in the order of the seed, and their place survives a checkpoint."""
+
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from arlopti_openrlhf.ops.rollouts.prompts import OtherPrompts, Prompts, digest_of, prepare_datasets, seed_of
+
+
+def prompts(seed: int = 1, count: int = 40, samples: int = 4, digest: str = "", **kwargs) -> Prompts:
+    loader = DataLoader(list(range(count)), batch_size=1, collate_fn=list)
+    return Prompts(loader, seed, samples, digest or f"of {count}", **kwargs)
+
+
+def test_the_order_follows_from_the_seed_and_the_episode():
+    first = [item for batch in prompts().rest for item in batch]
+    torch.rand(1)  # what else the process draws does not matter
+    state = torch.get_rng_state()
+    assert [item for batch in prompts().rest for item in batch] == first
+    assert sorted(first) == list(range(40)) != first
+    assert [item for batch in prompts(seed=2).rest for item in batch] != first
+    assert torch.equal(torch.get_rng_state(), state)
+    later = prompts()
+    later.begin_next_episode()
+    assert later.rest.name == ("train", 1) and sorted(second := [i for b in later.rest for i in b]) == sorted(first)
+    assert second != first
+
+
+def test_a_place_is_that_of_a_moment_and_can_be_gone_to():
+    whole, resumed = prompts(), prompts()
+    whole.begin_next_episode()
+    for _ in range(17):
+        next(whole.rest)
+    whole.leftover.append("a sample")
+    state = pickle.loads(pickle.dumps(whole.state_dict()))
+    assert "1 samples" in str(state) and "a sample" not in str(state)  # upstream logs it
+    following = list(whole.rest)
+    whole.leftover.clear()
+    resumed.load_state_dict(state)
+    assert resumed.leftover == ["a sample"] and resumed.rest.drawn == 17 and not resumed.is_drawn
+    assert list(resumed.rest) == following and resumed.is_drawn
+
+
+@pytest.fixture
+def warnings(caplog):
+    logging.getLogger("arlopti_openrlhf.ops.rollouts.prompts").addHandler(caplog.handler)
+    return caplog
+
+
+@pytest.mark.parametrize("other", [{"count": 48}, {"digest": "of another 40"}])
+def test_a_place_among_other_prompts_is_refused_unless_it_is_asked_for(other, warnings):
+    state = prompts().state_dict()
+    with pytest.raises(OtherPrompts, match="had other prompts or labels .40 then, .* --ckpt.load_changed") as refused:
+        prompts(**other).load_state_dict(state)
+    assert refused.value.exit_code == 2 and not warnings.text
+    prompts(**other, may_change=True).load_state_dict(state)
+    assert "had other prompts or labels (40 then, " in warnings.text
+
+
+def test_samples_that_are_left_over_go_only_to_prompts_with_as_many(warnings):
+    """Two samples of one prompt and two of the next would be one group of four."""
+    whole = prompts(samples=2)
+    whole.leftover += ["a", "b"]
+    resumed = prompts(samples=4)
+    resumed.load_state_dict(whole.state_dict())
+    assert resumed.leftover == [] and "2 samples that are left over in the checkpoint are not trained" in warnings.text
+
+
+def test_a_place_of_an_earlier_version(warnings):
+    with pytest.raises(ValueError, match="earlier version"):
+        prompts().load_state_dict({"_sampler_iter_yielded": 3})
+    without_digest = {"episode": 0, "drawn": 7, "of": 40, "leftover": ["a"]}
+    resumed = prompts()
+    resumed.load_state_dict(without_digest)
+    assert (resumed.rest.drawn, resumed.leftover) == (7, ["a"]) and "cannot be compared" in warnings.text
+
+
+def test_the_digest_knows_prompts_labels_and_their_order():
+    def of(*pairs: tuple) -> str:
+        return digest_of(SimpleNamespace(prompts=[p for p, _ in pairs], labels=[label for _, label in pairs]))
+
+    rows = [("a", "1"), ("b", "2")]
+    others = [rows[::-1], rows[:1], [("a", "1"), ("b", "3")], [("a1", ""), ("b", "2")], [("a", 1), ("b", "2")]]
+    assert of(*rows) == of(*rows) and len({of(*rows), *(of(*other) for other in others)}) == 6
+    assert of(("\ud800", None)) != of(("", None))
+
+
+@pytest.mark.parametrize("samples", [63, 64])
+def test_data_for_less_than_one_step(samples, tiny_data):
+    """Upstream takes no optimizer step then, and saves the model as it came."""
+    names = {"prompt_dataset": tiny_data, "prompt_probs": None, "prompt_split": "train", "max_samples": samples}
+    keys = {"input_key": "prompt", "label_key": "label", "image_key": None, "apply_chat_template": False}
+    data = SimpleNamespace(**names, **keys, input_template=None, dataloader_num_workers=0)
+    train = SimpleNamespace(seed=1, batch_size=128, num_episodes=1, max_epochs=1)
+    args = SimpleNamespace(data=data, train=train, rollout=SimpleNamespace(n_samples_per_prompt=2))
+    args.eval, args.ckpt = SimpleNamespace(dataset=None), SimpleNamespace(load_changed=False)
+    strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
+    strategy.setup_dataloader = lambda data, *_, **__: DataLoader(data, batch_size=1)
+    if samples == 64:
+        assert prepare_datasets(strategy, None)[2] == 1
+    else:
+        with pytest.raises(ValueError, match="63 prompts with 2 samples each are fewer than one batch of .* 128"):
+            prepare_datasets(strategy, None)
+
+
+def test_seeds_differ_and_stay():
+    seeds = {seed_of(42, "train", 0, prompt, sample) for prompt in range(100) for sample in range(100)}
+    assert len(seeds) == 10_000 and all(0 <= seed < 2**56 for seed in seeds)
+    assert seed_of(42, "train", 0, 0, 0) == 43614687250317358

@@ -1,0 +1,260 @@
+"""No prompt is lost or comes twice, whatever step a run is stopped after."""
+
+import copy
+import pickle
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ppo_utils import samples_generator
+from torch.utils.data import DataLoader
+
+from arlopti_openrlhf.ops import controller
+from arlopti_openrlhf.ops.lifecycle import stopping
+from arlopti_openrlhf.ops.rollouts import samples
+from arlopti_openrlhf.ops.rollouts.prompts import Numbered, Prompts
+from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator
+
+N = 2  # samples per prompt
+
+
+class Engine:
+    """Answers a prompt, which is a number, with its rest by 3 as the score. A call's ref is its answer."""
+
+    def __init__(self) -> None:
+        self.generate_responses = SimpleNamespace(remote=self._responses)
+        self.generate_in_order = SimpleNamespace(remote=self._in_order)
+        self.get_num_unfinished_requests = SimpleNamespace(remote=lambda: 0)
+        self.asked: list[dict] = []
+
+    def _responses(self, prompt, label, num_samples, **kwargs) -> tuple:
+        answer = {"prompt": prompt, "label": label, "observation_tokens": [1, 2, 3], "action_ranges": [(1, 3)]}
+        answer |= {"reward": float(prompt), "scores": float(prompt) % 3 / 2, "rollout_log_probs": None}
+        return tuple(answer for _ in range(num_samples))
+
+    def _in_order(self, requests, **kwargs) -> list:
+        self.asked += requests
+        return [self._responses(request["prompt"], request["label"], len(request["seeds"])) for request in requests]
+
+
+class FakeRay:
+    """Finishes calls in a random order of its own."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def wait(self, refs, num_returns, timeout):
+        refs = list(refs)
+        return [refs.pop(self.random.randrange(len(refs)))], refs
+
+    def get(self, refs):
+        return refs
+
+
+@pytest.fixture(autouse=True)
+def fake_ray(monkeypatch):
+    fake = FakeRay()
+    for module in (samples, samples_generator, ppo_trainer, ppo_trainer_async):
+        monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(stopping, "stop_requested", lambda: None)
+    monkeypatch.setattr(stopping, "wait", lambda refs, *args, **kwargs: list(refs))
+    return fake
+
+
+def namespace(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return SimpleNamespace(**{name: namespace(value) for name, value in tree.items()})
+    return tree
+
+
+def arguments(**changed) -> Any:
+    """Return the arguments of a run over 2 episodes, with 4 prompts in each step."""
+    flags = {
+        "rollout.batch_size": 4,
+        "rollout.n_samples_per_prompt": N,
+        "rollout.vllm_generate_batch_size": None,
+        "algo.dynamic_filtering_enable": False,
+        "algo.dynamic_filtering_range": (0.1, 0.9),
+        "algo.advantage": {"is_correction_level": "off"},
+        "train.deterministic": False,
+        "train.seed": 7,
+        "train.num_episodes": 2,
+        "vllm.enable_sleep": False,
+        "eval.steps": float("inf"),
+    } | changed
+    tree: dict[str, dict] = {}
+    for name, value in flags.items():
+        group, flag = name.split(".")
+        tree.setdefault(group, {})[flag] = value
+    return namespace(tree)
+
+
+def loader(count: int) -> DataLoader:
+    return DataLoader(range(count), batch_size=1, collate_fn=lambda items: (["x"], [*items], [*items], [None]))
+
+
+def generator(args, count: int, upstream: bool = False):
+    strategy = SimpleNamespace(args=args)
+    if upstream:
+        return samples_generator.SamplesGenerator(strategy, loader(count), None, None, [Engine(), Engine()])
+    prompts = Prompts(loader(count), args.train.seed, args.rollout.n_samples_per_prompt, digest="of these")
+    return SamplesGenerator(strategy, prompts, None, None, [Engine(), Engine()])
+
+
+class Trainer(controller._PPOTrainer):
+    """Upstream's synchronous loop, whose steps only note their prompts and the state of a checkpoint."""
+
+    def __init__(self, args, count: int, states: dict | None = None) -> None:
+        self.args, self.generate_kwargs, self.eval_dataloader = args, {"max_len": 8}, None
+        self.samples_generator = generator(args, count)
+        self.prompts_dataloader = self.samples_generator.prompts_dataloader
+        self.wandb_logger = self.tensorboard_logger = None
+        self.states = states or super().init_checkpoint_states()
+        self.steps: list[tuple[list[int], dict]] = []
+
+    def init_checkpoint_states(self) -> dict:
+        return self.states
+
+    def broadcast_to_vllm(self) -> None:
+        pass
+
+    def train_step(self, rollout_samples, global_step: int) -> tuple[dict, int]:
+        self.trained = [sample.prompts[0] for sample in rollout_samples]
+        return {}, global_step + 1
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        self.steps.append((self.trained, pickle.loads(pickle.dumps(client_states))))
+
+
+class Generator(controller._GenerateSamplesActor):
+    """Upstream's asynchronous generator. What it puts into the queue are its steps."""
+
+    def __init__(self, args, count: int, states: dict | None = None) -> None:
+        self.args, self.generate_kwargs, self.eval_dataloader = args, {"max_len": 8}, None
+        self.samples_generator = generator(args, count)
+        self.prompts_dataloader = self.samples_generator.prompts_dataloader
+        self._partial_rollout = self._eval_just_done = False
+        self._last_eval_step = -1
+        lock = SimpleNamespace(remote=lambda: None)
+        self.vllm_lock = SimpleNamespace(acquire=lock, release=lock)
+        self.rollout_slots = SimpleNamespace(get=lambda block: 1, put=lambda token, block: None)
+        self.rollout_queue = SimpleNamespace(put=self._put)
+        self.states = states or {"episode": 0, "total_consumed_prompts": 0}
+        self.steps: list[tuple[list[int], dict]] = []
+        if states:
+            self.load_state_dict(states["data_loader_state_dict"])
+
+    def fit(self) -> None:
+        super().fit(self.states["episode"], self.states["total_consumed_prompts"])
+
+    def _put(self, payload, block: bool) -> None:
+        if payload != "done":
+            rollout_samples, client_states, *_ = payload
+            trained = [sample.prompts[0] for sample in rollout_samples]
+            self.steps.append((trained, pickle.loads(pickle.dumps(client_states))))
+
+
+@pytest.fixture
+def checkpoint_states(monkeypatch):
+    """A new run's states, without an actor to ask."""
+    new = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
+    monkeypatch.setattr(ppo_trainer.BasePPOTrainer, "init_checkpoint_states", lambda self: copy.deepcopy(new))
+
+
+@pytest.mark.parametrize("runner", [Trainer, Generator])
+@pytest.mark.parametrize("count", [16, 18])  # whole steps, and an episode that ends with a smaller one
+@pytest.mark.parametrize("together", [None, 6, 12])  # prompts of one call of vLLM
+@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_stopped_after_any_step(runner, count, together, filtering, deterministic, checkpoint_states):
+    """The steps before and after the stop train each prompt as often as a run without one."""
+    args = arguments(
+        **{
+            "rollout.vllm_generate_batch_size": together,
+            "algo.dynamic_filtering_enable": filtering,
+            "train.deterministic": deterministic,
+        }
+    )
+    whole = runner(args, count)
+    whole.fit()
+    good = [prompt for prompt in range(count) if not filtering or prompt % 3 == 1]
+    assert Counter(prompt for step, _ in whole.steps for prompt in step) == Counter(2 * N * good)
+    assert filtering or len({str(step) for step, _ in whole.steps}) == len(whole.steps)  # each episode in its order
+    for done, (_, states) in enumerate(whole.steps, start=1):
+        resumed = runner(args, count, states)
+        resumed.fit()
+        trained = [step for step, _ in whole.steps[:done] + resumed.steps]
+        if deterministic:
+            assert trained == [step for step, _ in whole.steps]
+        assert Counter(prompt for step in trained for prompt in step) == Counter(2 * N * good)
+        assert len(trained) == len(whole.steps)
+
+
+@pytest.mark.parametrize("filtering", [False, True])
+def test_without_the_flag_samples_are_upstreams(filtering, fake_ray):
+    """Upstream's generator, with prompts of the same order, gives the same samples at each arrival."""
+    args = arguments(**{"algo.dynamic_filtering_enable": filtering})
+    ours, upstream = generator(args, 18), generator(args, 18, upstream=True)
+    order = [batch for batch in generator(args, 18).prompts_dataloader.rest]
+    upstream.prompts_dataloader = order
+    for _ in range(2 if filtering else 5):  # one episode
+        found = []
+        for each in (ours, upstream):
+            fake_ray.random.seed(1)
+            rollout, rate, drawn, _ = each.generate_samples(max_len=8)
+            found.append(([(s.prompts, s.rewards, s.action_mask.tolist()) for s in rollout], rate, drawn))
+        assert found[0] == found[1]
+
+
+def test_deterministic_samples_are_by_prompt_with_seeds_of_their_own():
+    args = arguments(**{"train.deterministic": True, "algo.dynamic_filtering_enable": True})
+    one = generator(args, 18)
+    order = [prompts[0] for _, prompts, *_ in generator(args, 18).prompts_dataloader.rest]
+    rollout, *_ = one.generate_samples(max_len=8)
+    accepted = [prompt for prompt in order if prompt % 3 == 1][:4]
+    assert Counter(sample.prompts[0] for sample in rollout) == Counter(N * accepted)
+    seeds = {request["prompt"]: request["seeds"] for engine in one.vllm_engines for request in engine.asked}
+    assert len({seed for of_prompt in seeds.values() for seed in of_prompt}) == N * len(seeds)
+    # A run without filtering draws the prompts in other rounds, and each has the seeds of its place.
+    other = generator(arguments(**{"train.deterministic": True}), 18)
+    for _ in range(4):
+        other.generate_samples(max_len=8)
+    others = {request["prompt"]: request["seeds"] for engine in other.vllm_engines for request in engine.asked}
+    assert others.items() >= seeds.items()
+
+
+def test_evaluation_does_not_depend_on_when_it_is():
+    args = arguments(**{"train.deterministic": True})
+    asked = []
+    for _ in range(2):
+        one = generator(args, 18)
+        one.generate_samples(max_len=8)
+        for engine in one.vllm_engines:
+            engine.asked.clear()
+        one._eval_dataloader_iter = Numbered(("eval", "kk"), loader(6))
+        found = one.generate_eval_samples(max_len=8, n_samples_per_prompt=3)
+        assert [sample.prompts[0] for sample in found] == [prompt for prompt in range(6) for _ in range(3)]
+        asked.append([engine.asked for engine in one.vllm_engines])
+    assert asked[0] == asked[1] and len(asked[0][0]) == 3  # of rounds of 4 and 2 prompts over two engines
+
+
+def test_a_request_to_stop_ends_the_wait(monkeypatch, fake_ray):
+    monkeypatch.setattr(fake_ray, "wait", lambda refs, num_returns, timeout: ([], refs))
+    monkeypatch.setattr(stopping, "stop_requested", lambda: 15)
+    with pytest.raises(stopping.Interrupted, match="SIGTERM"):
+        generator(arguments(), 18).generate_samples(max_len=8)
+
+
+def test_the_sampling_parameters_are_upstreams():
+    args = arguments()
+    one, sent = generator(args, 18), []
+    for engine in one.vllm_engines:
+        engine.generate_responses.remote = lambda sampling_params, **kwargs: sent.append(sampling_params)
+    chosen = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 5, "max_len": 8, "do_sample": True}
+    for level, kwargs in (("off", {}), ("token", chosen)):
+        args.algo.advantage.is_correction_level = level
+        one._dispatch_prompts_to_vllm(["a"], ["b"], images=[None], **kwargs)
+        assert one._sampling_params(**kwargs) == sent.pop()
