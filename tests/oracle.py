@@ -92,7 +92,7 @@ READING_ENTROPIES = {
     "steer": f"{METHOD} steer",
     "entropy_advantage": f"{METHOD} entropy_advantage",
     "surprisal_band": f"{METHOD} surprisal_band {ARGS} surprisal_band.lo=0.5 surprisal_band.hi=1.5",
-    "eighty_twenty, Lopti as a method": f"{METHOD} eighty_twenty lopti {ARGS} lopti.eta=0.5",
+    "eighty_twenty, Lopti as a method": f"{METHOD} eighty_twenty lopti {ARGS} lopti.eta=0.2",
     "eighty_twenty, Lopti by quantile": f"{METHOD} eighty_twenty --algo.lopti.quantile 0.3",
     "stare, AR as a method": f"{METHOD} stare ar {ARGS} stare.entropy=9 ar.alpha=0.3",
     "stare, AR as a flag": f"{AR} {METHOD} stare {ARGS} stare.entropy=9",
@@ -115,7 +115,6 @@ KINDS = {
     "stock, ZeRO-3": Kind(False, "--ds.zero_stage 3", FEW),
     "selective, ZeRO-2": Kind(True, "--ds.zero_stage 2", FEW),
     "selective, ZeRO-3": Kind(True, "--ds.zero_stage 3", SETTINGS | READING_ENTROPIES),
-    "selective, ZeRO-3, packed": Kind(True, "--ds.zero_stage 3 --ds.packing_samples", FEW),
     "selective, ZeRO-2, bf16": Kind(True, "--ds.zero_stage 2", FEW, float32=False),
 }
 
