@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -217,7 +218,9 @@ def record_help() -> dict[str, str]:
 
     modules = ["main", *(module for module, _ in COMMANDS.values())]
     environment = os.environ | {"COLUMNS": "100"}
-    return {name: output(["-m", f"arlopti_openrlhf.cli.{name}", "--help"], environment) for name in modules}
+    helps = {name: output(["-m", f"arlopti_openrlhf.cli.{name}", "--help"], environment) for name in modules}
+    # OpenRLHF names a run after the minute that it starts in.
+    return {name: re.sub(r"ppo_\d{4}T\d\d:\d\d", "ppo_(now)", text) for name, text in helps.items()}
 
 
 def record_modes() -> dict[str, dict]:
@@ -312,8 +315,10 @@ def main() -> None:
         # As in the Makefile: the order of additions must not depend on how many threads there are.
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ.setdefault("RAY_worker_niceness", "0")
-        parts = {name: PARTS[name]() for name in args.only}
-        args.files[0].write_text(json.dumps(parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        parts = {}
+        for name in args.only:  # written after each, since a later one may fail
+            parts[name] = PARTS[name]()
+            args.files[0].write_text(json.dumps(parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return
     a, b = (json.loads(path.read_text(encoding="utf-8")) for path in args.files)
     count = 0
