@@ -125,7 +125,7 @@ def record_updates() -> dict[str, Any]:
     from arlopti_openrlhf import cpu
 
     cpu.enable()  # before openrlhf is imported
-    from update_workers import Group, cluster, flags
+    from arlopti_testing.update_workers import Group, cluster, flags
 
     updates: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, cluster():
@@ -171,8 +171,8 @@ def make_batches(model: str) -> dict[str, list]:
     In the first the actor is asked for them. The selective update asks it in both, except where it needs them before.
     """
     import torch
+    from arlopti_testing.update_workers import PROMPT, experiences
     from transformers import AutoModelForCausalLM
-    from update_workers import PROMPT, experiences
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -194,9 +194,7 @@ def recorded(result: Any) -> dict[str, Any]:
         "last_rate": float(result.last_rate).hex(),
         "gradients": [digest(gradients) for gradients in result.gradients],
         "metrics": {n: float(value).hex() for n, value in status.items() if not isinstance(value, (list, tuple))},
-        "histograms": {
-            n: [float(x).hex() for x in value] for n, value in status.items() if isinstance(value, (list, tuple))
-        },
+        "histograms": [float(x).hex() for value in status.values() if isinstance(value, list) for x in value],
     }
 
 
@@ -310,7 +308,7 @@ def main() -> None:
     args = parser.parse_args()
     if len(args.files) != {"record": 1, "compare": 2}[args.command]:
         parser.error("record takes one file, and compare two")
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "long")]
     if args.command == "record":
         # As in the Makefile: the order of additions must not depend on how many threads there are.
         os.environ["OMP_NUM_THREADS"] = "1"

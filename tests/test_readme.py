@@ -110,7 +110,7 @@ def test_the_tree_of_files_is_there():
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"the tree has {', '.join(missing)}"
     rooms = {path.parent.name for path in (ROOT / "arlopti_openrlhf").glob("*/__init__.py")}
-    shown = {Path(path).name for path in paths if path.endswith("/") and path.startswith("arlopti_openrlhf/")}
+    shown = {Path(path).name for path in paths if re.fullmatch(r"arlopti_openrlhf/(\w+/)?", path)}
     assert shown == rooms | {"arlopti_openrlhf"}
 
 

@@ -37,17 +37,19 @@ def imports() -> dict[str, set[str]]:
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     modules = set(names.values())
-    return {name: set(_imported(path)) & modules - {name} for path, name in names.items()}
+    return {name: set(_imported(path, modules)) & modules - {name} for path, name in names.items()}
 
 
-def _imported(path: Path) -> Iterator[str]:
+def _imported(path: Path, modules: set[str]) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: a relative import, which this test does not follow"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # where it is a module
+            of_names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from of_names & modules
+            if of_names - modules:  # something that the module itself defines
+                yield node.module
 
 
 def find_circle(graph: dict[str, set[str]]) -> list[str] | None:

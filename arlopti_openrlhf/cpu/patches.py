@@ -20,8 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from arlopti_openrlhf.cpu import adam as cpu_adam
-from arlopti_openrlhf.cpu import vllm as cpu_vllm
+from arlopti_openrlhf.cpu import adam, vllm
 
 
 def are_made() -> bool:
@@ -43,7 +42,7 @@ def make(without_cuda: bool, without_flash_attn: bool, without_bf16: bool) -> No
     patches: dict[str, Callable] = {}
     if without_cuda:
         patches |= _CPU_PATCHES
-        for name, patch in cpu_vllm.PATCHES.items():
+        for name, patch in vllm.PATCHES.items():
             if name in sys.modules:
                 patch(lambda module: None, sys.modules[name])
             else:
@@ -283,7 +282,7 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
 
 _CPU_PATCHES = {
     "deepspeed.comm.torch": _patch_deepspeed_comm,
-    **cpu_adam.PATCHES,
+    **adam.PATCHES,
     "openrlhf.trainer.ppo_utils.replay_buffer": _patch_replay_buffer,
     "openrlhf.utils.deepspeed.deepspeed": _patch_strategy,
     "openrlhf.utils.distributed_util": _patch_distributed_util,

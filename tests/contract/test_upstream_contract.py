@@ -45,9 +45,12 @@ def test_what_leans_on_upstream_exists(name):
     parts = name.split(".")
     root = Path(__file__).parents[2] / "arlopti_openrlhf"
     modules = [n for n in range(1, len(parts) + 1) if root.joinpath(*parts[:n]).with_suffix(".py").is_file()]
-    assert modules, f"{name} names no module"
-    body = ast.parse(root.joinpath(*parts[: modules[0]]).with_suffix(".py").read_text("utf-8")).body
-    for part in parts[modules[0] :]:
+    packages = [n for n in range(1, len(parts) + 1) if root.joinpath(*parts[:n], "__init__.py").is_file()]
+    assert modules or packages, f"{name} names no module"
+    end = modules[0] if modules else packages[-1]
+    file = root.joinpath(*parts[:end]).with_suffix(".py") if modules else root.joinpath(*parts[:end], "__init__.py")
+    body = ast.parse(file.read_text("utf-8")).body
+    for part in parts[end:]:
         found = [n for n in body if getattr(n, "name", None) == part or part in map(ast.unparse, targets_of(n))]
         assert found, f"{name}: there is no {part}"
         body = getattr(found[0], "body", [])

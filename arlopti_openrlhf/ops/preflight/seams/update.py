@@ -80,7 +80,7 @@ SEAMS: list[Seam] = [
         PPO_ACTOR,
         "PolicyModelActor.init_model_from_pretrained",
         "self strategy pretrain max_steps vllm_engines",
-        "update.policy_actor.PolicyActor.init_model_from_pretrained",
+        "cpu.refusals.install",
     ),
     Text(
         PPO_ACTOR,
