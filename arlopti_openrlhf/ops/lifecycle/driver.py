@@ -120,6 +120,8 @@ class Driver:
         said += [f"the run's log: {self.console.log}"] if self.console else []
         if self.folder and (self.folder / cluster.SESSIONS).exists() and not isinstance(cause, stopping.Interrupted):
             said.append(f"Ray's logs: {self.folder / cluster.SESSIONS}")
+        if isinstance(cause, stopping.Interrupted) and ray.is_initialized():
+            time.sleep(_LAST_LINES)  # the controller closes its trackers, which say what they have lost
         # After Ray's end, because workers print until then.
         _shut_down(code, partial(self._say_last, "\n".join(map(_ours, said))))
         sys.exit(code)
