@@ -6,7 +6,6 @@ import pytest
 
 from arlopti_openrlhf.grading.grader import Grader, Limits
 
-
 ANSWER = """
 def reward_func(queries, prompts, labels, **kwargs):
     rewards = [float(len(query)) for query in queries]
