@@ -122,7 +122,7 @@ def _announce(message: str) -> None:
 def _find_compiler_tools() -> None:
     """Let DeepSpeed compile its CPU ops with this environment's own ninja, activated or not.
 
-    Ninja compiles everything anew where another version of it left the build folder, so all runs must use one.
+    Ninja compiles everything again where another version of it left the build folder, so all runs must use one.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
     tools, path = os.path.dirname(sys.executable), os.environ.get("PATH", "")

@@ -8,7 +8,7 @@ import torch
 
 
 def _patch_fused_adam(load: Callable, module: Any) -> None:
-    """Let Adam's bias correction follow from the number of the step alone, so that a resumed run equals the other.
+    """Let Adam's bias correction follow from the number of the step alone. A resumed run then equals an unbroken one.
 
     DeepSpeed's C++ op keeps the powers of both betas in float32. It multiplies them by the betas where steps follow
     each other, and computes them from the step's number otherwise, as in the first step after a resume. The results

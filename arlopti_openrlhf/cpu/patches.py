@@ -128,7 +128,7 @@ def _outlive_killed_builds() -> None:
     """Make the lock on a build folder of PyTorch's C++ extensions end with the process that holds it.
 
     PyTorch's lock is a file that its holder removes. If the holder is killed the file stays, and the next process
-    waits for ever without a word. So a second lock is taken first, one that the kernel releases. Whoever holds that
+    waits silently, without end. So a second lock is taken first, one that the kernel releases. Whoever holds that
     and finds PyTorch's file looks for a process that builds without the second lock, as plain DeepSpeed does, and
     removes the file if there is none. Who waited runs ninja again, which finds the work done, or finishes it.
     """
@@ -206,7 +206,7 @@ def _patch_deepspeed_comm(load: Callable, module: Any) -> None:
     """Let every all-gather be complete when it returns.
 
     ZeRO-3 starts one per parameter and waits for the last alone (`_allgather_params_coalesced`). That is enough on a
-    CUDA stream, which keeps the order. Gloo's threads finish in any order, so that the forward pass would use weights
+    CUDA stream, which keeps the order. Gloo's threads finish in any order, so the forward pass would use weights
     that have not arrived.
     """
     load(module)

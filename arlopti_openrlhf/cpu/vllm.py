@@ -13,10 +13,10 @@ def _patch_shm_broadcast(load: Callable, module: Any) -> None:
     """Let vLLM's engine and worker sleep while they wait for each other.
 
     Each would spin for up to a second after the last message, and so keep a core busy for as long as a rollout lasts.
-    One that sleeps depends on the notification of the next message. vLLM lets one notification wait to be sent, and
-    ZeroMQ checks about once a millisecond whether it was, so that the second of two in a millisecond is dropped. The
-    sleeper would find that message when it next looks by itself, which is every 5 s. So here the sender makes ZeroMQ
-    check, and the sleeper looks whenever its wait has grown by a tenth.
+    A sleeping reader relies on a ZeroMQ notification. vLLM queues at most one, and ZeroMQ flushes about once per
+    millisecond, so the second of two messages within a millisecond is never announced. The reader would find it at
+    its own next look, which comes every 5 s. So here the sender makes ZeroMQ flush, and the reader looks whenever its
+    wait has grown by a tenth.
     """
     load(module)
     from zmq.constants import EVENTS

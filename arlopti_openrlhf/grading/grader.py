@@ -76,7 +76,7 @@ class Grader:
         return await job.result
 
     async def work(self) -> None:
-        """Grade what waits, for ever. The server runs one such task per worker."""
+        """Grade what waits, without end. The server runs one such task per worker."""
         while True:
             while not self.waiting:
                 self.wake.clear()
@@ -98,7 +98,10 @@ class Grader:
         return job
 
     async def _grade_together(self, jobs: "list[_Job]") -> bool:
-        """Grade several requests in one call. Return False where it fails, so that only the culprit fails alone."""
+        """Grade several requests in one call.
+
+        Return False where it fails: then each is graded alone, and only the culprit fails.
+        """
         columns = [[value for job in jobs for value in getattr(job, name)] for name in FIELDS]
         try:
             results = await self._call(*columns)

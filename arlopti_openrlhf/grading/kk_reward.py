@@ -6,7 +6,7 @@
                                                   -1.5  readable, but some role wrong
                                                   -2    unreadable, or the format is broken
 
-so that the only rewards are 3, -0.5, -1 and -3. OpenRLHF loads the file by path (`--reward.remote_url`).
+so the only rewards are 3, -0.5, -1 and -3. OpenRLHF loads the file by path (`--reward.remote_url`).
 """
 
 # OpenRLHF executes this file without an entry in sys.modules. So nothing here may look its own module up there, as
@@ -46,7 +46,7 @@ _HEADERS = re.compile(
 
 
 class Grade(NamedTuple):
-    """Holds what one response earned.
+    """What one response earned.
 
     reward: 3, -0.5, -1 or -3.
     score: 1.0 where every role is right, else 0.0. Accuracy is the mean of it.
@@ -68,7 +68,7 @@ def grade(response: str, solution: str) -> Grade:
     A name's first such sentence counts. Letter case is ignored and any white space separates words. For names of
     ASCII letters, as in all published puzzles, the pattern is Logic-RL's own:
     `\bNAME\b\s+is\s+a\s+\b(knight|knave)\b`. A name that itself holds "knight" or "knave" spoils the count, there
-    and here, so nobody can answer such a puzzle.
+    and here, so such a puzzle has no right answer.
 
     Args:
         response: any text. None raises, and the time is linear in its length.

@@ -1,4 +1,4 @@
-"""Cuts off HTTP clients that send slowly or too much, so that none holds the reward server's memory or its end."""
+"""Cuts off HTTP clients that send slowly or too much, which would hold the reward server's memory or its end."""
 
 import asyncio
 from collections.abc import Callable

@@ -44,11 +44,11 @@ parser.parse_expr_cached = functools.lru_cache(maxsize=20)(
 
 
 class _Reading(NamedTuple):
-    """Holds what a text may mean.
+    """What a text may mean.
 
     parsed: expressions, and texts that math-verify does not parse.
     measures: the measures of the unit.
-    braced: there are braces, so that what is listed is a set.
+    braced: there are braces, so what is listed is a set.
     numbers: the sides of an equation as integers, or None for a side that is none.
     """
 

@@ -49,21 +49,21 @@ from sympy.core.relational import GreaterThan, LessThan, Relational, StrictGreat
 
 # math-verify reads 25% as 25 * _HUNDREDTH.
 _HUNDREDTH = UnevaluatedExpr(Rational(1, 100))
-# A decimal is an exact value that was rounded to six places or more, of which the leading zeros are no digits.
+# A decimal is an exact value that was rounded to six places or more. Leading zeros are no digits.
 _ROUNDING = Rational(5, 10**7)
 _RELATIVE_ROUNDING = Rational(5, 10**5)
 _ORDER = (LessThan, StrictLessThan, GreaterThan, StrictGreaterThan)
 
 
 class Listing(NamedTuple):
-    """Holds several values without an order, as written. `braced` says that they stood in braces."""
+    """Several values without an order, as written. `braced` says that they stood in braces."""
 
     items: tuple
     braced: bool
 
 
 class Chain(NamedTuple):
-    """Holds relations that were written in one, as in a = b = c."""
+    """Relations that were written in one, as in a = b = c."""
 
     relations: tuple
 
@@ -76,7 +76,7 @@ def equal(label: object, answer: object, label_braced: bool = False, answer_brac
     Args:
         label: an expression, relation, set, tuple, matrix or text.
         answer: the same.
-        label_braced: the label has braces, so that its elements are a set and no list.
+        label_braced: the label has braces, so its elements are a set and not a list.
         answer_braced: the same of the answer.
     """
     if not isinstance(label, Basic | MatrixBase) or not isinstance(answer, Basic | MatrixBase):
@@ -142,7 +142,7 @@ def _read(parsed: Any, braced: bool, is_cased: bool) -> Any:
 
 
 class _Assigned(NamedTuple):
-    """Holds a name and the set or the tuple that it is in or equals."""
+    """A name, and the set or the tuple that it is in or equals."""
 
     lhs: Any
     rhs: Any
@@ -336,7 +336,7 @@ def _same(label: Expr, answer: Expr) -> bool:
         bare = [x.xreplace({_HUNDREDTH: Rational(1)}) for x in (label, answer)]
         if _same(*bare):
             return True
-    # Decimals are rounded. They become exact, so that no other difference is.
+    # Decimals are rounded. They become exact, so no other difference is forgiven.
     rounded = label.has(Float) or answer.has(Float)
     label, answer = (_evaluated(x.xreplace(_exact(x))) for x in (label, answer))
     if label.free_symbols or answer.free_symbols:

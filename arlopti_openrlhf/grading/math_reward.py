@@ -38,7 +38,7 @@ _END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
 
 
 class Grade(NamedTuple):
-    """Holds what one response earned.
+    """What one response earned.
 
     score: 1.0 where the final answer equals the label, else 0.0. It is the reward.
     boxed: the final answer stood in a box.

@@ -69,7 +69,7 @@ _PLAIN = re.compile(
 
 
 class BasedNumber(NamedTuple):
-    """Holds the digits of a number and its base, or None where none is written."""
+    """The digits of a number and its base, or None where none is written."""
 
     digits: str
     base: int | None

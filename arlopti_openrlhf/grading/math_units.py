@@ -120,7 +120,7 @@ def split_unit(answer: str, label_words: Set[str]) -> tuple[str, frozenset[str]]
     r"""Return an answer without the unit at its end, and the measures of the unit with their powers.
 
     A unit is a measure (`42 cm`, `42\ \mathrm{m}/\mathrm{s}^2`) or a plural noun (`42 \text{ marbles}`), but no word
-    that multiplies (`42 \text{ thousands}`). A word of the label is one too, because nobody takes an answer back with
+    that multiplies (`42 \text{ thousands}`). A word of the label is one too, because no answer is taken back with
     it. An answer that is nothing but a unit stays whole.
 
     Args:

@@ -6,7 +6,7 @@ from arlopti_openrlhf.grading import kk_reward, math_reward
 
 
 class SourceGrade(NamedTuple):
-    """Holds what one response earned.
+    """What one response earned.
 
     reward: what the advantages come from, which is 3, -0.5, -1 or -3 for K&K and 1 or 0 for math.
     score: 1.0 where the answer is right, else 0.0.

@@ -45,15 +45,15 @@ _ASLEEP_SECONDS = 5  # a limit that is noticed so much too late ran out while th
 
 
 class TimedOut(Exception):
-    """Says that the call took longer than the pool's limit, and that its process was killed."""
+    """The call took longer than the pool's limit, and its process was killed."""
 
 
 class Died(Exception):
-    """Says that the process of the call ended twice, killed from outside or out of memory or of stack."""
+    """The worker died twice during this call: killed, out of memory, or stack overflow."""
 
 
 class Raised(Exception):
-    """Says that the function raised. The message is its traceback."""
+    """The function raised. The message is its traceback."""
 
 
 class WorkerPool:
@@ -85,8 +85,8 @@ class WorkerPool:
     def call(self, *args: Any) -> Any:
         """Return the function's result.
 
-        A call whose process ended for another reason than its time limit is repeated once. So is one whose time ran
-        out while the machine slept.
+        A call is repeated once if its process ended for another reason than its time limit, or if its time ran out
+        while the machine slept.
 
         Raises:
             TimedOut, Died, Raised: see there.

@@ -41,7 +41,7 @@ def tags(folder: Path) -> list[str]:
 
 
 def saved_in(path: Path) -> list[str]:
-    """Return the names of the checkpoints and of the models beside them in `--ckpt.path`, by their steps."""
+    """Return the names of the checkpoints and of the models next to them in `--ckpt.path`, by their steps."""
     models = [model.name for model in path.glob("*_hf") if step_of(model.name.removesuffix("_hf")) is not None]
     found = {*tags(path / "_actor"), *tags(path / "_critic"), *models}
     return sorted(found, key=lambda name: (step_of(name.removesuffix("_hf")), name))
@@ -59,8 +59,8 @@ def are_saved(args: SimpleNamespace | argparse.Namespace) -> bool:
 def newest_first(folders: Sequence[Path]) -> list[str]:
     """Return the checkpoints that one of `folders` holds, in the order to try them: what was written last comes first.
 
-    The manifest's serial number says so. The step would not do, because a run that is started anew counts its steps
-    from 1, beside what an earlier run has left. What is seen to be torn comes first, so that it is named.
+    The manifest's serial number says so. The step would not do, because a run that starts again counts its steps
+    from 1, next to what an earlier run has left. What is seen to be torn comes first and is named.
     """
 
     def order(tag: str) -> tuple[float, int, str]:
@@ -177,7 +177,7 @@ def remove(checkpoint: Path) -> None:
 def clear_leftovers(folder: Path) -> list[str]:
     """Finish what a process that was killed has begun; return a line for each.
 
-    A folder with a manifest is whole: only its last renaming was missing, so that it gets its name.
+    A folder with a manifest is whole: only its last renaming was missing, so it gets its name.
     """
     lines = []
     for path in sorted(folder.glob(f"{WRITING}*")):
@@ -196,7 +196,7 @@ def clear_leftovers(folder: Path) -> list[str]:
 def cause_of(error: Exception, folder: Path) -> str:
     """Return why writing to `folder` failed.
 
-    torch's writer says "iostream error" and nothing else. So a small file is written in its place, whose error has a
+    torch's writer says "iostream error" and nothing else. So a small file is written in its place. Its error has a
     number.
     """
     if not isinstance(error, OSError) or error.errno is None:
@@ -308,7 +308,7 @@ def rotate(
         value = metric(tag)
         return not _is_torn(folders, tag), value is not None, value or 0.0
 
-    # Python's sort is stable, so that the oldest comes first among equals.
+    # Python's sort is stable, so the oldest comes first among equals.
     others = sorted((tag for tag in reversed(old) if not is_best(tag)), key=worth)
     if is_best(newest):
         going = [(tag, f"{newest} is better") for tag in old if is_best(tag)]

@@ -13,7 +13,7 @@ from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
 
 
 class NoWholeCheckpoint(RunStopped):
-    """There are checkpoints, and none of them is whole. To start anew without a word would lose the run."""
+    """There are checkpoints, and none of them is whole. To start again silently would lose the run."""
 
     exit_code = 5
 
@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 def parts_of(folder: Path, args: argparse.Namespace) -> list[Part]:
-    """Return the parts of a run's checkpoints, of which `folder` holds one. `args` are upstream's, nested."""
+    """Return the parts of a run's checkpoints. `folder` holds one of them, and `args` are upstream's, nested."""
     parts = [Part(folder.parent / "_actor", args.actor.num_nodes * args.actor.num_gpus_per_node)]
     if args.critic.model_name_or_path:
         parts.append(Part(folder.parent / "_critic", args.critic.num_nodes * args.critic.num_gpus_per_node))

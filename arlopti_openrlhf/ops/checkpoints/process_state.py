@@ -1,4 +1,4 @@
-"""What a process holds beside the model and its optimizer, and what a resumed run needs to be the same run."""
+"""What a process holds besides the model and its optimizer, and what a resumed run needs to be the same run."""
 
 import random
 from pathlib import Path

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def everywhere(do: Callable[[], T]) -> list[T]:
     """Return what `do` returns on each rank, on every rank. All ranks have to call it.
 
-    An error on one rank is raised on all, so that none goes on to a collective call in which the others are missing.
+    An error on one rank is raised on all, so no rank enters a collective call in which the others are missing.
 
     Raises:
         RunStopped: `do` raised it on some rank; of the same class.

@@ -55,7 +55,7 @@ class CheckpointStrategy(GuardedStrategy):
        a vision-language model's processor is among them.
     2. It also holds each process's random state and the moving average.
     3. A run resumes from the newest whole checkpoint, and says which it passed over and why.
-    4. Where a checkpoint cannot be written, a line says why, and the run goes on. Where the final model cannot be
+    4. Where a checkpoint cannot be written, a line says why, and the run continues. Where the final model cannot be
        written, the run fails.
     5. Weights that are not finite are not saved, and the run stops.
     6. The learning rate of a resumed run is that of its own plan, and the minimum past the plan's end.
@@ -63,7 +63,7 @@ class CheckpointStrategy(GuardedStrategy):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.averaged: Any = None  # the model without an optimizer that this process holds: beside the policy, EMA
+        self.averaged: Any = None  # the model without an optimizer that this process holds: next to the policy, EMA
         self.not_written = 0  # checkpoints in a row
 
     def _ds_init_train_model(self, model, cfg: dict):
@@ -195,7 +195,8 @@ class CheckpointStrategy(GuardedStrategy):
         """Save a model as upstream does. Its files get their names when all are whole, `config.json` the last.
 
         Raises:
-            NotWritten: the final model could not be written. Beside a checkpoint (`--ckpt.save_hf`) a line says so.
+            NotWritten: the final model could not be written. For a model of a checkpoint (`--ckpt.save_hf`) a line says
+                so.
             Diverged: a weight is not finite.
         """
         _require_finite(engine_of(model))

@@ -37,7 +37,7 @@ class Alarms:
         """Look at the figures of a step.
 
         Args:
-            status: the step's metrics. An alarm whose figure is not there is silent.
+            status: the step's metrics. An alarm without its figure is silent.
 
         Returns:
             `alarm/<name>`, 0 or 1, of all alarms; and a line for each that begins or ends with this step.
@@ -117,7 +117,7 @@ def rollout_figures(experiences: Sequence[Experience], group_size: int) -> dict[
         group_size: samples per prompt.
 
     Returns:
-        The lowest and the highest reward, and the share of prompts whose samples all have the advantage 0 throughout.
+        The lowest and the highest reward, and the share of prompts with the advantage 0 in all samples throughout.
     """
     index = torch.tensor([place for experience in experiences for place in experience.index])
     rewards = torch.cat([experience.info["reward"] for experience in experiences]).float()

@@ -1,4 +1,4 @@
-"""Refuses optimizer steps whose loss or gradient is not finite, on all ranks alike."""
+"""Refuses optimizer steps with a loss or gradient that is not finite, on all ranks alike."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from arlopti_openrlhf.patching import plain_class
 
 
 class GuardedStrategy(DeepspeedStrategy):
-    """`DeepspeedStrategy` that refuses an optimizer step whose loss or gradient is not finite on any rank.
+    """`DeepspeedStrategy` that refuses an optimizer step if the loss or gradient of any rank is not finite.
 
     DeepSpeed refuses such steps under ZeRO-1 and 2 in half precision alone. Elsewhere one NaN would make all weights
     and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA stay where

@@ -1,4 +1,4 @@
-"""Logs a run to TensorBoard and wandb. A resumed run goes on in its curves, and no tracker that fails ends a run."""
+"""Logs a run to TensorBoard and wandb. A resumed run continues its curves, and a tracker that fails ends no run."""
 
 import argparse
 import json
@@ -49,8 +49,8 @@ def resumable(args: argparse.Namespace) -> Iterator[None]:
 def identify(args: argparse.Namespace) -> str:
     """Set the run's name and return wandb's id for it.
 
-    Both are kept beside the checkpoints, where the run saves some. With `--ckpt.load_enable` the name is the kept one,
-    unless the user gives another. The id belongs to the name.
+    Both are kept next to the checkpoints, where the run saves some. With `--ckpt.load_enable` the name is the kept
+    one, unless the user gives another. The id belongs to the name.
     """
     path, given = Path(args.ckpt.path, RUN_FILE), args.logger.wandb.run_name
     if args.ckpt.load_enable and path.exists():
@@ -171,8 +171,8 @@ class ResumableTensorboard(TensorboardLogger):
 class ResumableWandb(WandbLogger):
     """`WandbLogger` with four changes.
 
-    1. It goes on in the run `run_id` where there is one. The user's WANDB_RUN_ID comes first.
-    2. The run's config is nested, so that runs can be filtered by `algo.ar.alpha`. Of upstream's namespaces wandb
+    1. It continues the run `run_id` where there is one. The user's WANDB_RUN_ID comes first.
+    2. The run's config is nested, so runs can be filtered by `algo.ar.alpha`. Of upstream's namespaces wandb
        keeps the text.
     3. Where wandb's server does not answer, or refuses the run, the run is kept on this machine.
     4. It logs histograms.
@@ -206,7 +206,7 @@ class ResumableWandb(WandbLogger):
         """Do nothing, because the next entry may be logged as it is."""
 
     def log_histogram(self, name: str, weights: Sequence[float], step: int) -> None:
-        """Log the weights of equal bins of [0, 1], beside what was logged last."""
+        """Log the weights of equal bins of [0, 1] at the step that was logged last."""
         histogram = self.handle.Histogram(np_histogram=(weights, _edges(len(weights))))
         self.handle.log({name: histogram})
 

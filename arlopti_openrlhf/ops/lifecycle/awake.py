@@ -6,14 +6,14 @@ Python's and the kernel's clocks run on meanwhile, so every limit by them would 
 import time
 from collections.abc import Callable
 
-_SLICE = 1.0  # seconds of a wait, of which a sleeping machine can take no more than one
+_SLICE = 1.0  # seconds. A sleeping machine can take no more than one slice of a wait
 
 
 class Clock:
     """Counts the seconds in which this process could run. It counts no more than `longest` between two readings.
 
     Args:
-        longest: seconds. Whoever reads the clock less often loses time.
+        longest: seconds. A clock that is read less often loses time.
     """
 
     def __init__(self, longest: float = 5.0) -> None:

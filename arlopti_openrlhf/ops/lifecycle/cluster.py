@@ -1,4 +1,4 @@
-"""Starts a run's own Ray cluster so that nobody else can enter it, and marks the run's processes in any cluster."""
+"""Starts a run's own Ray cluster, which no other user can enter, and marks the run's processes in any cluster."""
 
 import functools
 import os

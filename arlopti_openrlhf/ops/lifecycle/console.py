@@ -41,7 +41,7 @@ class Console:
     """Shows the progress of this process's run from `__enter__` on, until `close`.
 
     Args:
-        log: the file, which goes on where it exists. Only the user can read a new one.
+        log: the file. An existing one is appended to, and only the user can read a new one.
 
     Raises:
         OSError: the file cannot be written.
@@ -99,7 +99,7 @@ class Console:
         is_last = False
         while not is_last:
             is_last = self._ended.wait(_POLL)
-            with suppress(Exception):  # Ray starts or ends: the run goes on
+            with suppress(Exception):  # Ray starts or ends: the run continues
                 self._show_lines(is_last)
                 if not is_last and ray.is_initialized():
                     self._show(progress.read())

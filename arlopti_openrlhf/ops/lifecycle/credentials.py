@@ -84,7 +84,7 @@ def expand(url: str) -> str:
 
 
 def mask(text: str, url: str) -> str:
-    """Return `text` without the secrets of `url`, whose names it shows instead."""
+    """Return `text` with the names of the secrets of `url` in place of the secrets."""
     for name in _HIDDEN.findall(url):
         if secret := os.environ.get(name):
             text = text.replace(secret, f"${{{name}}}")

@@ -5,7 +5,7 @@
 | 0 | the run is complete |
 | 1 | an error, with its traceback |
 | 2 | the command line, or what it names, is refused |
-| 3, 4 | the run has diverged; it hangs, or a part of it gives no sign of life (`ops.lifecycle.stopping`) |
+| 3, 4 | the run has diverged; it hangs, or a heartbeat of it has stopped (`ops.lifecycle.stopping`) |
 | 129, 130, 143 | SIGHUP, SIGINT, SIGTERM |
 """
 
@@ -153,7 +153,7 @@ class Driver:
         if self._cause:
             raise KeyboardInterrupt
         if self._asked and signal.SIGHUP in (signum, self._asked):
-            # A terminal that closes sends it more than once, and whoever ends a session sends SIGTERM beside it.
+            # A terminal that closes sends it more than once, and the end of a session sends SIGTERM as well.
             self._asked = max(self._asked, signum)
             return
         if self._asked:

@@ -1,8 +1,8 @@
 """Gives each Ray actor of a run a heartbeat, which the driver watches (`ops.lifecycle.watch`).
 
-A thread in each actor writes two numbers to Ray's key-value store. One says that the process runs: it begins with the
-constructor, and goes on whatever the actor is doing. The other says what the actor has got done. A call that hangs
-leaves it where it is, and so does a loop without end.
+A thread in each actor writes two numbers to Ray's key-value store. One says that the process runs: it starts in the
+constructor and continues while the actor works or waits. The other counts what the actor has done. A call that hangs
+does not move it, and neither does an endless loop.
 """
 
 import asyncio
@@ -65,13 +65,13 @@ def prefix() -> str:
 class Heartbeat:
     """Writes an actor's state to Ray's key-value store every few seconds.
 
-    The first entry is there when this returns: without any, nobody would know that the actor is to be watched.
+    The first entry is there when this returns: without one, the watch would not know of the actor.
 
     Args:
         who: what the actor is, for messages.
         starts_by_calls: whether the first call of each method may load, build or compile something, as the
             constructor does. CPU time counts as work there, and nowhere else: a loop without end has it too.
-        workers: how the processes are called that do the work of a start beside those that this one has started.
+        workers: the name of further processes that do the work of a start, besides the children of this one.
         look: called before each beat. While it blocks there is none. What it raises says that the actor has failed.
     """
 
@@ -206,7 +206,7 @@ def rank(actor_class, who: str) -> Any:
 def engine(actor_class) -> Any:
     """Return the Ray actor class of a vLLM engine with a heartbeat that goes through the engine's own process.
 
-    A request that waits does not stop it, nor does a long generation, whose tokens are work. So is a call for a
+    A request that waits does not stop it, nor does a long generation: its tokens are work. So is a call for a
     reward, which has a limit of its own. A sync of weights does stop it while it waits for the policy.
     """
     base: Any = plain_class(actor_class)

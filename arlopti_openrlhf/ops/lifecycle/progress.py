@@ -15,14 +15,14 @@ class Prompts(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Holds an evaluation's metrics, under the names of `ops.rollouts.evaluation.compute_eval_metrics`."""
+    """An evaluation's metrics, under the names of `ops.rollouts.evaluation.compute_eval_metrics`."""
 
     step: int
     metrics: dict[str, float]
 
 
 class Step(NamedTuple):
-    """Holds what is shown of a step.
+    """What is shown of a step.
 
     Attributes:
         number: the global step, from 1.
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Holds what a run has said of itself. What it has not said yet is None."""
+    """What a run has reported of itself. What it has not reported yet is None."""
 
     prompts: Prompts | None = None
     step: Step | None = None  # the last one

@@ -1,7 +1,7 @@
 """Leaves no process of a run behind. A watcher waits for the driver's end, however it comes, and ends what is left.
 
-Ray's raylet and GCS die with the driver. Its agents and vLLM's engines may not, and nobody else looks for them. All of
-them inherit a variable from the driver that names the run, and by it the watcher knows them. Some of Ray's and vLLM's
+Ray's raylet and GCS die with the driver. Its agents and vLLM's engines may not, and nothing else looks for them. All
+of them inherit a variable from the driver that names the run, and by it the watcher knows them. Some of Ray's and vLLM's
 processes overwrite their environment with a title. The watcher knows those by their logs in the run's folder.
 
 The watcher is this file, run as a script. It needs nothing but Python's own library, and starts within 0.1 s.
@@ -43,8 +43,8 @@ def start(run: str) -> Path:
     base = _base()
     folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
     environment = {name: value for name, value in os.environ.items() if name != MARKER}
-    # In a session of its own, so that a signal to the driver's terminal or process group does not reach it. It holds
-    # no file of the driver's, because whoever reads the driver's output waits until the last holder has closed it.
+    # In a session of its own, so a signal to the driver's terminal or process group does not reach it. It holds
+    # no file of the driver's, because a reader of the driver's output waits until the last holder has closed it.
     subprocess.Popen(
         [sys.executable, "-ES", __file__, str(os.getpid()), run, str(folder)],
         stdin=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ def watch(driver: int, run: str, folder: Path) -> None:
 
 
 def end_processes(run: str, folder: Path) -> None:
-    """End all processes of `run`, whose folder this is, those that begin meanwhile too."""
+    """End all processes of the run that owns this folder, including those that begin meanwhile."""
     times_none = 0
     # By the number of looks, and not by a clock, which runs on while the machine sleeps.
     for look in range(round(_GIVE_UP / _POLL)):

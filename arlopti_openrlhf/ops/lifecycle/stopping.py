@@ -17,7 +17,7 @@ _POLL = 1.0  # seconds between two looks for a request to stop
 
 
 class RunStopped(Exception):
-    """Says why a run ends before its last step. No final model is saved."""
+    """A reason to end a run before its last step. No final model is saved."""
 
     exit_code = 1
 
@@ -29,7 +29,7 @@ class Diverged(RunStopped):
 
 
 class NotResponding(RunStopped):
-    """A part of the run gives no sign of life any more, or none makes progress."""
+    """A part of the run has no heartbeat any more, or no part makes progress."""
 
     exit_code = 4
 

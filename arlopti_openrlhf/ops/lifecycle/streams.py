@@ -1,4 +1,4 @@
-"""Keeps a run alive whose output goes nowhere: a closed terminal, a full disk below a log, a reader that has ended."""
+"""Keeps a run alive when its output goes nowhere: a closed terminal, a full disk, a reader that has ended."""
 
 import io
 import os

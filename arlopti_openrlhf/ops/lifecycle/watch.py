@@ -1,6 +1,6 @@
 """Watches a run's actors by their heartbeats (`ops.lifecycle.heartbeat`), and ends a run that cannot go on.
 
-That is where an actor has died, has failed or gives no sign of life, and where no actor gets anything done. An actor
+A run is ended when an actor has died, has failed or has no heartbeat, or when no actor makes progress. An actor
 that waits for another is no cause: the run is alive as long as one of them makes progress, and where none is called,
 there is nothing to be done.
 """
@@ -21,7 +21,7 @@ from arlopti_openrlhf.ops.lifecycle import awake, heartbeat
 from arlopti_openrlhf.ops.lifecycle.stopping import NotResponding, RunStopped
 
 _POLL = 1.0  # seconds
-# How an actor ends that nobody needs any more.
+# How an actor ends that is no longer needed.
 _INTENDED = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED")
 _COLOURS = re.compile(r"\x1b\[\d*m")
 
@@ -31,7 +31,7 @@ def start(end: Callable[[BaseException], Any], seconds: float) -> None:
 
     Args:
         end: ends the run with its cause, from any thread.
-        seconds: how long an actor may give no sign of life, and the run may stand still.
+        seconds: how long an actor may have no heartbeat, and the run may make no progress.
     """
     threading.Thread(target=_watch, args=(end, seconds), daemon=True).start()
 
@@ -53,10 +53,10 @@ def _watch(end: Callable[[BaseException], Any], seconds: float) -> None:
 
 
 class Watch:
-    """Says what is wrong with a job's actors.
+    """Finds what is wrong with a job's actors.
 
     Args:
-        seconds: how long an actor may give no sign of life, and the run may stand still.
+        seconds: how long an actor may have no heartbeat, and the run may make no progress.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -145,7 +145,7 @@ def _actors(in_state: str) -> dict[str, dict[str, Any]]:
 
 
 def death(name: str, cause: Any) -> RunStopped | None:
-    """Return why an actor is dead, or None where nobody needed it any more.
+    """Return why an actor is dead, or None if it was no longer needed.
 
     Args:
         name: the actor's, for the message.

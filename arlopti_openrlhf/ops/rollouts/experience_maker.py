@@ -67,7 +67,7 @@ class ExperienceMaker(RemoteExperienceMaker):
 
 
 def equal_groups(experiences: Sequence[Experience], group_size: int) -> list[torch.Tensor]:
-    """Return which samples belong to a prompt whose samples all have the same reward.
+    """Return which samples belong to a prompt with equal rewards for all its samples.
 
     Args:
         experiences: micro-batches of B samples. `index` (B,) is each sample's place in the rollout batch, where the
@@ -88,7 +88,7 @@ def equal_groups(experiences: Sequence[Experience], group_size: int) -> list[tor
 
 
 def fill_missing_metrics(samples: Sequence[Experience]) -> dict[str, int]:
-    """Give each sample every metric of the others, so that upstream can batch them.
+    """Give each sample every metric of the others, because upstream batches them.
 
     `info` is for the logs, which show its mean over the batch. A sample without a metric gets the mean of those that
     have it, so the logs show that mean.

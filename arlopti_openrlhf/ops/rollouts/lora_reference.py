@@ -23,7 +23,7 @@ class ReferenceInPolicy:
         self._policy = policy
 
     def async_run_method_batch(self, method_name: str, **kwargs) -> list:
-        """Return the references to the results of `forward`, of which there is one for each policy actor.
+        """Return the references to the results of `forward`, one for each policy actor.
 
         Raises:
             ValueError: another method is asked for.

@@ -96,7 +96,7 @@ class Numbered:
 
 
 class Leftover(list[Experience]):
-    """Holds samples for a later step. Upstream logs a checkpoint's whole state, so this prints as its length."""
+    """Samples for a later step. Upstream logs a checkpoint's whole state, so this prints as its length."""
 
     def __repr__(self) -> str:
         return f"<{len(self)} samples>"

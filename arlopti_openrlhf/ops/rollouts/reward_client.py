@@ -1,6 +1,6 @@
 """Fetches the reward of each sample, and stops the run with the cause where there is none.
 
-Upstream logs that it got no reward, and goes on without. The run then dies later, of something else.
+Upstream logs that it got no reward and continues without it. The run then dies later, of something else.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ logger = init_logger(__name__)
 _ATTEMPT = aiohttp.ClientTimeout(total=180)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, doubling
 _SAY_EVERY = 60.0  # seconds
-# The entry of an output that is true where its source returned no scores, so that the reward takes their place.
+# The entry of an output that is true if its source returned no scores: the reward then takes their place.
 SCORES_ARE_REWARDS = "scores_are_rewards"
 
 
 class RewardError(Exception):
-    """Says that a sample has no usable reward, and that nothing is left to try."""
+    """A sample has no usable reward, and nothing is left to try."""
 
 
 def install(retry_minutes: float, timeout_seconds: float) -> None:
@@ -57,7 +57,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
     2. It waits for a server that does not answer.
     3. A reward function runs in a process of its own, and each call has a time limit.
     4. A reward function that raises, or a reward that is no finite number, ends the run with its cause.
-    5. vLLM returns no text beside the tokens.
+    5. vLLM returns tokens and no text.
 
     Args:
         remote_rm_url: `kk`, `math`, the path of a Python file, or URLs that take turns.
@@ -100,7 +100,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
                 refused the request, or the answer has no finite reward.
         """
         asked = copy(self._spot_checks.ask(sampling_params))
-        asked.detokenize = False  # nobody reads vLLM's text, and the query has the prompt's too
+        asked.detokenize = False  # vLLM's text is not read, and the query has the prompt's too
         output = await super().execute(
             prompt,
             label,
@@ -140,7 +140,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
             cause = f"raised {error.summary}"
             raise RewardError(f"{self.sources[0]}: reward_func {cause}{_about(query, label)}") from error
         except TimedOut as error:
-            # Before it is killed, so that the other calls, which end with the process, name this one.
+            # Before it is killed: the other calls, which end with the process, then name this one.
             cause = f"gave {error}"
             self._failure = self._failure or RewardError(
                 f"{self.sources[0]}: reward_func {cause}{_about(query, label)}"

@@ -39,7 +39,7 @@ _STACK_SECONDS = 0.5  # for a process to write its stacks
 
 
 class Raised(Exception):
-    """Says that the function raised. The message is its traceback.
+    """The function raised. The message is its traceback.
 
     Attributes:
         summary: the type and the message of the exception.
@@ -156,7 +156,7 @@ def _serve(function: Callable, connection: Connection) -> None:
         while True:
             connection.send_bytes(_answer(function, connection.recv()))
     except (EOFError, OSError):
-        os._exit(0)  # the engine has ended. Other threads may still be at work for nobody
+        os._exit(0)  # the engine has ended. Other threads may still work, to no end
 
 
 def main(path: str, stacks: str, *descriptors: str) -> None:

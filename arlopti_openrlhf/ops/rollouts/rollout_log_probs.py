@@ -13,7 +13,7 @@ EVERY = 512
 
 
 class SpotChecks:
-    """Chooses the samples of one engine whose log-probs vLLM is asked for.
+    """Chooses the samples of one engine for which vLLM returns log-probs.
 
     vLLM's log-probs are those at temperature 1, whatever it samples at, and the actor's are those at the sampling
     temperature. So only samples at temperature 1 are chosen. Where OpenRLHF asks by itself, for its correction by
@@ -26,7 +26,7 @@ class SpotChecks:
     def ask(self, sampling_params: SamplingParams) -> SamplingParams:
         """Return a sample's parameters, with the request for log-probs if it is chosen. The tokens stay the same.
 
-        A sample's seed, where it has one (`--train.deterministic`), says whether it is, so that a resumed run chooses
+        A sample's seed, where it has one (`--train.deterministic`), says whether it is, so a resumed run chooses
         the same.
         """
         if not _is_comparable(sampling_params):
