@@ -195,8 +195,8 @@ class CheckpointStrategy(GuardedStrategy):
         """Save a model as upstream does. Its files get their names when all are whole, `config.json` the last.
 
         Raises:
-            NotWritten: the final model could not be written. For a model of a checkpoint (`--ckpt.save_hf`) a line says
-                so.
+            NotWritten: the final model could not be written. That of a checkpoint
+                (`--ckpt.save_hf`) costs a line.
             Diverged: a weight is not finite.
         """
         _require_finite(engine_of(model))

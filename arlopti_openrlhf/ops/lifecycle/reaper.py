@@ -1,8 +1,8 @@
 """Leaves no process of a run behind. A watcher waits for the driver's end, however it comes, and ends what is left.
 
 Ray's raylet and GCS die with the driver. Its agents and vLLM's engines may not, and nothing else looks for them. All
-of them inherit a variable from the driver that names the run, and by it the watcher knows them. Some of Ray's and vLLM's
-processes overwrite their environment with a title. The watcher knows those by their logs in the run's folder.
+of them inherit a variable from the driver that names the run, by which the watcher knows them. Some processes of Ray
+and vLLM overwrite their environment with a title. The watcher knows those by their logs in the run's folder.
 
 The watcher is this file, run as a script. It needs nothing but Python's own library, and starts within 0.1 s.
 """
