@@ -143,6 +143,10 @@ class Training:
         """Return the global steps of this start, in the order of the log."""
         return [int(found) for found in re.findall(r"Global step (\d+): \{", self.text)]
 
+    def resumed_from(self) -> list[int]:
+        """Return the step of the checkpoint that this start resumed from, if it did."""
+        return [int(found) for found in re.findall(r"resumes from \S*global_step(\d+)", self.text)][:1]
+
     def is_over(self) -> bool:
         return self.process.poll() is not None
 
