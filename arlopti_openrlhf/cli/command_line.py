@@ -11,12 +11,13 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from arlopti_openrlhf.cli import config_file, help
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.seams.kinds import Module
+from arlopti_openrlhf.ops.preflight.upstream import find_source
 
 _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"
@@ -85,8 +86,8 @@ def check(flat: argparse.Namespace) -> Checked:
 def hierarchize(flat: argparse.Namespace) -> SimpleNamespace:
     """Return upstream's nested form of the arguments: `--algo.ar.alpha` is `args.algo.ar.alpha`."""
     names: dict[str, Any] = {}
-    module = Module(_CONFIG)
-    exec(compile(module.text, module.path, "exec"), names)  # noqa: S102
+    path = find_source(_CONFIG)
+    exec(compile(path.read_text("utf-8"), path, "exec"), names)  # noqa: S102
     return names["hierarchize"](flat)
 
 
@@ -101,11 +102,10 @@ class _Block(NamedTuple):
 
 @functools.cache
 def _block() -> _Block:
-    module = Module(_COMMAND)
-    path = str(module.path)
+    path = str(find_source(_COMMAND))
     names: dict[str, Any] = {}
     block: list[ast.stmt] = []
-    for statement in module.tree.body:
+    for statement in ast.parse(Path(path).read_text("utf-8")).body:
         if _is_of_standard_library(statement):
             _execute(statement, path, names)
         elif isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":

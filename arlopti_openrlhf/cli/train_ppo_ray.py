@@ -26,7 +26,7 @@ from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight import check, combinations
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
-from arlopti_openrlhf.ops.preflight.seams import check as seams
+from arlopti_openrlhf.ops.preflight.upstream import check as check_openrlhf
 
 if TYPE_CHECKING:
     from arlopti_openrlhf.ops.lifecycle.console import Console
@@ -38,13 +38,15 @@ def main() -> None:
     Raises:
         SystemExit: with status 2 where the run cannot start, and 0 after `--help` and `--dry-run`.
     """
-    check.refuse_if_fatal(seams.version() + seams.moved(seams.COMMAND))
+    # Before the parser, which is OpenRLHF's own.
+    of_openrlhf = check_openrlhf()
+    check.refuse_if_fatal(of_openrlhf)
     flat = command_line.parse(sys.argv[1:], add_flags)
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
     of_before = run_folders.check(args) + same_run.check(kept, args)
-    check.run(args, combinations.check(given) + of_before, upstream_findings)
+    check.run(args, of_openrlhf + combinations.check(given) + of_before, upstream_findings)
     with run_folders.held(args):
         if checkpoint_files.are_saved(args):
             try:

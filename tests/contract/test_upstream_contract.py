@@ -1,7 +1,10 @@
-"""What we lean on in OpenRLHF, DeepSpeed, vLLM, Ray, PyTorch and transformers is where it was.
+"""What we depend on in OpenRLHF, DeepSpeed, vLLM, Ray, PyTorch and transformers is as it was.
 
-The table is the package's own (`preflight.seams`, which says how to add an entry). A failure says what moved upstream
-and what of ours leans on it: read the new code there, adapt ours, then the table.
+`method`, `ops` and `cpu_and_grading` are the contract, by the room that depends on it. The functions that we restate
+are listed in the package (`ops.preflight.upstream`), because a start compares them too. A failure says what differs
+upstream and what of ours depends on it: read the new code there, adapt ours, then the entry.
+
+To add an entry, choose the table and the kind (`kinds`). `python -m pytest tests/contract -k NAME` tests it.
 """
 
 import ast
@@ -9,38 +12,43 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
+from contract import cpu_and_grading, kinds, method, ops
 
-from arlopti_openrlhf.ops.preflight.seams import grading
-from arlopti_openrlhf.ops.preflight.seams.check import ALWAYS, PATCHED
-from arlopti_openrlhf.ops.preflight.seams.kinds import Moved, Seam, Source, squeeze
+from arlopti_openrlhf.ops.preflight.upstream import RESTATED
 
-SEAMS = (*ALWAYS, *PATCHED, *grading.SEAMS)
-SOURCE = Source()
-
-
-def case_id(seam: Seam) -> str:
-    return f"{seam}:{squeeze(seam.expected)[:40]}"
+CONTRACT = (
+    *method.ENTRIES,
+    *ops.ENTRIES,
+    *cpu_and_grading.ENTRIES,
+    *((kinds.body, *restated) for restated in RESTATED),
+)
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=case_id)
-def test_seam(seam):
+def case_id(entry: tuple) -> str:
+    _, module, name, expected, _ = entry
+    return f"{'.'.join(filter(None, (module, name)))}:{kinds.squeeze(expected)[:40]}"
+
+
+@pytest.mark.parametrize("entry", CONTRACT, ids=case_id)
+def test_upstream_is_as_it_was(entry):
+    check, module, name, expected, who = entry
     try:
-        seam.check(SOURCE)
-    except Moved as moved:
-        pytest.fail(str(moved))
+        check(module, name, expected)
+    except (AssertionError, FileNotFoundError, LookupError) as error:
+        pytest.fail(f"{module}.{name}: {error}. {who} depends on it", pytrace=False)
 
 
 def test_no_entry_is_there_twice():
-    assert len(set(SEAMS)) == len(SEAMS)
+    assert len(set(CONTRACT)) == len(CONTRACT)
 
 
-def leaning_names() -> list[str]:
-    """Return the names of ours that lean on something, without what is said after a colon."""
-    return sorted({name.strip() for seam in SEAMS for name in seam.leans.partition(":")[0].split(",")})
+def our_names() -> list[str]:
+    """Return the names of ours that depend on something, without what is said after a colon."""
+    return sorted({name.strip() for *_, who in CONTRACT for name in who.partition(":")[0].split(",")})
 
 
-@pytest.mark.parametrize("name", leaning_names())
-def test_what_leans_on_upstream_exists(name):
+@pytest.mark.parametrize("name", our_names())
+def test_what_depends_on_upstream_exists(name):
     """Each name is a module of ours, or a class, function or constant in one."""
     parts = name.split(".")
     root = Path(__file__).parents[2] / "arlopti_openrlhf"
@@ -65,3 +73,51 @@ def test_vllm_loads_our_plugin_in_its_engine_process():
     assert "arlopti_openrlhf.cpu:enable_in_vllm" in {point.value for point in points}, (
         "reinstall the project: make setup"
     )
+
+
+SOURCE = """
+class Trainer:
+    name: str
+    step: int = 0
+
+    async def fit(self, steps, *, resume=False, **kwargs):
+        '''Trains.'''
+        # a comment
+        return   [steps,
+                  resume]
+
+def fit(self): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "differ"),
+    [
+        ("", "", []),
+        ("steps, *,", "count, *,", [kinds.signature]),
+        ("return   [steps,", "return   [0, steps,", [kinds.text, kinds.body]),
+        ("# a comment", "# another", []),
+        ("step: int", "steps: int", [kinds.fields]),
+        ("async def fit", "async def train", [kinds.signature, kinds.text, kinds.body]),
+        ("class Trainer", "class BaseTrainer", [kinds.signature, kinds.text, kinds.body, kinds.fields]),
+    ],
+)
+def test_what_differs_is_found_by_kind(tmp_path, monkeypatch, old, new, differ):
+    """The package's import would fail."""
+    folder = tmp_path / f"upstream_{tmp_path.name}"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "trainer.py").write_text(SOURCE.replace(old, new))
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for check, name, expected in (
+        (kinds.signature, "Trainer.fit", "self steps *, resume **kwargs"),
+        (kinds.text, "Trainer.fit", "return [ steps, resume ]"),
+        (kinds.body, "Trainer.fit", "5d7927c497350eda"),
+        (kinds.fields, "Trainer", "name step"),
+    ):
+        try:
+            check(f"{folder.name}.trainer", name, expected)
+        except AssertionError:
+            found.append(check)
+    assert found == differ

@@ -4,7 +4,6 @@ A check is a function of upstream's nested arguments, as its `train` gets them, 
 itself, that is a finding too.
 """
 
-import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,20 +24,17 @@ from arlopti_openrlhf.ops.preflight import (
     values,
 )
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.seams import check as seams
 
 Check = Callable[[SimpleNamespace], list[Finding]]
 
-# They look at the arguments and at source text, and take about a second.
+# They look at the arguments alone.
 QUICK: dict[str, Check] = {
     "values": values.check,
     "batches": batches.check,
-    "installed packages": lambda args: seams.version() + seams.moved(seams.ALWAYS),
 }
 # They look at files and at the machine, ask the reward function, and may import PyTorch.
 THOROUGH: dict[str, Check] = {
     "placement": placement.check,
-    "patched packages": lambda args: seams.moved(seams.PATCHED) if _patches() else [],
     "machine": machine.check,
     "clusters": clusters.check,
     "disk": disk.check,
@@ -94,13 +90,6 @@ def listed(findings: list[Finding]) -> str:
     head = f"arlopti_openrlhf: the run {'cannot' if errors else 'can'} start: {counts}"
     ordered = sorted(findings, key=lambda finding: not finding.is_fatal)
     return "\n".join([head, *(f"  {'error' if f.is_fatal else 'warning'}: {f}" for f in ordered)])
-
-
-def _patches() -> bool:
-    """Return whether `cpu.enable` patches OpenRLHF on this machine."""
-    from arlopti_openrlhf import cpu
-
-    return cpu.uses_cpu() or importlib.util.find_spec("flash_attn") is None
 
 
 def _run(name: str, check: Check, args: SimpleNamespace) -> list[Finding]:

@@ -1,0 +1,102 @@
+"""What the update and the forward pass depend on."""
+
+from contract.kinds import fields, signature, text
+
+BUFFER = "openrlhf.trainer.ppo_utils.replay_buffer"
+DEEPSPEED_ENGINE = "deepspeed.runtime.engine"
+EXPERIENCE = "openrlhf.trainer.ppo_utils.experience"
+LOSS = "openrlhf.models.loss"
+PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
+ZERO12 = "deepspeed.runtime.zero.stage_1_and_2"
+
+# fmt: off
+ENTRIES = (
+    (signature, PPO_ACTOR, "ActorPPOTrainer.__init__",
+     "self strategy actor ema_model actor_optim actor_scheduler ema_beta micro_train_batch_size buffer_limit "
+     "buffer_cpu_offload eps_clip tokenizer dataloader_pin_memory vllm_engines **kwargs",
+     "update.trainer.TokenUpdateTrainer"),
+    (signature, PPO_ACTOR, "ActorPPOTrainer.ppo_train", "self kl_ctl", "update.trainer.TokenUpdateTrainer.ppo_train"),
+    (signature, PPO_ACTOR, "ActorPPOTrainer.training_step", "self experience kl_ctl step loss_batch_info",
+     "update.micro_batch.MicroBatchTrainer.training_step"),
+    (signature, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "self",
+     "update.trainer.TokenUpdateTrainer.broadcast_to_vllm"),
+    (signature, LOSS, "PolicyLoss.forward",
+     "self log_probs old_log_probs advantages action_mask rollout_log_probs dp_size batch_num_tokens "
+     "global_batch_size", "update.group_loss.group_policy_loss"),
+    (signature, "openrlhf.utils.loss_utils", "get_loss_batch_info",
+     "strategy loss_mask *, replay_buffer step dynamic_batch batch_num_tokens global_batch_size",
+     "update.micro_batch.MicroBatchTrainer.training_step"),
+    (signature, EXPERIENCE, "balance_experiences", "experiences args", "update.partition.balance_experiences"),
+    (signature, EXPERIENCE, "remove_padding_in_sequences", "items", "update.partition.balance_experiences"),
+    (text, "openrlhf.trainer.ppo_trainer", "", "experiences = balance_experiences(experiences, self.args)",
+     "update.policy_actor.install_selective_actor"),
+    (signature, BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy",
+     "update.passes.dynamic_mini_batches"),
+    (signature, BUFFER, "NaiveReplayBuffer.append", "self experience", "token_update: AR depends on nothing else"),
+    (signature, "openrlhf.models.actor", "Actor.forward",
+     "self sequences action_mask attention_mask return_output allgather_logits return_logprobs ring_attn_group "
+     "packed_seq_lens return_entropy **mm_inputs", "forward.selective_actor.SelectiveActor.forward"),
+    (text, "openrlhf.cli.train_ppo_ray", "", "from openrlhf.trainer.ray.ppo_actor import PolicyModelActor",
+     "update.policy_actor.install"),
+    (text, PPO_ACTOR, "", "@ray.remote(num_gpus=1) class PolicyModelActor(BaseModelActor):",
+     "update.policy_actor.install"),
+    (text, PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "ActorPPOTrainer(",
+     "update.policy_actor.install"),
+    (text, PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "scheduler_steps=max_steps",
+     "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "PolicyModelActor.fit", "self.trainer.ppo_train(kl_ctl)", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.strategy =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.args =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.actor =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.ema_model =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.actor_scheduler =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.actor_loss_fn =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.replay_buffer =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.max_epochs =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.ema_beta =", "update.trainer.TokenUpdateTrainer"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.vllm_engines =", "update.trainer.TokenUpdateTrainer"),
+    (text, LOSS, "PolicyLoss.forward", "return loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio",
+     "update.group_loss.group_policy_loss"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "for n, p in model.named_parameters() if",
+     "update.lora.merged_parameters"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm",
+     "param.shape if self.strategy.args.ds.zero_stage != 3 else param.ds_shape", "update.lora.merged_parameters"),
+    (text, BUFFER, "NaiveReplayBuffer.__init__", "self.items: List[Experience] = []",
+     "update.trainer.TokenUpdateTrainer._train_in_passes"),
+    (text, "openrlhf.utils.deepspeed.deepspeed", "", 'mesh_dim_names=("dp", "sp", "tp")', "update.ranks.Ranks"),
+    (text, PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained", "actor = Actor(",
+     "update.policy_actor.install_selective_actor"),
+    (text, "openrlhf.trainer.ray.launcher", "ReferenceModelActor.init_model_from_pretrained", "Actor(",
+     "update.policy_actor.install_selective_actor"),
+    (text, PPO_ACTOR, "PolicyModelActor.forward", "with torch.no_grad(): action_log_probs = self.actor(",
+     "update.policy_actor.PolicyActor.forward"),
+    (text, "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience",
+     "if (self.initial_model_group is not None) and (not args.algo.kl.use_loss): kl = compute_approx_kl(",
+     "update.old_log_probs.can_defer"),
+    (text, DEEPSPEED_ENGINE, "DeepSpeedEngine.step",
+     "if self.is_gradient_accumulation_boundary(): self.gas_boundary_ctr += 1", "update.optimizer_steps.skip"),
+    (text, DEEPSPEED_ENGINE, "DeepSpeedEngine.step", "self.micro_steps += 1", "update.optimizer_steps.skip"),
+    (text, ZERO12, "", "INITIAL_MICRO_STEP_ID = -1", "update.optimizer_steps.skip"),
+    (text, ZERO12, "DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu", "if self.micro_step_id > 0:",
+     "update.optimizer_steps.skip: only `step` resets it"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "deepspeed.zero.GatheredParameters([param], enabled=",
+     "update.lora.merged_parameters"),
+    (text, DEEPSPEED_ENGINE, "DeepSpeedEngine.is_gradient_accumulation_boundary",
+     "if self._is_gradient_accumulation_boundary is None:", "update.optimizer_steps.skip"),
+    (text, "transformers.masking_utils", "_preprocess_mask_arguments",
+     "if isinstance(attention_mask, (torch.Tensor, BlockMask)) and len(attention_mask.shape) == 4: return True,",
+     "forward.selective_actor._NO_MASK"),
+    (text, "transformers.models.qwen2.modeling_qwen2", "Qwen2Attention.forward",
+     "ALL_ATTENTION_FUNCTIONS.get_interface( self.config._attn_implementation, eager_attention_forward )",
+     "forward.selective_actor._wrap_attention"),
+    (fields, EXPERIENCE, "Experience",
+     "sequences attention_mask action_mask action_log_probs base_action_log_probs rollout_log_probs values returns "
+     "advantages kl rewards scores response_length truncated total_length index prompts labels images mm_train_inputs "
+     "info", "update.trainer.TokenUpdateTrainer"),
+    (text, "peft.tuners.tuners_utils", "BaseTunerLayer", "return self._disable_adapters",
+     "update.lora.without_adapters"),
+    (text, "peft.tuners.lora.layer", "Linear.forward",
+     "if self.disable_adapters: if self.merged: self.unmerge() result = self.base_layer(x, *args, **kwargs)",
+     "update.lora.without_adapters"),
+)
+# fmt: on
