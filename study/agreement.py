@@ -3,8 +3,8 @@
     python -m study.agreement --work FOLDER
 
 It takes the warm starts that are in the folder of `study.run --family`, divides the tokens by probability and by
-entropy, and leaves one small file for each in study/results. `python -m study.report --family` holds them against what
-training then showed.
+entropy, and adds a line for each to study/results/agreement.jsonl. `python -m study.report --family` holds them
+against what training then showed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from arlopti_openrlhf.lab.analysis.policy import Policy  # noqa: E402
 from study import runs  # noqa: E402
 from study.runs import ROOT  # noqa: E402
 from study.sampler import encode, sample  # noqa: E402
-from study.stored import RESULTS, STAMP, agreement_path, sha256, write_whole  # noqa: E402
+from study.stored import AGREEMENT, RESULTS, STAMP, load_agreements, sha256, write  # noqa: E402
 from study.summary import rounded  # noqa: E402
 from study.validation import DIVISIONS  # noqa: E402
 
@@ -42,20 +42,19 @@ def main() -> None:
     torch.set_num_threads(1)
     for seed, condition in sorted({(run.seed, run.condition) for run in runs.FAMILY}):
         inputs = args.work / f"inputs-{condition}-{seed}"
-        paths = {by: agreement_path(condition, seed, by, args.results) for by in DIVISIONS}
-        open_paths = {by: path for by, path in paths.items() if not path.exists()}
-        if not open_paths or not (inputs / STAMP).exists():
+        path = args.results / AGREEMENT
+        missing = [by for by in DIVISIONS if seed not in load_agreements(condition, by, path)]
+        if not missing or not (inputs / STAMP).exists():
             continue
         policy, batch = sample_batch(inputs, condition, seed)
         tokens = policy.tokens(batch)
-        for by, path in open_paths.items():
+        for by in missing:
             found = agreement.analyze(policy, batch, tokens, by, seed)
             if found is None:
                 raise RuntimeError(f"{inputs}: too few puzzles have answers of different reward")
             found["warm_start_sha256"] = sha256(inputs / "model" / "model.safetensors")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(json.dumps(_kept(found), ensure_ascii=False, indent=1) + "\n", path)
-            print(f"{path}: cosine {found['whole']['cosine']:.2f}", flush=True)
+            write({"condition": condition, "seed": seed} | _kept(found), path)
+            print(f"{condition}-{seed}, by {by}: cosine {found['whole']['cosine']:.2f}", flush=True)
 
 
 def sample_batch(inputs: Path, condition: str, seed: int) -> tuple[Policy, rollouts.Batch]:

@@ -30,13 +30,13 @@ COMPARISONS = [
 REPEATED = [c for c in COMPARISONS if {c.name, c.baseline} <= set(runs.CONTROLS)]
 
 
-def tables(results: dict[str, dict], again: dict[str, dict], folder: Path) -> str:
+def tables(results: dict[str, dict], again: dict[str, dict], agreement: Path) -> str:
     """Return the whole generated part of docs/study_family.md.
 
     Args:
         results: of the runs that are done, by name.
         again: those of `runs.FAMILY_CONTROLS` on puzzles held out by structure.
-        folder: of the results, where what `study.agreement` found is, too.
+        agreement: the file of what `study.agreement` found.
     """
     parts = [f"**{_progress(runs.FAMILY, results)}.**\n", _setting()]
     corrected = dict(zip(COMPARISONS, corrected_p(results), strict=True))
@@ -51,7 +51,7 @@ def tables(results: dict[str, dict], again: dict[str, dict], folder: Path) -> st
                 lines.append(difference_line(title, row, baseline, p))
         parts += [markdown_table(lines), _weights_table(list(rows.values())), stability_table(list(rows.values()))]
     parts.append("## Agreement before training, and training\n")
-    parts += [validation.tables(condition, results, folder) for condition in runs.CONDITIONS]
+    parts += [validation.tables(condition, results, agreement) for condition in runs.CONDITIONS]
     return "\n".join([*parts, *_by_structure(results, again), origin([*results.values(), *again.values()])])
 
 

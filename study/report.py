@@ -13,7 +13,7 @@ from pathlib import Path
 from study import family, runs, tables
 from study.picture import family_picture, picture
 from study.runs import ROOT
-from study.stored import BY_STRUCTURE, RESULTS, load
+from study.stored import AGREEMENT, AR_LOPTI, BY_STRUCTURE, FAMILY, RESULTS, load
 
 START, END = "<!-- tables: python -m study.report -->", "<!-- end of tables -->"
 
@@ -30,11 +30,12 @@ def main() -> None:
     parser.add_argument("--family", action="store_true", help="the study of the family of token methods")
     args = parser.parse_args()
     planned = runs.FAMILY if args.family else [*runs.STUDY, *runs.TUNING]
-    results = load(planned, args.results)
+    results = load(planned, args.results / (FAMILY if args.family else AR_LOPTI))
     page = args.docs / ("study_family.md" if args.family else "study.md")
     try:
         if args.family:
-            put(page, family.tables(results, load(runs.FAMILY_CONTROLS, args.results / BY_STRUCTURE), args.results))
+            again = load(runs.FAMILY_CONTROLS, args.results / BY_STRUCTURE)
+            put(page, family.tables(results, again, args.results / AGREEMENT))
             put(args.docs / "token_methods.md", family.short_table(results))
         else:
             put(page, tables.tables(results))

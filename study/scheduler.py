@@ -44,7 +44,7 @@ class Scheduler:
 
     Args:
         work: folder for models and logs.
-        results: folder or .jsonl file for the results.
+        results: .jsonl file for the results.
         parallel: runs at a time; each computes with one thread.
         timeout: of one run, in seconds.
     """

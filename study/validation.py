@@ -35,9 +35,9 @@ class Shown(NamedTuple):
     seeds: frozenset[int]
 
 
-def tables(condition: str, results: dict[str, dict], folder: Path) -> str:
+def tables(condition: str, results: dict[str, dict], agreement: Path) -> str:
     """Return a condition's part of the report: its cells, its methods, and how the two go together."""
-    found = {by: load_agreements(condition, by, folder) for by in DIVISIONS}
+    found = {by: load_agreements(condition, by, agreement) for by in DIVISIONS}
     parts = [f"### {condition}\n"]
     if not any(found.values()):
         return parts[0] + "\nNo warm start was asked yet (`python -m study.agreement`).\n"

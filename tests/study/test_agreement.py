@@ -1,6 +1,5 @@
 """Each warm start is asked once, on its own training puzzles."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -32,20 +31,19 @@ def test_warm_starts_that_are_there_are_asked_and_stored(make_model, tmp_path, m
     monkeypatch.setitem(runs.CONDITIONS, runs.DECISIONS, runs.CONDITIONS[runs.DECISIONS]._replace(max_new_tokens=6))
     monkeypatch.setattr(sys, "argv", ["agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")])
     agreement.main()
-    folder = tmp_path / "results"
-    assert not stored.load_agreements(runs.NOISE, "entropy", folder)
+    path = tmp_path / "results" / stored.AGREEMENT
+    assert not stored.load_agreements(runs.NOISE, "entropy", path)
     for by in ("probability", "entropy"):
-        found = stored.load_agreements(runs.DECISIONS, by, folder)
+        found = stored.load_agreements(runs.DECISIONS, by, path)
         assert list(found) == [0]
         assert found[0]["by"] == by and found[0]["prompts"] == 12 and -1 <= found[0]["whole"]["cosine"] <= 1
         assert sum(cell.get("share", 0) for cell in found[0]["cells"]) == pytest.approx(1, abs=1e-2)
         assert found[0]["warm_start_sha256"] == stored.sha256(inputs / "model" / "model.safetensors")
-    assert validation.tables(runs.DECISIONS, {}, folder).count("\n| A ") == 2 * len(found[0]["cells"])
+    assert validation.tables(runs.DECISIONS, {}, path).count("\n| A ") == 2 * len(found[0]["cells"])
     # A second time, nothing is asked again.
-    path = stored.agreement_path(runs.DECISIONS, 0, "entropy", folder)
-    path.write_text(json.dumps(found[0] | {"kept": True}))
+    before = path.read_text()
     agreement.main()
-    assert json.loads(path.read_text())["kept"]
+    assert path.read_text() == before
 
 
 def test_puzzles_without_different_rewards_are_refused(make_model, tmp_path, monkeypatch):

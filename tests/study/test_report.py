@@ -17,7 +17,7 @@ def test_report_of_an_unfinished_study(tmp_path):
     accuracies = {"grpo": (0.50, 0.52, 0.54), "both": (0.55, 0.59)}
     for variant, values in accuracies.items():
         for seed, accuracy in enumerate(values):
-            stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path)
+            stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path / stored.AR_LOPTI)
     (tmp_path / "study.md").write_text(f"Before.\n{report.START}\nstale\n{report.END}\nAfter.\n")
     command = [sys.executable, "-m", "study.report", "--results", tmp_path, "--docs", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -61,7 +61,7 @@ def test_report_of_an_unfinished_family(tmp_path):
         for seed, accuracy in enumerate(values):
             made = result(of_name(f"{variant}-{seed}"), accuracy)
             made["curves"] |= {"mean_weight": [0.8, 1.0], "zero_share": [0.0, 0.0]} if variant.endswith("-ar") else {}
-            stored.write(made, tmp_path)
+            stored.write(made, tmp_path / stored.FAMILY)
     for variant, values in {"noise-grpo": (0.30, 0.32), "noise-lopti": (0.30, 0.34)}.items():
         for seed, accuracy in enumerate(values):
             stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path / stored.BY_STRUCTURE)
