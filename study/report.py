@@ -3,11 +3,14 @@
     python -m study.report             # into docs/study.md, between its two marks, and docs/study.png
     python -m study.report --family    # the same for docs/study_family.md, and a table in docs/token_methods.md
 
+Tables of more than twelve rows are CSV files beside the results. The page has links to them.
+
 Every interval is a 95% interval. Over seeds it is Student's, with n - 1 degrees of freedom. The tests are paired by
 seed, because runs of one seed share the warm start, the puzzles and their order.
 """
 
 import argparse
+import csv
 from pathlib import Path
 
 from study import family, runs, tables
@@ -35,7 +38,11 @@ def main() -> None:
     try:
         if args.family:
             again = load(runs.FAMILY_CONTROLS, args.results / BY_STRUCTURE)
-            put(page, family.tables(results, again, args.results / AGREEMENT))
+            text, files = family.tables(results, again, args.results / AGREEMENT)
+            put(page, text)
+            for name, table in files.items():
+                with open(args.results / name, "w", newline="", encoding="utf-8") as file:
+                    csv.writer(file, lineterminator="\n").writerows(table)
             put(args.docs / "token_methods.md", family.short_table(results))
         else:
             put(page, tables.tables(results))

@@ -41,8 +41,10 @@ def _on_any_split(configuration: dict) -> dict:
 
 
 def _lines(path: Path) -> list[dict]:
-    texts = path.read_text("utf-8").splitlines() if path.exists() else []
-    return [json.loads(text) for text in texts]
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def refuse_another_split(path: Path) -> None:
