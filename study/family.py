@@ -47,7 +47,7 @@ def tables(results: dict[str, dict], again: dict[str, dict], agreement: Path) ->
     Args:
         results: of the runs that are done, by name.
         again: those of `runs.FAMILY_CONTROLS` on puzzles held out by structure.
-        agreement: the file of what `study.agreement` found.
+        agreement: the file of what `study.warm_start_agreement` found.
     """
     parts = [f"**{_progress(runs.FAMILY, results)}.**\n", _setting()]
     files: dict[str, Table] = {}

@@ -77,7 +77,7 @@ def refuse_another_warm_start(run: Run, sha256: str, path: Path) -> None:
 
 
 def load_agreements(condition: str, by: str, path: Path) -> dict[int, dict]:
-    """Return, by seed, what `study.agreement` says of a condition's warm starts, with their tokens divided by `by`."""
+    """Return, by seed, what `study.warm_start_agreement` says of a condition, with the tokens divided by `by`."""
     return {found["seed"]: found for found in _lines(path) if (found["condition"], found["by"]) == (condition, by)}
 
 

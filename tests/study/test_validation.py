@@ -7,7 +7,10 @@ from study import family, runs, stored, validation
 
 
 def asked(moves: dict[str, float], cosine: float = 0.4) -> dict:
-    """Return what `study.agreement` stores: one cell that agrees, and what each method makes of its share of 0.5."""
+    """Return what `study.warm_start_agreement` stores.
+
+    One cell agrees. Each method makes something of its share of 0.5.
+    """
     cells = [
         {
             "name": "A > 0, π 0.00-0.25",

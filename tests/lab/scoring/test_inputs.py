@@ -1,6 +1,6 @@
 """Models have short names, and names sort as people sort them."""
 
-from arlopti_openrlhf.lab.scoring.names import model_name, natural_key
+from arlopti_openrlhf.lab.scoring.inputs import model_name, natural_key
 
 
 def test_numbers_sort_by_value():

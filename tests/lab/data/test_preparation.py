@@ -1,6 +1,6 @@
 """Train and test stay apart, a larger count continues a smaller one, and what is written is read again."""
 
-from arlopti_openrlhf.lab.data.rows import convert_rows, generate_rows, write_rows
+from arlopti_openrlhf.lab.data.preparation import convert_rows, generate_rows, write_rows
 
 
 def test_train_and_test_share_no_puzzle_and_no_row_twice():

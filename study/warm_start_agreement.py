@@ -1,6 +1,6 @@
 """Ask each warm start which token methods would lower noise and which signal, as `analyze` does, before any training.
 
-    python -m study.agreement --work FOLDER
+    python -m study.warm_start_agreement --work FOLDER
 
 It takes the warm starts that are in the folder of `study.run --family`, divides the tokens by probability and by
 entropy, and adds a line for each to study/results/agreement.jsonl. `python -m study.report --family` holds them
@@ -18,7 +18,7 @@ from arlopti_openrlhf import cpu
 
 cpu.enable()
 
-from arlopti_openrlhf.lab.analysis import agreement, rollouts  # noqa: E402
+from arlopti_openrlhf.lab.analysis import gradient_agreement, rollouts  # noqa: E402
 from arlopti_openrlhf.lab.analysis.policy import Policy  # noqa: E402
 from study import runs  # noqa: E402
 from study.runs import ROOT  # noqa: E402
@@ -34,7 +34,9 @@ _MICRO_BATCH_TOKENS = 16_384
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m study.agreement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m study.warm_start_agreement",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "variants", help="folder of the warm starts")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
@@ -49,7 +51,7 @@ def main() -> None:
         policy, batch = sample_batch(inputs, condition, seed)
         tokens = policy.tokens(batch)
         for by in missing:
-            found = agreement.analyze(policy, batch, tokens, by, seed)
+            found = gradient_agreement.analyze(policy, batch, tokens, by, seed)
             if found is None:
                 raise RuntimeError(f"{inputs}: too few puzzles have answers of different reward")
             found["warm_start_sha256"] = sha256(inputs / "model" / "model.safetensors")

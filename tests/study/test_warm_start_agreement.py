@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from arlopti_openrlhf.lab.analysis import rollouts
-from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
-from study import agreement, runs, stored, validation
+from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
+from study import runs, stored, validation, warm_start_agreement
 
 
 def graded(rows, sampled) -> list[rollouts.Graded]:
@@ -26,11 +26,13 @@ def test_warm_starts_that_are_there_are_asked_and_stored(make_model, tmp_path, m
     write_rows(generate_rows(runs.PEOPLE, 8, held_out=False, seed=0), inputs / "train.jsonl")
     (tmp_path / "inputs-noise-0").mkdir()  # still being made
     (inputs / "configuration.json").write_text("{}")
-    monkeypatch.setattr(agreement, "PROMPTS", 12)
-    monkeypatch.setattr(agreement.rollouts, "grade", graded)
+    monkeypatch.setattr(warm_start_agreement, "PROMPTS", 12)
+    monkeypatch.setattr(warm_start_agreement.rollouts, "grade", graded)
     monkeypatch.setitem(runs.CONDITIONS, runs.DECISIONS, runs.CONDITIONS[runs.DECISIONS]._replace(max_new_tokens=6))
-    monkeypatch.setattr(sys, "argv", ["agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")])
-    agreement.main()
+    monkeypatch.setattr(
+        sys, "argv", ["warm_start_agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")]
+    )
+    warm_start_agreement.main()
     path = tmp_path / "results" / stored.AGREEMENT
     assert not stored.load_agreements(runs.NOISE, "entropy", path)
     for by in ("probability", "entropy"):
@@ -42,7 +44,7 @@ def test_warm_starts_that_are_there_are_asked_and_stored(make_model, tmp_path, m
     assert validation.tables(runs.DECISIONS, {}, path).count("\n| A ") == 2 * len(found[0]["cells"])
     # A second time, nothing is asked again.
     before = path.read_text()
-    agreement.main()
+    warm_start_agreement.main()
     assert path.read_text() == before
 
 
@@ -52,6 +54,8 @@ def test_puzzles_without_different_rewards_are_refused(make_model, tmp_path, mon
     Path(make_model()).rename(inputs / "model")
     write_rows(generate_rows(runs.PEOPLE, 2, held_out=False, seed=0), inputs / "train.jsonl")
     (inputs / "configuration.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")])
+    monkeypatch.setattr(
+        sys, "argv", ["warm_start_agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")]
+    )
     with pytest.raises(RuntimeError, match="too few puzzles"):
-        agreement.main()
+        warm_start_agreement.main()
