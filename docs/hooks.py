@@ -12,6 +12,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+# Tables that are too long for a page, and that pages link to.
+TABLES = {str(path.relative_to(ROOT)): path.name for path in sorted((ROOT / "study/results").glob("*.csv"))}
 _SOURCES = {page: file for file, page in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()(?!#|\w+:)([^)#\s]+)")
 
@@ -23,18 +25,18 @@ def page_link(link: str, page: str) -> str:
     """
     source = _SOURCES.get(page, f"docs/{page}")
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
-    if target in PAGES:
-        return posixpath.relpath(PAGES[target], posixpath.dirname(page) or ".")
+    if target in PAGES | TABLES:
+        return posixpath.relpath((PAGES | TABLES)[target], posixpath.dirname(page) or ".")
     if target.startswith("docs/"):
         return posixpath.relpath(target.removeprefix("docs/"), posixpath.dirname(page) or ".")
     return link
 
 
 def on_files(files, config):
-    """Add the pages. MkDocs calls it."""
+    """Add the pages and tables. MkDocs calls it."""
     from mkdocs.structure.files import File
 
-    for file, page in PAGES.items():
+    for file, page in (PAGES | TABLES).items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / file)))
     return files
 

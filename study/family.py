@@ -10,7 +10,16 @@ from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import runs, validation
 from study.comparison import TITLES, Row, accuracy, differences, rows_of
 from study.significance import PairedTest, holm
-from study.tables import accuracy_table, cell, difference, difference_head, difference_line, origin, stability_table
+from study.tables import (
+    Table,
+    accuracy_table,
+    cell,
+    difference,
+    difference_head,
+    difference_line,
+    origin,
+    stability_table,
+)
 
 
 class Comparison(NamedTuple):
@@ -30,29 +39,41 @@ COMPARISONS = [
 REPEATED = [c for c in COMPARISONS if {c.name, c.baseline} <= set(runs.CONTROLS)]
 
 
-def tables(results: dict[str, dict], again: dict[str, dict], folder: Path) -> str:
-    """Return the whole generated part of docs/study_family.md.
+def tables(results: dict[str, dict], again: dict[str, dict], agreement: Path) -> tuple[str, dict[str, Table]]:
+    """Return the whole generated part of docs/study_family.md, and the tables that are too long for a page.
+
+    Those are {name of a CSV file in study/results: table}. The page has links to them.
 
     Args:
         results: of the runs that are done, by name.
         again: those of `runs.FAMILY_CONTROLS` on puzzles held out by structure.
-        folder: of the results, where what `study.agreement` found is, too.
+        agreement: the file of what `study.warm_start_agreement` found.
     """
     parts = [f"**{_progress(runs.FAMILY, results)}.**\n", _setting()]
+    files: dict[str, Table] = {}
     corrected = dict(zip(COMPARISONS, corrected_p(results), strict=True))
     for condition in runs.CONDITIONS:
         rows = {name: _row(condition, name, results) for name in runs.FAMILY_VARIANTS}
-        parts += [f"## Condition: {condition}\n", _low_share(rows["grpo"]), accuracy_table(list(rows.values()))]
+        parts += [f"## Condition: {condition}\n", _low_share(rows["grpo"])]
         lines = [difference_head("accuracy minus")]
         for comparison, p in corrected.items():
             if comparison.condition == condition:
                 row, baseline = rows[comparison.name], rows[comparison.baseline]
                 title = f"{TITLES[row.name]} minus {TITLES[baseline.name]}"
                 lines.append(difference_line(title, row, baseline, p))
-        parts += [markdown_table(lines), _weights_table(list(rows.values())), stability_table(list(rows.values()))]
+        for title, name, table in (
+            ("Accuracy on held-out puzzles", "accuracy", accuracy_table(list(rows.values()))),
+            ("Differences in accuracy, with p", "differences", lines),
+            ("Time and stability", "stability", stability_table(list(rows.values()))),
+        ):
+            file = f"family_{condition}_{name}.csv"
+            files[file] = table
+            parts.append(f"{title}: [{len(table) - 1} rows](../study/results/{file}).\n")
+        parts.append(_weights_table(list(rows.values())))
     parts.append("## Agreement before training, and training\n")
-    parts += [validation.tables(condition, results, folder) for condition in runs.CONDITIONS]
-    return "\n".join([*parts, *_by_structure(results, again), origin([*results.values(), *again.values()])])
+    parts += [validation.tables(condition, results, agreement) for condition in runs.CONDITIONS]
+    parts += [*_by_structure(results, again), origin([*results.values(), *again.values()])]
+    return "\n".join(parts), files
 
 
 def _by_structure(results: dict[str, dict], again: dict[str, dict]) -> list[str]:
@@ -60,7 +81,8 @@ def _by_structure(results: dict[str, dict], again: dict[str, dict]) -> list[str]
     parts = [f"## Held out by structure\n\n**{_progress(runs.FAMILY_CONTROLS, again)}.**\n"]
     corrected = dict(zip(REPEATED, corrected_p(again, REPEATED), strict=True))
     for condition in runs.CONDITIONS:
-        parts += [f"### {condition}\n", accuracy_table([_row(condition, name, again) for name in runs.CONTROLS])]
+        accuracies = accuracy_table([_row(condition, name, again) for name in runs.CONTROLS])
+        parts += [f"### {condition}\n", markdown_table(accuracies)]
         lines = [difference_head("accuracy minus")]
         for comparison in (c for c in REPEATED if c.condition == condition):
             for split, found in (("as told", results), ("by structure", again)):

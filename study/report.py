@@ -3,17 +3,20 @@
     python -m study.report             # into docs/study.md, between its two marks, and docs/study.png
     python -m study.report --family    # the same for docs/study_family.md, and a table in docs/token_methods.md
 
+Tables of more than twelve rows are CSV files beside the results. The page has links to them.
+
 Every interval is a 95% interval. Over seeds it is Student's, with n - 1 degrees of freedom. The tests are paired by
 seed, because runs of one seed share the warm start, the puzzles and their order.
 """
 
 import argparse
+import csv
 from pathlib import Path
 
 from study import family, runs, tables
 from study.picture import family_picture, picture
 from study.runs import ROOT
-from study.stored import BY_STRUCTURE, RESULTS, load
+from study.stored import AGREEMENT, AR_LOPTI, BY_STRUCTURE, FAMILY, RESULTS, load
 
 START, END = "<!-- tables: python -m study.report -->", "<!-- end of tables -->"
 
@@ -30,11 +33,16 @@ def main() -> None:
     parser.add_argument("--family", action="store_true", help="the study of the family of token methods")
     args = parser.parse_args()
     planned = runs.FAMILY if args.family else [*runs.STUDY, *runs.TUNING]
-    results = load(planned, args.results)
+    results = load(planned, args.results / (FAMILY if args.family else AR_LOPTI))
     page = args.docs / ("study_family.md" if args.family else "study.md")
     try:
         if args.family:
-            put(page, family.tables(results, load(runs.FAMILY_CONTROLS, args.results / BY_STRUCTURE), args.results))
+            again = load(runs.FAMILY_CONTROLS, args.results / BY_STRUCTURE)
+            text, files = family.tables(results, again, args.results / AGREEMENT)
+            put(page, text)
+            for name, table in files.items():
+                with open(args.results / name, "w", newline="", encoding="utf-8") as file:
+                    csv.writer(file, lineterminator="\n").writerows(table)
             put(args.docs / "token_methods.md", family.short_table(results))
         else:
             put(page, tables.tables(results))

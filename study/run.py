@@ -10,8 +10,9 @@
 Run it in the repository's root. Runs of AR and Lopti go through the real command. They share one Ray cluster, which
 lives as long as this process. Those of the family are trained in one process each (`study.in_process`).
 
-Each run leaves one small file in study/results. A run whose file is there, with the same configuration, is left out.
-Those files are on an earlier split of the puzzles. A new run of theirs needs another --results.
+Each run adds one line to its study's file in study/results. A run whose line is there, with the same configuration, is
+left out. The lines of both studies are on an earlier split of the puzzles. A new run of theirs needs another
+--results.
 So an interrupted study continues where it stopped, on any machine. A run that fails is named at the end, and tried
 again the next time. `python -m study.report` makes the tables and the picture.
 """
@@ -26,7 +27,7 @@ from arlopti_openrlhf.cli.arguments import positive
 from study import runs
 from study.runs import ROOT
 from study.scheduler import Scheduler
-from study.stored import RESULTS, is_done, refuse_another_split
+from study.stored import AR_LOPTI, FAMILY, RESULTS, is_done, refuse_another_split
 
 _GIB_PER_RUN = 8  # resident memory of a run's processes, and what a warm start adds
 
@@ -38,14 +39,16 @@ def main() -> None:
     selected = [run for run in args.selection if fnmatch.fnmatchcase(run.name, args.only)]
     if not selected:
         parser.error(f"argument --only: {args.only} matches no run")
-    open_runs = [run for run in selected if not is_done(run, args.results)]
+    of_study = FAMILY if selected[0].is_in_process else AR_LOPTI
+    results = args.results or RESULTS / of_study
+    open_runs = [run for run in selected if not is_done(run, results)]
     print(f"{len(selected) - len(open_runs)} of {len(selected)} runs are done", flush=True)
     if args.dry_run:
         for run in selected:
             print(f"{'open' if run in open_runs else 'done'}  {run.name:<28} {run.flags}")
     elif open_runs:
         try:
-            refuse_another_split(args.results)
+            refuse_another_split(results)
         except ValueError as error:
             parser.error(f"argument --results: {error}")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -53,7 +56,7 @@ def main() -> None:
         parallel = min(most, os.cpu_count() or 1) if args.parallel is None else args.parallel
         if not 1 <= parallel <= most:
             parser.error(f"argument --parallel: {parallel} runs need {_GIB_PER_RUN} GiB each, of {memory:.0f}")
-        scheduler = Scheduler(args.work.resolve(), args.results, parallel, args.timeout_minutes * 60)
+        scheduler = Scheduler(args.work.resolve(), results, parallel, args.timeout_minutes * 60)
         sys.exit(scheduler.run(open_runs))
 
 
@@ -86,7 +89,9 @@ def make_parser() -> argparse.ArgumentParser:
         default=90,
         help="time after which a run counts as failed (default: 90)",
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results, or a .jsonl file")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help=".jsonl file of the results (default: the study's)"
+    )
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "variants", help="folder for models and logs")
     return parser
 

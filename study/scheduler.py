@@ -44,7 +44,7 @@ class Scheduler:
 
     Args:
         work: folder for models and logs.
-        results: folder or .jsonl file for the results.
+        results: .jsonl file for the results.
         parallel: runs at a time; each computes with one thread.
         timeout: of one run, in seconds.
     """
@@ -229,7 +229,7 @@ def make_inputs(condition: str, seed: int, folder: Path) -> None:
     The greedy answers have held-out puzzles of their own: OpenRLHF's evaluation knows a puzzle by its prompt.
     """
     from arlopti_openrlhf.lab.data import tiny_policy
-    from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
+    from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 
     def rows(count: int, held_out: bool) -> list[dict]:
         return generate_rows(runs.PEOPLE, count, held_out=held_out, seed=seed, names=tiny_policy.NAMES)

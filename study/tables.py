@@ -10,6 +10,7 @@ from study import runs
 from study.comparison import PASS, SOURCES, TITLES, Row, accuracy, average, differences, mean_reward, rows_of
 from study.significance import PairedTest, holm, interval
 
+Table = list[list[str]]  # the first line is its head
 LEFT_OUT = 0.01  # a run that leaves out a greater share of its tokens has no statistics of all tokens
 
 
@@ -29,7 +30,10 @@ def tables(results: dict[str, dict]) -> str:
             rows[0] = rows[0]._replace(
                 planned=planned, results={seed: r for seed, r in rows[0].results.items() if seed < planned}
             )
-        parts += [f"## {title}\n", accuracy_table(rows), difference_table(rows), stability_table(rows)]
+        parts += [
+            f"## {title}\n",
+            *map(markdown_table, (accuracy_table(rows), difference_table(rows), stability_table(rows))),
+        ]
     parts += ["## The learning rate, chosen for GRPO alone\n", tuning_table(results)]
     missing = [run.name for run in [*runs.STUDY, *runs.TUNING] if run.name not in results]
     parts.append(f"Runs that are missing: {', '.join(missing) or 'none'}.\n")
@@ -73,7 +77,7 @@ def cell(values: Sequence[float | None], digits: int = 3) -> str:
     return f"{found.mean:.{digits}f}" + ("" if math.isnan(found.half) else f" ± {found.half:.{digits}f}")
 
 
-def accuracy_table(rows: Sequence[Row]) -> str:
+def accuracy_table(rows: Sequence[Row]) -> Table:
     """Return sampled accuracy by number of people, then greedy, pass@k and reward, as mean ± 95% over seeds."""
     head = ["held out, after training", "seeds", *(f"{people} people" for people in runs.PEOPLE)]
     lines = [[*head, "average", "± by puzzle", "greedy", PASS, "reward over training"]]
@@ -89,7 +93,7 @@ def accuracy_table(rows: Sequence[Row]) -> str:
             + [cell([average(measured, measure) for measured in found]) for measure in ("greedy", PASS)]
             + ["" if when == "before" else cell([mean_reward(r) for r in row.results.values()])]
         )
-    return markdown_table(lines)
+    return lines
 
 
 def _by_puzzle(found: Sequence[dict]) -> float:
@@ -98,13 +102,13 @@ def _by_puzzle(found: Sequence[dict]) -> float:
     return math.sqrt(sum(half**2 for half in halves)) / len(halves)
 
 
-def difference_table(rows: Sequence[Row]) -> str:
+def difference_table(rows: Sequence[Row]) -> Table:
     """Return the differences to the baseline, paired by seed."""
     baseline, others = rows[0], rows[1:]
     tests = [differences(row, baseline, accuracy) for row in others]
     corrected = holm([test.p if test else math.nan for test in tests])
     lines = [difference_line(TITLES[row.name], row, baseline, p) for row, p in zip(others, corrected, strict=True)]
-    return markdown_table([difference_head(f"minus {TITLES[baseline.name]}'s"), *lines])
+    return [difference_head(f"minus {TITLES[baseline.name]}'s"), *lines]
 
 
 def difference_head(title: str) -> list[str]:
@@ -154,7 +158,7 @@ def _p(p: float) -> str:
     return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
-def stability_table(rows: Sequence[Row]) -> str:
+def stability_table(rows: Sequence[Row]) -> Table:
     """Return time and stability, as means over seeds."""
     head = [
         "time and stability",
@@ -184,7 +188,7 @@ def stability_table(rows: Sequence[Row]) -> str:
             + [cell([r["seconds"][name] for r in found], 2) for name in ("step", "update")]
             + [cell([r["seconds"]["run"] / 60 for r in found], 1)]
         )
-    return markdown_table(lines)
+    return lines
 
 
 def _of_all_tokens(result: dict, name: str) -> float | None:

@@ -35,12 +35,12 @@ class Shown(NamedTuple):
     seeds: frozenset[int]
 
 
-def tables(condition: str, results: dict[str, dict], folder: Path) -> str:
+def tables(condition: str, results: dict[str, dict], agreement: Path) -> str:
     """Return a condition's part of the report: its cells, its methods, and how the two go together."""
-    found = {by: load_agreements(condition, by, folder) for by in DIVISIONS}
+    found = {by: load_agreements(condition, by, agreement) for by in DIVISIONS}
     parts = [f"### {condition}\n"]
     if not any(found.values()):
-        return parts[0] + "\nNo warm start was asked yet (`python -m study.agreement`).\n"
+        return parts[0] + "\nNo warm start was asked yet (`python -m study.warm_start_agreement`).\n"
     wholes = [of_seed["whole"]["cosine"] for of_seed in next(filter(None, found.values())).values()]
     parts.append(f"Cosine between the gradients of two halves of the puzzles: {cell(wholes, 2)}.\n")
     parts += [_cells(by, list(of_seeds.values())) for by, of_seeds in found.items() if of_seeds]

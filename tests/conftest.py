@@ -22,10 +22,7 @@ settings.load_profile("tests")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
-)
+from arlopti_openrlhf.lab.data.knights_knaves import CHAT_TEMPLATE  # noqa: E402
 
 
 @pytest.fixture(scope="session")

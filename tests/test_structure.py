@@ -74,7 +74,7 @@ def test_no_circle_of_imports():
     graph = imports()
     assert graph["arlopti_openrlhf.lab.scoring.tables"] == {
         "arlopti_openrlhf.evaluation.measures",
-        "arlopti_openrlhf.lab.scoring.names",
+        "arlopti_openrlhf.lab.scoring.inputs",
     }
     circle = find_circle(graph)
     assert circle is None, " imports ".join(circle)

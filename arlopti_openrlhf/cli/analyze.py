@@ -24,8 +24,8 @@ from typing import Any
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
 from arlopti_openrlhf.lab.analysis import scalars
-from arlopti_openrlhf.lab.scoring.names import expand_models
-from arlopti_openrlhf.lab.scoring.rows import read_rows as read_problems
+from arlopti_openrlhf.lab.scoring.inputs import expand_models
+from arlopti_openrlhf.lab.scoring.inputs import read_rows as read_problems
 
 
 def main() -> None:

@@ -23,8 +23,7 @@ from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
 from arlopti_openrlhf.lab.scoring import tables
-from arlopti_openrlhf.lab.scoring.names import model_name
-from arlopti_openrlhf.lab.scoring.rows import check_labels, read_rows
+from arlopti_openrlhf.lab.scoring.inputs import check_labels, model_name, read_rows
 
 
 def main() -> None:

@@ -24,7 +24,14 @@ from pathlib import Path
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, check_tokenizer
 from arlopti_openrlhf.lab.data import knights_knaves, published
-from arlopti_openrlhf.lab.data.rows import PROMPT_FORMATS, check, describe, generate_rows, token_counter, write_rows
+from arlopti_openrlhf.lab.data.preparation import (
+    PROMPT_FORMATS,
+    check,
+    describe,
+    generate_rows,
+    token_counter,
+    write_rows,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:

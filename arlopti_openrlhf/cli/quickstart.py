@@ -125,7 +125,7 @@ class Files(NamedTuple):
 def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     """Write new training and held-out puzzles."""
     from arlopti_openrlhf.lab.data import tiny_policy
-    from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
+    from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 
     files = Files(*(folder / f"{name}.jsonl" for name in Files._fields))
     count = size.steps * PROMPTS_PER_STEP // len(PEOPLE)

@@ -14,9 +14,9 @@ from arlopti_openrlhf.cli.prepare_data import main
 from arlopti_openrlhf.grading.kk_reward import grade
 from arlopti_openrlhf.lab.data import knights_knaves
 from arlopti_openrlhf.lab.data import published as published_sets
+from arlopti_openrlhf.lab.data.preparation import convert_rows
 from arlopti_openrlhf.lab.data.published import MATH_INSTRUCTION
-from arlopti_openrlhf.lab.data.rows import convert_rows
-from arlopti_openrlhf.lab.scoring.rows import read_rows
+from arlopti_openrlhf.lab.scoring.inputs import read_rows
 
 QUIZ = (
     "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always "

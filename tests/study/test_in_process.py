@@ -8,7 +8,7 @@ import pytest
 from arlopti_testing.study_fakes import of_name
 
 from arlopti_openrlhf.lab.analysis.scalars import read_scalars
-from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
+from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from study import runs, summary
 
 # A policy of random weights answers nothing. So its reward here follows from what it writes, whatever that is.

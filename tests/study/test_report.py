@@ -17,7 +17,7 @@ def test_report_of_an_unfinished_study(tmp_path):
     accuracies = {"grpo": (0.50, 0.52, 0.54), "both": (0.55, 0.59)}
     for variant, values in accuracies.items():
         for seed, accuracy in enumerate(values):
-            stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path)
+            stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path / stored.AR_LOPTI)
     (tmp_path / "study.md").write_text(f"Before.\n{report.START}\nstale\n{report.END}\nAfter.\n")
     command = [sys.executable, "-m", "study.report", "--results", tmp_path, "--docs", tmp_path]
     output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -61,7 +61,7 @@ def test_report_of_an_unfinished_family(tmp_path):
         for seed, accuracy in enumerate(values):
             made = result(of_name(f"{variant}-{seed}"), accuracy)
             made["curves"] |= {"mean_weight": [0.8, 1.0], "zero_share": [0.0, 0.0]} if variant.endswith("-ar") else {}
-            stored.write(made, tmp_path)
+            stored.write(made, tmp_path / stored.FAMILY)
     for variant, values in {"noise-grpo": (0.30, 0.32), "noise-lopti": (0.30, 0.34)}.items():
         for seed, accuracy in enumerate(values):
             stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path / stored.BY_STRUCTURE)
@@ -71,14 +71,18 @@ def test_report_of_an_unfinished_family(tmp_path):
     output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert output.returncode == 0, output.stderr
     page = (tmp_path / "study_family.md").read_text()
+    differences = {c: (tmp_path / f"family_{c}_differences.csv").read_text() for c in runs.CONDITIONS}
+    assert all(f"[15 rows](../study/results/family_{c}_differences.csv)" in page for c in runs.CONDITIONS)
     assert "**9 of 150 runs are done (seed 0: 5 of 30, seed 1: 3 of 30, seed 2: 1 of 30, seed 3: 0 of 30," in page
     # Differences 0.05 and 0.07, as above: p = 0.105, which 30 comparisons leave nothing of. 0.05 twice has p = 0.
-    assert "| Lopti (η = 0.5) minus GRPO | 2 of 5 | +0.060 ± 0.127 | 0.105 | 1.000 |" in page
-    assert "| GRPO, twice as many steps minus GRPO | 2 of 5 | +0.050 ± 0.000 | < 0.001 | < 0.001 |" in page
+    assert "Lopti (η = 0.5) minus GRPO,2 of 5,+0.060 ± 0.127,0.105,1.000," in differences["noise"]
+    assert '"GRPO, twice as many steps minus GRPO",2 of 5,+0.050 ± 0.000,< 0.001,< 0.001,' in differences["noise"]
     # 0 and 0.02: mean 0.01, s = 0.0141, so ± 0.127 and t = 1: p = 1/2.
-    assert "| Lopti (η = 0.5) minus GRPO, twice as many steps | 2 of 5 | +0.010 ± 0.127 | 0.500 | 1.000 |" in page
-    assert "| AR (α = 0.3) minus GRPO | 1 of 5 | +0.100 |  |  |" in page
-    assert "| A3PO, mean weight one minus GRPO | 0 of 5 | missing |" in page
+    assert (
+        '"Lopti (η = 0.5) minus GRPO, twice as many steps",2 of 5,+0.010 ± 0.127,0.500,1.000,' in differences["noise"]
+    )
+    assert "AR (α = 0.3) minus GRPO,1 of 5,+0.100,,," in differences["decisions"]
+    assert '"A3PO, mean weight one minus GRPO",0 of 5,missing,' in differences["noise"]
     # On the other split 0 and 0.02 likewise, beside what they were.
     assert "**4 of 30 runs are done (seed 0: 2 of 6, seed 1: 2 of 6, seed 2: 0 of 6," in page
     assert "| Lopti (η = 0.5) minus GRPO, as told | 2 of 5 | +0.060 ± 0.127 | 0.105 |  |" in page
@@ -119,7 +123,7 @@ def test_statistics_of_a_part_of_the_tokens_are_not_shown(zero_share, shown):
     made["curves"] |= {"low_share": [0.4, 0.3], "entropy": [2.0, 1.5]}
     made["curves"] |= {"zero_share": zero_share} if zero_share else {}
     (row,) = comparison.rows_of(["noise-stapo"], {"noise-stapo-0": made})
-    titles, _, cells = (line.split(" | ") for line in tables.stability_table([row]).splitlines())
+    titles, cells = tables.stability_table([row])
     first = titles.index("share of p < 0.5, last")
     assert titles[first + 1] == "entropy, last" and cells[first : first + 2] == shown
 

@@ -12,8 +12,8 @@ from study import scheduler, stored
 class WithoutTraining(scheduler.Scheduler):
     """Notes what it would make and train."""
 
-    def __init__(self, results: Path, fails: str = "") -> None:
-        super().__init__(results / "work", results, parallel=2, timeout=1)
+    def __init__(self, folder: Path, fails: str = "") -> None:
+        super().__init__(folder / "work", folder / "results.jsonl", parallel=2, timeout=1)
         self.events, self.fails = [], fails
 
     def _start_cluster(self):
@@ -42,7 +42,7 @@ RUNS = [
 def test_a_warm_start_is_made_once_and_before_the_runs_that_share_it(tmp_path):
     study = WithoutTraining(tmp_path)
     assert study.run(RUNS) == 0
-    assert len(study.events) == 4 + 6 and all(stored.is_done(run, tmp_path) for run in RUNS)
+    assert len(study.events) == 4 + 6 and all(stored.is_done(run, study.results) for run in RUNS)
     for run in RUNS:
         assert study.events.index(f"inputs-{run.condition}-{run.seed}") < study.events.index(run.name)
     # Those of seed 1 come after most runs of seed 0, so a study that is cut short has runs.
@@ -63,7 +63,7 @@ def test_the_warm_starts_of_a_seed_are_made_side_by_side(tmp_path):
 def test_where_a_warm_start_fails_the_other_runs_go_on(tmp_path, capsys):
     study = WithoutTraining(tmp_path, fails="inputs-noise-1")
     assert study.run(RUNS) == 1
-    assert [stored.is_done(run, tmp_path) for run in RUNS] == [True] * 5 + [False]
+    assert [stored.is_done(run, study.results) for run in RUNS] == [True] * 5 + [False]
     assert "noise-grpo-1: failed: no memory" in capsys.readouterr().out
 
 

@@ -1,7 +1,5 @@
 """The agreement of gradients is held against training, method by method."""
 
-import json
-
 import pytest
 from arlopti_testing.study_fakes import of_name, result
 
@@ -9,7 +7,10 @@ from study import family, runs, stored, validation
 
 
 def asked(moves: dict[str, float], cosine: float = 0.4) -> dict:
-    """Return what `study.agreement` stores: one cell that agrees, and what each method makes of its share of 0.5."""
+    """Return what `study.warm_start_agreement` stores.
+
+    One cell agrees. Each method makes something of its share of 0.5.
+    """
     cells = [
         {
             "name": "A > 0, π 0.00-0.25",
@@ -28,11 +29,9 @@ def asked(moves: dict[str, float], cosine: float = 0.4) -> dict:
     return {"whole": {"cosine": cosine}, "cells": cells, "methods": methods}
 
 
-def store(folder, found: dict[tuple[str, int], dict]) -> None:
+def store(path, found: dict[tuple[str, int], dict]) -> None:
     for (by, seed), value in found.items():
-        path = stored.agreement_path(runs.NOISE, seed, by, folder)
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(value))
+        stored.write({"condition": runs.NOISE, "seed": seed, "by": by} | value, path)
 
 
 def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy(tmp_path):
@@ -45,9 +44,9 @@ def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy(tmp_p
         {"ar": 0.02, "ar alpha=-0.2 (Direction)": -0.01, "steer": 0.03},
         {"ar": 0.04, "ar alpha=-0.2 (Direction)": 0.006, "steer": 0.05},
     ]
-    store(tmp_path, {("probability", 0): asked(moves[0]), ("probability", 1): asked(moves[1], 0.6)})
-    store(tmp_path, {("entropy", 1): asked({"ar": -0.01, "steer": 0.0})})
-    page = validation.tables(runs.NOISE, results, tmp_path)
+    store(tmp_path / stored.AGREEMENT, {("probability", 0): asked(moves[0]), ("probability", 1): asked(moves[1], 0.6)})
+    store(tmp_path / stored.AGREEMENT, {("entropy", 1): asked({"ar": -0.01, "steer": 0.0})})
+    page = validation.tables(runs.NOISE, results, tmp_path / stored.AGREEMENT)
     assert "two halves of the puzzles: 0.50 ± 1.27." in page  # 12.706 · 0.1
     assert "| A > 0, π 0.00-0.25 | 2 | 0.300 ± 0.000 | 0.600 ± 0.000 | 0.50 ± 1.27 | agrees |" in page
     assert "| A > 0, π 0.25-0.50 | 2 | 0.700 ± 0.000 | missing | missing | no gradient |" in page
@@ -69,8 +68,8 @@ def test_accuracy_is_that_of_the_seeds_that_were_judged(tmp_path):
         for seed, gain in enumerate(of_seeds):
             results[f"noise-{name}-{seed}"] = result(of_name(f"noise-{name}-{seed}"), 0.5 + gain)
     moves = {"ar": 0.03, "ar alpha=-0.2 (Direction)": 0.02, "steer": 0.01}
-    store(tmp_path, {("probability", 0): asked(moves), ("probability", 1): asked({})})
-    page = validation.tables(runs.NOISE, results, tmp_path)
+    store(tmp_path / stored.AGREEMENT, {("probability", 0): asked(moves), ("probability", 1): asked({})})
+    page = validation.tables(runs.NOISE, results, tmp_path / stored.AGREEMENT)
     assert "tokens by probability, seeds 0: of the share in cells that agree with accuracy +1.00 (p 0.33)" in page
     assert "tokens by entropy, seeds none: of the share in cells that agree with accuracy not known" in page
 
@@ -91,7 +90,7 @@ def test_rank_correlation(first, second, expected):
 
 
 def test_the_report_says_what_is_missing(tmp_path):
-    store(tmp_path, {("probability", 3): asked({"ar": 0.01})})
-    page = family.tables({}, {}, tmp_path)
+    store(tmp_path / stored.AGREEMENT, {("probability", 3): asked({"ar": 0.01})})
+    page, _ = family.tables({}, {}, tmp_path / stored.AGREEMENT)
     assert page.count("No warm start was asked yet") == 1
     assert "| AR (α = 0.3) | noise | +0.010 |  |  | missing | missing |" in page

@@ -92,7 +92,7 @@ def effect(before: Sequence[float], after: Sequence[float] | None, agrees: Seque
 
 
 def sentences(data: dict) -> list[str]:
-    """Return in words what `agreement.analyze` found."""
+    """Return in words what `gradient_agreement.analyze` found."""
     whole = data["whole"]
     if whole is None:
         return ["No cell of tokens has a gradient."]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from arlopti_openrlhf.lab.analysis import agreement, figures, method_effects, rollouts, shares, updates, words
+from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, method_effects, rollouts, shares, updates, words
 from arlopti_openrlhf.lab.analysis.policy import Policy
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
@@ -78,14 +78,14 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
     if batch.advantages.any():
         summary["shares"] = shares.gradient_by_probability(batch, tokens)
         summary |= {key: summary["shares"][key] for key in ("low_tokens", "low_gradient")}
-        found = agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
+        found = gradient_agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
         if found:
             data["agreement"] = found
             summary["agreement"] = method_effects.sentences(found)
         else:
             summary["notices"].append(
-                f"Fewer than {agreement.LEAST_PROMPTS} prompts have responses of different reward, too few to ask "
-                "whether their gradients agree. More --prompts would help."
+                f"Fewer than {gradient_agreement.LEAST_PROMPTS} prompts have responses of different reward, too few "
+                "to ask whether their gradients agree. More --prompts would help."
             )
         summary["learning_rate"], updated = _analyze_update(policy, batch, tokens, settings)
         data |= updated

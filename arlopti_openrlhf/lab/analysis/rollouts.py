@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from arlopti_openrlhf.grading import kk_reward, sources
-from arlopti_openrlhf.lab.scoring.generation import generate, load_engine
-from arlopti_openrlhf.lab.scoring.rows import check_labels
-from arlopti_openrlhf.lab.scoring.rows import read_rows as read_problems
-
-Row = dict[str, Any]
+from arlopti_openrlhf.lab.scoring.inputs import Row, check_labels
+from arlopti_openrlhf.lab.scoring.inputs import read_rows as read_problems
+from arlopti_openrlhf.lab.scoring.offline import generate, load_engine
 
 
 class Sampled(NamedTuple):

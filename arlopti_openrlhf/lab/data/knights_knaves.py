@@ -26,6 +26,13 @@ NAMES = tuple(
     ).split()
 )
 
+# Qwen's ChatML. The answer begins inside `<think>`, as in the published prompts.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
 # The system text of Logic-RL's published prompts, to the letter. The double space and "and<answer>" are theirs.
 INSTRUCTION = (
     "You are a helpful assistant. The assistant first thinks about the reasoning process in the mind and then "

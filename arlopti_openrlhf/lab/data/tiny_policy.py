@@ -31,13 +31,6 @@ from transformers.trainer_callback import PrinterCallback
 from arlopti_openrlhf.lab.data import knights_knaves
 from arlopti_openrlhf.lab.data.knights_knaves import Puzzle
 
-# Qwen's ChatML. The answer begins inside `<think>`, as in the published prompts.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
-)
 # A dozen names take half the steps that all 51 take. Puzzles for this policy use the same ones.
 NAMES = knights_knaves.NAMES[:12]
 MAX_LENGTH = 1024  # positions; a prompt with 8 people takes about 150, the longest solution for 3 about 100
@@ -161,7 +154,7 @@ def make_tokenizer(texts: Sequence[str], whole: Sequence[str] = ()) -> Qwen2Toke
         model_max_length=MAX_LENGTH,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=knights_knaves.CHAT_TEMPLATE,
     )
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*known, *filter(None, merged))])
     return tokenizer

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from arlopti_openrlhf import cpu
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
 from arlopti_openrlhf.grading import kk_reward
 from arlopti_openrlhf.grading.sources import grade
-from arlopti_openrlhf.lab.scoring.generation import generate, load_engine
-from arlopti_openrlhf.lab.scoring.names import model_name, natural_key
+from arlopti_openrlhf.lab.scoring.inputs import Row, model_name, natural_key
 
-Row = dict[str, Any]  # prompt, label, datasource
 _CHUNK = 4096  # responses that are generated before they are written
 
 
@@ -178,3 +177,36 @@ def _version(model: str) -> list:
     """Return the model and, for a directory, sizes and times of its files: other weights there are another model."""
     files = sorted(Path(model).glob("*")) if Path(model).is_dir() else []
     return [model, [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]]
+
+
+def load_engine(model: str, seed: int):
+    """Return vLLM's `LLM` of `model`, a Hugging Face directory or name.
+
+    An engine does not give back all the memory that it holds, so several models take a process each.
+    """
+    cpu.enable()
+    from vllm import LLM
+
+    # Few CPUs have bf16 instructions, so float32 is the fast type there.
+    dtype = "float32" if cpu.uses_cpu() else "auto"
+    return LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
+
+
+def generate(engine, prompts: Sequence[str | list[dict]], parameters) -> list[tuple[str, Any]]:
+    """Return the final text of each prompt and vLLM's `RequestOutput`, in the order of the prompts.
+
+    Args:
+        engine: what `load_engine` returns.
+        prompts: texts, which are taken as they are, or chat messages, which get the tokenizer's chat template.
+        parameters: vLLM's `SamplingParams`, one for all prompts or a list with one for each.
+    """
+    tokenizer = engine.get_tokenizer()
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    # Tokenized here, as OpenRLHF does it, because the text already holds every special token.
+    inputs = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in texts]
+    return list(zip(texts, engine.generate(inputs, parameters), strict=True))

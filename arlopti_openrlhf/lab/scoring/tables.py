@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.evaluation.measures import Estimate
-from arlopti_openrlhf.lab.scoring.names import natural_key
+from arlopti_openrlhf.lab.scoring.inputs import natural_key
 
 
 def markdown(results: dict[str, dict]) -> str:

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from arlopti_openrlhf.lab.data import tiny_policy
-from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
+from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 
 STEPS, SAVE_EVERY, PROMPTS, SAMPLES = 8, 2, 8, 4  # PROMPTS with SAMPLES each are a step

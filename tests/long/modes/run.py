@@ -35,7 +35,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from arlopti_openrlhf.lab.analysis.scalars import Series, read_scalars
 from arlopti_openrlhf.lab.data import tiny_policy
-from arlopti_openrlhf.lab.data.rows import generate_rows, write_rows
+from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, PROMPTS, SAMPLES = 2, 8, 4  # PROMPTS with SAMPLES each are a step

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from arlopti_openrlhf.lab.data.rows import write_rows
+from arlopti_openrlhf.lab.data.preparation import write_rows
 
 _IMAGE, _VIDEO, _START, _END = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 _SIDE, _PATCH, _MERGED = 64, 16, 2  # pixels, pixels, patches: a picture is (64 / 16 / 2)² = 4 tokens
