@@ -199,7 +199,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
 
 def sharing(bench: ExactBench) -> str:
     """Whether the selective actor computes prompts once."""
-    reason = bench.actors["GRPO"].reason_not_to_share
+    reason = bench.actors["GRPO"].shortcuts.reason_not_to_share
     return "shared" if reason is None else f"not shared: {reason}"
 
 

@@ -178,13 +178,13 @@ SEAMS: list[Seam] = [
         "transformers.masking_utils",
         "_preprocess_mask_arguments",
         "if isinstance(attention_mask, (torch.Tensor, BlockMask)) and len(attention_mask.shape) == 4: return True,",
-        "forward.selective_actor._NO_MASK",
+        "forward.packed_attention.NO_MASK",
     ),
     Text(
         "transformers.models.qwen2.modeling_qwen2",
         "Qwen2Attention.forward",
         "ALL_ATTENTION_FUNCTIONS.get_interface( self.config._attn_implementation, eager_attention_forward )",
-        "forward.selective_actor._wrap_attention",
+        "forward.packed_attention.install",
     ),
     Signature(
         STRATEGY,
