@@ -18,7 +18,7 @@ from torch import Tensor
 from update_bench import LOW_SHARE, Bench
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.update import optimizer_steps
 
 
@@ -199,7 +199,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
 
 def sharing(bench: ExactBench) -> str:
     """Whether the selective actor computes prompts once."""
-    reason = bench.actors["GRPO"].reason_not_to_share
+    reason = bench.actors["GRPO"].shortcuts.reason_not_to_share
     return "shared" if reason is None else f"not shared: {reason}"
 
 

@@ -16,7 +16,7 @@ import torch
 from hardware import type_of_products
 from torch.nn.utils.rnn import pad_sequence
 
-from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.patching import replaced_attribute
 
 PACKING = "OpenRLHF, packing"
 DYNAMIC = "OpenRLHF, packing and dynamic batches"

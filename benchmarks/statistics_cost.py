@@ -8,7 +8,7 @@ from hardware import synchronize
 from rollouts import SHAPES
 from update_bench import LOW_SHARE, Bench
 
-from arlopti_openrlhf.forward.selective_actor import replaced_attribute
+from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.update import policy_forward
 
 

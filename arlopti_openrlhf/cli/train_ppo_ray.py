@@ -99,7 +99,7 @@ def _train(args: SimpleNamespace, console: "Console | None") -> None:
     refusals.install()
     guard.install()
     if combinations.is_selective(args):
-        policy_actor.install_selective_actor(args.actor.update != combinations.UNCHECKED)
+        policy_actor.install_selective_actor()
     reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
     engine.install()
     prompts.install()

@@ -4,7 +4,7 @@ import argparse
 
 from arlopti_openrlhf import methods
 from arlopti_openrlhf.cli.arguments import number
-from arlopti_openrlhf.ops.preflight.combinations import LOPTI_DEFAULTS, SELECTIVE, STOCK, UNCHECKED
+from arlopti_openrlhf.ops.preflight.combinations import LOPTI_DEFAULTS, SELECTIVE, STOCK
 
 
 def add_update_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,12 +76,12 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--actor.update",
-        choices=[STOCK, SELECTIVE, UNCHECKED],
+        choices=[STOCK, SELECTIVE],
         help="stock computes the update as OpenRLHF does, with logits of every position, each prompt once per "
         "response, and old log-probs in a pass of their own. selective computes only what the update needs, with "
         "equal gradients. Before its first pass each model computes some log-probs both ways. Where they differ by "
-        "more than rounding, it says so and keeps stock's layout. selective_unchecked leaves that out. Default: "
-        "selective with AR, Lopti or a token method, else stock.",
+        "more than rounding, it says so and keeps stock's layout. Default: selective with AR, Lopti or a token "
+        "method, else stock.",
     )
 
 

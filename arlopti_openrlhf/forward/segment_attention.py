@@ -1,22 +1,21 @@
 """Attention over a packed row: each segment sees itself, causally, and the whole of its prefix (`shared_prompt`).
 
-There is one way for each kind of attention that a model may be loaded with:
-- flash-attn: one call of its variable-length kernel.
-- SDPA on a CPU: no mask exists. The kernel gives the normaliser of each query's softmax along with its result. So what
-  a query takes from the prefix and what it takes from its own segment are computed apart and put together, and all
-  responses to a prompt see its tokens in one call.
-- SDPA elsewhere: segment by segment, with PyTorch's causal mask that is aligned to the last key. Its kernels know that
-  mask without a matrix in memory.
-- FlexAttention: one compiled kernel for the row, which skips the blocks that no query of theirs sees.
+There is one way for each kind of device:
+- CPU: no mask exists. The kernel gives the normaliser of each query's softmax along with its result. So what a query
+  takes from the prefix and what it takes from its own segment are computed apart and put together, and all responses
+  to a prompt see its tokens in one call.
+- Elsewhere: segment by segment, with PyTorch's causal mask that is aligned to the last key. Its kernels know that mask
+  without a matrix in memory.
+
+flash-attn and FlexAttention have one kernel for the whole row (`packed_attention`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch
 from arlopti_openrlhf.hardware import multiplies_bf16
@@ -40,7 +39,6 @@ def segment_attention(
     Returns:
         (1, L, heads, D).
     """
-    packed.was_attended = True
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     if query.device.type == "cpu" and not dropout and value.shape == key.shape:
@@ -130,76 +128,3 @@ def _parts(packed: PackedBatch) -> Iterator[tuple[slice, slice, bool]]:
             followers[segment.prefix] = slice(first.start, span.stop)
     for prefix, queries in followers.items():
         yield queries, spans[prefix], False
-
-
-def flash_segment_attention(
-    flash_attention: Callable,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedBatch,
-    **kwargs,
-) -> tuple[Tensor, None]:
-    """Attend as `segment_attention` does, with flash-attn: one kernel for all segments.
-
-    The kernel aligns its causal mask to the last key, so that each segment sees the whole of its prefix.
-
-    Args:
-        flash_attention: transformers' `flash_attention_forward`, which also decides what the kernel can take of
-            `softcap`, `s_aux` (attention sinks) and the like. They are handed on in `kwargs` as the layer gave them.
-        module: The attention layer.
-        query: (1, heads, L, D).
-        key, value: (1, heads or a divisor of them, L, D).
-        packed: The layout of the row.
-
-    Returns:
-        (1, L, heads, D), and None in place of the attention weights.
-    """
-    packed.was_attended = True
-    layout = dict(packed.varlen)
-    keys = layout.pop("keys")
-    key, value = (x.index_select(2, keys) for x in (key, value))
-    return flash_attention(module, query, key, value, None, **layout, **kwargs)
-
-
-def flex_segment_attention(
-    flex_attention: Callable,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedBatch,
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend as `segment_attention` does, with FlexAttention and one mask of blocks for all layers.
-
-    Args:
-        flex_attention: transformers' `flex_attention_forward`. The other arguments are those of
-            `flash_segment_attention`.
-
-    Returns:
-        (1, L, heads, D), and transformers' second result.
-    """
-    packed.was_attended = True
-    if packed.block_mask is None:
-        packed.block_mask = block_mask(packed)
-    return flex_attention(module, query, key, value, packed.block_mask, **kwargs)
-
-
-def block_mask(packed: PackedBatch) -> BlockMask:
-    """Return FlexAttention's mask of a packed row: what each token sees of its own segment and of its prefix."""
-    device, count = packed.tokens.device, len(packed.segments)
-    lengths = torch.tensor([segment.length for segment in packed.segments], device=device)
-    segment_of = torch.arange(count, device=device).repeat_interleave(lengths)
-    # A segment without a prefix has itself there, which changes nothing: a prefix lies before its followers.
-    prefixes = [index if segment.prefix is None else segment.prefix for index, segment in enumerate(packed.segments)]
-    prefix_of = torch.tensor(prefixes, device=device)[segment_of]
-
-    def sees(batch, head, query, key):
-        own = segment_of[query] == segment_of[key]
-        return (query >= key) & (own | (prefix_of[query] == segment_of[key]))
-
-    length = packed.tokens.shape[1]
-    # Compiled, it looks at the tokens block by block. Otherwise a whole (L, L) mask is in memory for a moment.
-    return create_block_mask(sees, None, None, length, length, device=device, _compile=device.type != "cpu")

@@ -6,12 +6,14 @@ each r, and the positions of each r go on from the prompt's end. Everything but 
 needs no change.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 class Segment(NamedTuple):
@@ -21,25 +23,17 @@ class Segment(NamedTuple):
     prefix: int | None  # index of the segment that all its tokens see, or None
 
 
+@dataclass(eq=False)
 class PackedBatch:
-    """Holds what `pack` returns.
+    """Holds a batch as `pack` lays it out."""
 
-    Attributes:
-        tokens: (1, L) token ids.
-        positions: (1, L) position of each token in its own sequence.
-        segments: The row's segments in order; their lengths sum to L.
-        rows: (N,) index in the row of the token that predicts each selected one.
-        targets: (N,) the selected token ids.
-        places: (N,) index of each selected token in the flattened (B, A) mask.
-        was_attended: Whether an attention layer of the model has worked on the segments; set by that layer.
-        block_mask: FlexAttention's mask of the row; set by the first layer that needs it.
-    """
-
-    def __init__(self, tokens, positions, segments, rows, targets, places) -> None:
-        self.tokens, self.positions, self.segments = tokens, positions, segments
-        self.rows, self.targets, self.places = rows, targets, places
-        self.was_attended = False
-        self.block_mask = None
+    tokens: Tensor  # (1, L) token ids
+    positions: Tensor  # (1, L) position of each token in its own sequence
+    segments: list[Segment]  # in the order of the row; their lengths sum to L
+    rows: Tensor  # (N,) index in the row of the token that predicts each selected one
+    targets: Tensor  # (N,) the selected token ids
+    places: Tensor  # (N,) index of each selected token in the flattened (B, A) mask
+    was_attended: bool = False  # whether an attention layer of the model got the row; set by that layer
 
     @cached_property
     def stops(self) -> list[int]:
@@ -47,24 +41,41 @@ class PackedBatch:
         return list(accumulate(segment.length for segment in self.segments))
 
     @cached_property
-    def varlen(self) -> dict:
+    def varlen(self) -> tuple[Tensor, dict]:
         """The layout for flash-attn's variable-length kernel, which takes each segment as a sequence of its own.
 
-        `keys`, (K,), is the index in the row of each key: a segment's keys are its prefix's and its own. The rest are
-        keyword arguments of transformers' `flash_attention_forward`.
+        First the (K,) index in the row of each key: a segment's keys are its prefix's and its own. Then keyword
+        arguments of transformers' `flash_attention_forward`.
         """
         spans = [range(stop - s.length, stop) for s, stop in zip(self.segments, self.stops, strict=True)]
         prefixes = [range(0) if s.prefix is None else spans[s.prefix] for s in self.segments]
         keys = [[*prefix, *own] for prefix, own in zip(prefixes, spans, strict=True)]
         key_lengths = [len(k) for k in keys]
         device = self.tokens.device
-        return dict(
-            keys=torch.tensor([i for k in keys for i in k], device=device),
+        return torch.tensor([i for k in keys for i in k], device=device), dict(
             cu_seq_lens_q=torch.tensor([0, *self.stops], device=device, dtype=torch.int32),
             cu_seq_lens_k=torch.tensor([0, *accumulate(key_lengths)], device=device, dtype=torch.int32),
             max_length_q=max(s.length for s in self.segments),
             max_length_k=max(key_lengths),
         )
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """The layout for FlexAttention, whose kernel skips the blocks of keys that no query of a block sees."""
+        device, count = self.tokens.device, len(self.segments)
+        lengths = torch.tensor([segment.length for segment in self.segments], device=device)
+        segment_of = torch.arange(count, device=device).repeat_interleave(lengths)
+        # A segment without a prefix has itself there, which changes nothing: a prefix lies before its followers.
+        prefixes = [i if segment.prefix is None else segment.prefix for i, segment in enumerate(self.segments)]
+        prefix_of = torch.tensor(prefixes, device=device)[segment_of]
+
+        def sees(batch, head, query, key):
+            own = segment_of[query] == segment_of[key]
+            return (query >= key) & (own | (prefix_of[query] == segment_of[key]))
+
+        length = self.tokens.shape[1]
+        # Compiled, it looks at the tokens block by block. Otherwise a whole (L, L) mask is in memory for a moment.
+        return create_block_mask(sees, None, None, length, length, device=device, _compile=device.type != "cpu")
 
 
 def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: bool = True) -> PackedBatch:

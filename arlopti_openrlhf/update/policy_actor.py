@@ -7,7 +7,7 @@ import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ray import launcher, ppo_actor
 
-from arlopti_openrlhf.forward.selective_actor import SelectiveActor, UncheckedSelectiveActor
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.patching import plain_class
 from arlopti_openrlhf.update import lora, old_log_probs, partition
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
@@ -44,13 +44,10 @@ def install() -> None:
     ppo_actor.ActorPPOTrainer = TokenUpdateTrainer
 
 
-def install_selective_actor(is_checked: bool = True) -> None:
+def install_selective_actor() -> None:
     """Make policy and reference `SelectiveActor`s. Called on the driver, before Ray starts.
 
     Dynamic batches are dealt out to the ranks by prompt then.
-
-    Args:
-        is_checked: whether each compares its log-probs with the model's before its first pass.
     """
-    ppo_actor.Actor = launcher.Actor = SelectiveActor if is_checked else UncheckedSelectiveActor
+    ppo_actor.Actor = launcher.Actor = SelectiveActor
     ppo_trainer.balance_experiences = partition.balance_experiences

@@ -177,8 +177,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             return "the experts' balancing loss counts every token (--actor.aux_loss_coef)"
         lengths = [len(item.sequences) for item in self.replay_buffer.items]
         longest = self.replay_buffer.items[lengths.index(max(lengths))] if lengths else old_log_probs.stand_in()
-        self.actor.check(longest.sequences[None].to(torch.cuda.current_device()))
-        reason = self.actor.reason_not_to_share
+        reason = self.actor.check(longest.sequences[None].to(torch.cuda.current_device())).reason_not_to_share
         return None if self.ranks.min(reason is None) else reason or "another rank's model does not"
 
     def _mini_batch_size(self) -> int:

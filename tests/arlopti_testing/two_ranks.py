@@ -27,7 +27,7 @@ def errors_on_two_ranks(file: str, function: str, argument: str) -> str:
     common = dict(os.environ, WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", CODE, str(Path(__file__).parent), file, function, argument],
+            [sys.executable, "-c", CODE, str(Path(__file__).parents[1]), file, function, argument],
             env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

@@ -28,7 +28,7 @@ def nested(argv: list[str]):
         ("--algo.ar.alpha -0.1", ["--algo.ar.alpha", "-0.1", "[0, 1]"]),
         ("--algo.ar.alpha nan", ["--algo.ar.alpha", "nan", "[0, 1]"]),
         ("--actor.update selective --ds.tensor_parallel_size 2", ["--actor.update", "selective", "2"]),
-        ("--actor.update selective_unchecked --ds.ring_attn_size 2", ["--actor.update", "selective_unchecked", "2"]),
+        ("--actor.update selective --ds.ring_attn_size 2", ["--actor.update", "selective", "2"]),
         ("--algo.ar.alpha x", ["--algo.ar.alpha", "x", "[0, 1]"]),
         ("--algo.lopti.eta 0", ["--algo.lopti.eta", "0", "(0, 1)"]),
         ("--algo.lopti.eta 1", ["--algo.lopti.eta", "1", "(0, 1)"]),
@@ -182,7 +182,6 @@ def test_logical_gpus_are_what_the_placement_asks_for(flags, gpus):
     [
         ("", False),  # OpenRLHF, to the last bit
         ("--actor.update selective", True),
-        ("--actor.update selective_unchecked", True),
         ("--algo.ar.alpha 0.3", True),
         ("--algo.lopti.quantile 0.3", True),
         ("--algo.lopti.eta 0.5 --actor.update stock", False),

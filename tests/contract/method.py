@@ -85,10 +85,10 @@ ENTRIES = (
      "if self._is_gradient_accumulation_boundary is None:", "update.optimizer_steps.skip"),
     (text, "transformers.masking_utils", "_preprocess_mask_arguments",
      "if isinstance(attention_mask, (torch.Tensor, BlockMask)) and len(attention_mask.shape) == 4: return True,",
-     "forward.selective_actor._NO_MASK"),
+     "forward.packed_attention.NO_MASK"),
     (text, "transformers.models.qwen2.modeling_qwen2", "Qwen2Attention.forward",
      "ALL_ATTENTION_FUNCTIONS.get_interface( self.config._attn_implementation, eager_attention_forward )",
-     "forward.selective_actor._wrap_attention"),
+     "forward.packed_attention.install"),
     (fields, EXPERIENCE, "Experience",
      "sequences attention_mask action_mask action_log_probs base_action_log_probs rollout_log_probs values returns "
      "advantages kl rewards scores response_length truncated total_length index prompts labels images mm_train_inputs "

@@ -5,7 +5,9 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from arlopti_openrlhf.forward.segment_attention import flex_segment_attention, segment_attention
+from arlopti_openrlhf.forward import packed_attention
+from arlopti_openrlhf.forward.packed_attention import NO_MASK, PackedAttention
+from arlopti_openrlhf.forward.segment_attention import segment_attention
 from arlopti_openrlhf.forward.shared_prompt import pack
 
 # Two prompts, of which one has a single response that shares nothing, and one has responses of several lengths.
@@ -78,7 +80,7 @@ def test_no_mask_is_made(packed, monkeypatch):
     assert 0 < shapes.greatest <= 2 * total
 
 
-def test_flex_attention_is_that_of_separate_sequences(packed):
+def test_flex_attention_is_that_of_separate_sequences(packed, monkeypatch):
     """PyTorch's FlexAttention is not compiled here, so that it multiplies everything out, with the same mask."""
     masks = []
 
@@ -86,10 +88,12 @@ def test_flex_attention_is_that_of_separate_sequences(packed):
         masks.append(mask)
         return flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
 
+    monkeypatch.setattr(packed_attention, "flex_attention_forward", attend)
+    attention = PackedAttention(attend)
     generator, total = torch.Generator().manual_seed(0), packed.tokens.shape[1]
     query, key, value = (torch.randn((1, heads, total, 8), generator=generator) for heads in (4, 2, 2))
     for _ in range(2):  # layers
-        output, _ = flex_segment_attention(attend, torch.nn.Module(), query, key, value, packed, scaling=0.3)
+        output, _ = attention(torch.nn.Module(), query, key, value, NO_MASK, packed_batch=packed, scaling=0.3)
     exact = separate(query.double(), key.double(), value.double(), packed)
     torch.testing.assert_close(output.double(), exact, rtol=1e-6, atol=1e-6)
     assert packed.was_attended and masks[0] is masks[1]

@@ -13,6 +13,8 @@ from transformers import (
     NemotronConfig,
 )
 
+from arlopti_openrlhf.forward.packed_attention import LateObstacle
+
 SHARING = ["qwen2, tied", "llama, untied", "granite, scaled logits"]
 
 
@@ -71,19 +73,20 @@ def test_no_logits_of_the_whole_batch_exist(tiny_model, batch, monkeypatch):
     run(ours, batch)
     # Prompts of 9 and 5 once; of each response all but its last token.
     assert seen["tokens"] == 9 + 5 + (5 + 13) + (10 + 2 + 0)
-    assert seen["head"] == (1, 35 + 1, 2)  # and a witness that nothing follows the head
+    assert seen["head"] == (1, 35, 2)
 
 
 def test_models_say_whether_they_share(model, batch, request):
-    """At the latest after the first forward pass, and the same whatever the batch holds."""
+    """Before the first pass, and the same whatever the batch holds. So is whether the head is fused."""
     _, ours = actors(model)
     run(ours, batch, mask=torch.zeros_like(batch[2]))
-    shares = request.node.callspec.params["model"] in SHARING
-    assert (ours.reason_not_to_share is None) == shares
+    name = request.node.callspec.params["model"]
+    assert (ours.shortcuts.reason_not_to_share is None) == (name in SHARING)
+    assert ours.shortcuts.fuses_head == ("logits" not in name)
 
 
-def test_a_batch_lost_on_the_way_to_attention_is_computed_again(tmp_path, batch):
-    """Once, at the first forward pass, with gradient checkpointing too."""
+def test_a_model_that_loses_the_batch_on_the_way_to_attention_does_not_share(tmp_path, batch):
+    """The check finds out, with gradient checkpointing too. No later pass is computed twice."""
     stock, ours = actors(save(NemotronConfig(**SHAPE), tmp_path))
     passes = []
     ours.model.get_input_embeddings().register_forward_hook(lambda m, args, out: passes.append(out.shape[:2]))
@@ -91,13 +94,41 @@ def test_a_batch_lost_on_the_way_to_attention_is_computed_again(tmp_path, batch)
         actor.gradient_checkpointing_enable({"use_reentrant": False})
         actor.model.enable_input_require_grads()
         actor.train()
-    assert ours.reason_not_to_share is None
     assert_same(stock, ours, batch)
-    assert "swallow keyword arguments" in ours.reason_not_to_share
-    # The check's pass is computed again, and then it asks for the model's own.
+    assert "swallow keyword arguments" in ours.shortcuts.reason_not_to_share and ours.shortcuts.fuses_head
+    # The check takes three: the model's own, one that shares, and one that does not.
     assert len(passes) == 4 and passes[3] == batch[0].shape
     assert_same(stock, ours, batch)
     assert len(passes) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"), [("sliding_window", 4, "window"), ("is_causal", False, "causal")]
+)
+def test_an_obstacle_after_the_check_is_an_error(tiny_model, batch, name, value, reason):
+    """Without it results would be wrong: attention over a packed row has no window, and is causal."""
+    _, ours = actors(tiny_model)
+    run(ours, batch)
+    shortcuts = ours.shortcuts
+    setattr(ours.model.model.layers[1].self_attn, name, value)
+    with pytest.raises(LateObstacle, match=f"Qwen2Attention .*{reason}"):
+        run(ours, batch)
+    assert ours.shortcuts is shortcuts
+
+
+def test_a_packed_row_that_gets_lost_after_the_check_is_an_error(tiny_model, batch, monkeypatch):
+    _, ours = actors(tiny_model)
+    run(ours, batch)
+    layer = ours.model.model.layers[1]
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *args, packed_batch, **kwargs: forward(*args, **kwargs))
+    with pytest.raises(LateObstacle, match="swallow keyword arguments"):
+        run(ours, batch)
+    monkeypatch.undo()
+    for layer in ours.model.model.layers:
+        monkeypatch.setattr(layer, "forward", lambda hidden, *args, **kwargs: hidden)
+    with pytest.raises(LateObstacle, match="does not call transformers' attention functions"):
+        run(ours, batch)
 
 
 def test_a_model_that_is_not_causal_does_not_share(tmp_path, batch):
@@ -106,7 +137,7 @@ def test_a_model_that_is_not_causal_does_not_share(tmp_path, batch):
     no_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     stock, ours = actors(save(BertConfig(**shape, **no_dropout, is_decoder=False), tmp_path))
     assert_same(stock, ours, batch)
-    assert "is not causal" in ours.reason_not_to_share
+    assert "is not causal" in ours.shortcuts.reason_not_to_share
 
 
 def test_experts_share_unless_their_balance_counts(tmp_path, batch):
@@ -117,7 +148,7 @@ def test_experts_share_unless_their_balance_counts(tmp_path, batch):
     passes = []
     ours.model.get_input_embeddings().register_forward_hook(lambda m, args, out: passes.append(out.shape[:2]))
     assert_same(stock, ours, batch)
-    assert ours.reason_not_to_share is None and passes[-1][0] == 1
+    assert ours.shortcuts.reason_not_to_share is None and passes[-1][0] == 1
     sequences, attention_mask, action_mask = batch
     _, output = stock(sequences, action_mask, attention_mask=attention_mask, return_output=True)
     log_probs, ours_output = ours(
@@ -153,7 +184,7 @@ def test_flash_attention_gets_all_that_a_layer_gives(
         save(config, tmp_path), attn_implementation=f"flash_attention_{version}", packing_samples=packing
     )
     assert_same(stock, ours, batch)
-    assert ours.reason_not_to_share is None
+    assert ours.shortcuts.reason_not_to_share is None
     # One call per layer: stock's, those of the check, in both layouts, and ours.
     of_stock, of_ours = flash_attention[:2], flash_attention[6:]
     assert len(of_ours) == 2 and all(call["max_seqlen_k"] > call["max_seqlen_q"] for call in of_ours)

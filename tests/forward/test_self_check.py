@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from arlopti_openrlhf.forward import self_check
-from arlopti_openrlhf.forward.selective_actor import UncheckedSelectiveActor
+from arlopti_openrlhf.forward.selective_actor import Shortcuts
 
 
 class TokenShift(nn.Module):
@@ -44,20 +44,21 @@ def test_an_architecture_that_nobody_thought_of_is_slow_and_right(shifting, batc
     stock, ours = shifting
     ours.train()
     assert_same(stock, ours, batch)
-    assert ours.reason_not_to_share and not ours.head_is_last and ours.model.training
+    assert ours.shortcuts.reason_not_to_share and not ours.shortcuts.fuses_head and ours.model.training
     (warning,) = warnings()
     assert warning.startswith("llama: prompts are not shared") and "takes longer" in warning
 
 
 def test_without_the_check_it_would_be_wrong(shifting, batch):
     stock, ours = shifting
-    ours.__class__ = UncheckedSelectiveActor
+    ours.check(batch[0])
+    ours.shortcuts = Shortcuts(reason_not_to_share=None, fuses_head=True)
     with pytest.raises(AssertionError):
         assert_same(stock, ours, batch)
 
 
 def test_a_head_whose_logits_are_changed_in_a_hook_is_found_out(tmp_path, batch, monkeypatch):
-    """It leaves the value alone that shows whether anything follows the head."""
+    """It leaves what is no logits alone, as a fused head's results are."""
     stock, ours = actors(save(MODELS["llama, untied"], tmp_path))
     for actor in (stock, ours):
         actor.model.lm_head.register_forward_hook(
@@ -66,7 +67,27 @@ def test_a_head_whose_logits_are_changed_in_a_hook_is_found_out(tmp_path, batch,
     with torch.no_grad():
         expected = stock(batch[0], batch[2], attention_mask=batch[1])
         torch.testing.assert_close(ours(batch[0], batch[2], attention_mask=batch[1]), expected, rtol=1e-5, atol=1e-5)
-    assert not ours.head_is_last
+    assert not ours.shortcuts.fuses_head and ours.shortcuts.reason_not_to_share is None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_head_whose_logits_change_by_less_than_rounding_is_found_out(tmp_path, batch, in_place):
+    """In bf16 the check by numbers would pass it. Logits of a real model may be far greater than the probe's."""
+    _, ours = actors(save(MODELS["llama, untied"], tmp_path))
+    ours.to(torch.bfloat16)
+    causal_lm = ours.model
+    forward = causal_lm.forward
+
+    def forward_with_capped_logits(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        capped = 30 * (output.logits / 30).tanh()
+        output["logits"] = output.logits.copy_(capped) if in_place else capped
+        return output
+
+    causal_lm.forward = forward_with_capped_logits
+    with torch.no_grad():
+        ours(batch[0], batch[2], attention_mask=batch[1])
+    assert ours.shortcuts == Shortcuts(reason_not_to_share=None, fuses_head=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,7 +101,7 @@ def test_rounding_is_no_reason(name, dtype, tmp_path, batch, warnings):
     with torch.no_grad():
         for _ in range(2):
             ours(batch[0], batch[2], attention_mask=batch[1])
-    assert ours.reason_not_to_share is None and not warnings()
+    assert ours.shortcuts.reason_not_to_share is None and not warnings()
     assert torch.equal(torch.get_rng_state(), state)
     assert passes[-1] == passes[-2] and (3, 23) in passes[:-2]  # once, and in upstream's layout too
 

@@ -1,4 +1,4 @@
-"""Two ranks whose model ZeRO-3 partitions: where a forward pass is computed again, all of them compute it again."""
+"""Two ranks whose model ZeRO-3 partitions: what the check finds out, all of them find out."""
 
 import torch
 from arlopti_testing.two_ranks import errors_on_two_ranks
@@ -62,10 +62,10 @@ def train_on(folder: str) -> None:
         exact = torch.cat([parameter.grad.flatten() for parameter in stock.parameters()])
         torch.testing.assert_close(log_probs, expected[own], rtol=1e-5, atol=1e-5)
         assert (gradient - exact).norm() <= 1e-5 * exact.norm()
-    assert "swallow keyword arguments" in ours.reason_not_to_share
+    assert "swallow keyword arguments" in ours.shortcuts.reason_not_to_share
 
 
-def test_all_ranks_compute_again(tmp_path):
+def test_all_ranks_find_the_same_obstacle(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(NemotronConfig(**SHAPE)).save_pretrained(tmp_path)
     assert not errors_on_two_ranks(__file__, "train_on", str(tmp_path))

@@ -8,7 +8,7 @@ from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 # How the update is computed, as --actor.update says it.
-STOCK, SELECTIVE, UNCHECKED = "stock", "selective", "selective_unchecked"
+STOCK, SELECTIVE = "stock", "selective"
 LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
 # Schedules that look at the loss.
 NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
@@ -65,7 +65,7 @@ def needs_stock_update(args: SimpleNamespace) -> str | None:
 def is_selective(args: SimpleNamespace) -> bool:
     """Return whether the update computes only what it needs: where the user says so, and else with token methods."""
     if args.actor.update is not None:
-        return args.actor.update in (SELECTIVE, UNCHECKED)
+        return args.actor.update == SELECTIVE
     return uses_methods(args) and needs_stock_update(args) is None
 
 
@@ -144,7 +144,7 @@ def _check_token_methods(args: SimpleNamespace) -> list[Finding]:
 def _check_update(args: SimpleNamespace) -> list[Finding]:
     findings = []
     stock_only = needs_stock_update(args)
-    if args.actor.update in (SELECTIVE, UNCHECKED) and stock_only:
+    if args.actor.update == SELECTIVE and stock_only:
         problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
         remedy = f"set that to {_NEEDS_STOCK_UPDATE[stock_only]}, or --actor.update to stock"
         findings.append(Finding("--actor.update", args.actor.update, problem, remedy))
