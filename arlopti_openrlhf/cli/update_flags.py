@@ -4,7 +4,7 @@ import argparse
 
 from arlopti_openrlhf import methods
 from arlopti_openrlhf.cli.arguments import number
-from arlopti_openrlhf.ops.preflight.combinations import LOPTI_DEFAULTS, SELECTIVE, STOCK, UNCHECKED
+from arlopti_openrlhf.cli.method_checks import LOPTI_DEFAULTS, SELECTIVE, STOCK, UNCHECKED
 
 
 def add_update_flags(parser: argparse.ArgumentParser) -> None:

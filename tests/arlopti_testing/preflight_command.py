@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.cli import command_line, method_checks, train_ppo_ray
 from arlopti_openrlhf.ops.preflight import batches, combinations, placement, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
@@ -23,7 +23,14 @@ def arguments(flags: str = "") -> SimpleNamespace:
 def findings(argv: list[str]) -> list[Finding]:
     """Return what is found in the flags alone."""
     flat = command_line.parse(argv, train_ppo_ray.add_flags)
-    given = combinations.check(command_line.hierarchize(flat))
+    given = command_line.hierarchize(flat)
     checked = command_line.check(flat)
-    checks = (values.check, batches.check, placement.check)
-    return [*given, *checked.findings, *(finding for check in checks for finding in check(checked.args))]
+    update = method_checks.describe_update(checked.args)
+    return [
+        *combinations.check(given),
+        *method_checks.check_flags(given),
+        *checked.findings,
+        *values.check(checked.args),
+        *batches.check(checked.args, update),
+        *placement.check(checked.args),
+    ]

@@ -7,7 +7,8 @@ itself, that is a finding too.
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 
 from arlopti_openrlhf.ops.preflight import (
@@ -21,52 +22,65 @@ from arlopti_openrlhf.ops.preflight import (
     model,
     placement,
     reward,
-    token_methods,
     values,
 )
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.seams import check as seams
+from arlopti_openrlhf.ops.preflight.update import STOCK, Update
 
 Check = Callable[[SimpleNamespace], list[Finding]]
 
-# They look at the arguments and at source text, and take about a second.
-QUICK: dict[str, Check] = {
-    "values": values.check,
-    "batches": batches.check,
-    "installed packages": lambda args: seams.version() + seams.moved(seams.ALWAYS),
-}
-# They look at files and at the machine, ask the reward function, and may import PyTorch.
-THOROUGH: dict[str, Check] = {
-    "placement": placement.check,
-    "patched packages": lambda args: seams.moved(seams.PATCHED) if _patches() else [],
-    "machine": machine.check,
-    "clusters": clusters.check,
-    "disk": disk.check,
-    "memory": memory.check,
-    "model": model.check,
-    "images": images.check,
-    "data": data.check,
-    "reward": reward.check,
-    "token methods": token_methods.check,
-}
+
+def quick_checks(update: Update) -> dict[str, Check]:
+    """Return the checks that look at the arguments and at source text. They take about a second."""
+    return {
+        "values": values.check,
+        "batches": partial(batches.check, update=update),
+        "installed packages": lambda args: seams.version() + seams.moved(seams.ALWAYS),
+    }
 
 
-def run(args: SimpleNamespace, findings: list[Finding], upstream_findings: list[Finding]) -> None:
+def thorough_checks(update: Update) -> dict[str, Check]:
+    """Return the checks that look at files and at the machine, ask the reward function, and may import PyTorch."""
+    return {
+        "placement": placement.check,
+        "patched packages": lambda args: seams.moved(seams.PATCHED) if _patches() else [],
+        "machine": machine.check,
+        "clusters": clusters.check,
+        "disk": disk.check,
+        "memory": partial(memory.check, update=update),
+        "model": model.check,
+        "images": images.check,
+        "data": data.check,
+        "reward": reward.check,
+    }
+
+
+def run(
+    args: SimpleNamespace,
+    findings: list[Finding],
+    upstream_findings: list[Finding],
+    update: Update = STOCK,
+    own_checks: Mapping[str, Check] | None = None,
+) -> None:
     """Check everything, and print one list. Warnings alone stop nothing.
 
     Args:
         args: upstream's nested arguments, as its `train` gets them.
         findings: what is known to be wrong with them already.
         upstream_findings: what upstream's own checks say against them.
+        update: how the update is computed.
+        own_checks: the caller's own thorough checks by name.
 
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
-    found = findings + [finding for name, check in QUICK.items() for finding in _run(name, check, args)]
+    quick, thorough = quick_checks(update), thorough_checks(update) | dict(own_checks or {})
+    found = findings + [finding for name, check in quick.items() for finding in _run(name, check, args)]
     found += _news(upstream_findings, found)
     # The thorough checks take seconds, and half of what they said would follow from what is wrong already.
     if args.dry_run or not any(finding.is_fatal for finding in found):
-        for name, check in THOROUGH.items():
+        for name, check in thorough.items():
             found += _news(_run(name, check, args), found)
     is_fatal = any(finding.is_fatal for finding in found)
     if found:
@@ -74,7 +88,7 @@ def run(args: SimpleNamespace, findings: list[Finding], upstream_findings: list[
     if is_fatal:
         sys.exit(2)
     if args.dry_run:
-        if estimate := memory.describe(args):
+        if estimate := memory.describe(args, update):
             print(f"arlopti_openrlhf: {estimate}")
         print("arlopti_openrlhf: the run can start. Nothing has been started.")
         sys.exit(0)

@@ -11,7 +11,8 @@ from arlopti_testing.preflight_arguments import arguments
 from arlopti_testing.preflight_command import FITTING, findings
 from arlopti_testing.preflight_command import arguments as parsed
 
-from arlopti_openrlhf.ops.preflight import data, images, model, token_methods
+from arlopti_openrlhf.cli import method_checks
+from arlopti_openrlhf.ops.preflight import data, images, model
 from arlopti_openrlhf.ops.preflight.tokenizer import Tokenizer
 
 # As a vision-language model's: contents are a text, or a list of parts.
@@ -128,9 +129,9 @@ def test_flags_that_images_cannot_go_with(flags, flag, said):
 
 def test_methods_that_read_entropies(seeing):
     policy = f"--actor.model_name_or_path {seeing} --algo.token_method"
-    [found] = token_methods.check(parsed(f"{policy} stapo"))
+    [found] = method_checks.check_methods(parsed(f"{policy} stapo"))
     assert "stapo needs entropies, which the update of a vision-language model does not give" in str(found)
-    assert token_methods.check(parsed(f"{policy} ar")) == []
+    assert method_checks.check_methods(parsed(f"{policy} ar")) == []
 
 
 def test_prompts_are_rendered_as_upstream_does(seeing):

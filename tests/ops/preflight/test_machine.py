@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from arlopti_testing.preflight_command import arguments
 
+from arlopti_openrlhf.cli.method_checks import describe_update
 from arlopti_openrlhf.ops.preflight import disk, machine, memory, model_size, placement
 
 QWEN_7B = {
@@ -78,6 +79,11 @@ def test_copies_that_nobody_removes(qwen, monkeypatch):
     assert finding.flag == "--ckpt.save_hf" and "room for 4" in finding.problem and not finding.is_fatal
 
 
+def estimate(flags: str) -> memory.Estimate:
+    args = arguments(flags)
+    return memory.estimate(args, 80 * GIB, describe_update(args))
+
+
 def test_memory_of_a_paper_sized_run(qwen):
     """Qwen2.5-7B on eight ranks with ZeRO-3, as train_math.sh runs it, on GPUs of 80 GiB."""
     flags = (
@@ -86,7 +92,7 @@ def test_memory_of_a_paper_sized_run(qwen):
         "--data.max_len 5120 --actor.gradient_checkpointing_enable --rollout.batch_size 128 --train.batch_size 512 "
         "--rollout.n_samples_per_prompt 8"
     )
-    guess = memory.estimate(arguments(f"--actor.model_name_or_path {qwen} {flags}"), 80 * GIB)
+    guess = estimate(f"--actor.model_name_or_path {qwen} {flags}")
     billions = 7.6156 / 1.0737  # parameters in units of GiB
     assert guess.weights / GIB == pytest.approx(2 * billions / 8, rel=0.01)
     assert guess.gradients / GIB == pytest.approx(2 * billions / 8, rel=0.01)
@@ -94,13 +100,15 @@ def test_memory_of_a_paper_sized_run(qwen):
     # A prompt's samples x 5120 tokens x 3584 hidden units x (28 layers' inputs of 2 bytes + 34 bytes of one layer).
     assert guess.activations == 8 * 5120 * 3584 * (28 * 2 + 34)
     # Four samples with 10 bytes for each of 152,064 logits
-    stock = memory.estimate(arguments(f"--actor.model_name_or_path {qwen} {flags} --actor.update stock"), 80 * GIB)
+    stock = estimate(f"--actor.model_name_or_path {qwen} {flags} --actor.update stock")
     assert stock.activations == 4 * 5120 * (3584 * (28 * 2 + 34) + 10 * 152_064)
     assert guess.vllm == 48 * GIB
     assert guess.peak == pytest.approx(guess.vllm + guess.others)  # while vLLM is awake, the actor sleeps
     lora = f"--actor.model_name_or_path {qwen} {flags} --train.colocate_actor_ref"
-    assert memory.estimate(arguments(lora), 80 * GIB).others / GIB == pytest.approx(2 * billions / 8, rel=0.01)
-    assert memory.estimate(arguments(lora + " --ds.lora.rank 8"), 80 * GIB).others == 0  # no second model
+    assert estimate(lora).others / GIB == pytest.approx(2 * billions / 8, rel=0.01)
+    assert estimate(lora + " --ds.lora.rank 8").others == 0  # no second model
+    unknown = memory.estimate(arguments(lora), 80 * GIB)  # of an update that nobody has described
+    assert unknown.activations == 0 and unknown.weights == guess.weights
 
 
 def test_too_much_memory_is_a_warning(qwen, monkeypatch):
