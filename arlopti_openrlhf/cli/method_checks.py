@@ -9,7 +9,7 @@ from arlopti_openrlhf.activation_memory import bytes_per_token
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 from arlopti_openrlhf.ops.preflight.combinations import rollout_samples
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.images import policy_sees
+from arlopti_openrlhf.ops.preflight.images import is_vision_language
 from arlopti_openrlhf.ops.preflight.update import Update
 
 # How the update is computed, as --actor.update says it.
@@ -54,7 +54,7 @@ def check_methods(args: SimpleNamespace) -> list[Finding]:
         return [Finding(_FLAG, given, answer["problem"], "correct the method or --algo.token_method_args")]
     findings = []
     if readers := ", ".join(answer["reading_entropies"]):
-        if policy_sees(args):
+        if is_vision_language(args):
             problem = f"{readers} needs entropies, which the update of a vision-language model does not give"
             findings.append(Finding(_FLAG, given, problem, "take another method, or a text model"))
         elif not is_selective(args):

@@ -1,6 +1,7 @@
 """Read a whole command line for tests of the checks: what `main` hands to them, without their running."""
 
 from types import SimpleNamespace
+from typing import Any
 
 from arlopti_openrlhf.cli import command_line, method_checks, train_ppo_ray
 from arlopti_openrlhf.ops.preflight import batches, combinations, placement, values
@@ -18,6 +19,24 @@ FITTING = (
 def arguments(flags: str = "") -> SimpleNamespace:
     """Return upstream's nested arguments, as its `train` gets them."""
     return command_line.check(train_ppo_ray.parse([*FITTING, *flags.split()])).args
+
+
+# A small run that leaves model, data and reward to the test.
+_SMALL = (
+    "--data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 512 "
+    "--rollout.batch_size 1 --rollout.max_new_tokens 16 --train.batch_size 4"
+)
+
+
+def changed(**values: Any) -> SimpleNamespace:
+    """Return the arguments of a small run with changes: `changed(data__max_len=40)` stands for --data.max_len 40."""
+    args = arguments(_SMALL)
+    given = {"actor__model_name_or_path": None, "data__prompt_dataset": None, "reward__remote_url": None}
+    for name, value in (given | values).items():
+        group, _, leaf = name.partition("__")
+        assert leaf in vars(vars(args)[group]), name
+        setattr(vars(args)[group], leaf, value)
+    return args
 
 
 def findings(argv: list[str]) -> list[Finding]:

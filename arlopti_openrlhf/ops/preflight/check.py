@@ -76,15 +76,15 @@ def run(
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
     quick, thorough = quick_checks(update), thorough_checks(update) | dict(own_checks or {})
-    found = findings + [finding for name, check in quick.items() for finding in _run(name, check, args)]
-    found += _news(upstream_findings, found)
-    # The thorough checks take seconds, and half of what they said would follow from what is wrong already.
-    if args.dry_run or not any(finding.is_fatal for finding in found):
+    findings = findings + [finding for name, check in quick.items() for finding in _run(name, check, args)]
+    findings += _news(upstream_findings, findings)
+    # Skip the slow checks if the quick ones failed: most of their findings would be consequences.
+    if args.dry_run or not any(finding.is_fatal for finding in findings):
         for name, check in thorough.items():
-            found += _news(_run(name, check, args), found)
-    is_fatal = any(finding.is_fatal for finding in found)
-    if found:
-        print(listed(found), file=sys.stderr, flush=True)
+            findings += _news(_run(name, check, args), findings)
+    is_fatal = any(finding.is_fatal for finding in findings)
+    if findings:
+        print(listed(findings), file=sys.stderr, flush=True)
     if is_fatal:
         sys.exit(2)
     if args.dry_run:
@@ -126,7 +126,7 @@ def _run(name: str, check: Check, args: SimpleNamespace) -> list[Finding]:
         return [Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)]
 
 
-def _news(findings: list[Finding], found: list[Finding]) -> list[Finding]:
+def _news(findings: list[Finding], earlier: list[Finding]) -> list[Finding]:
     """Return the findings without those of a flag that has to be changed anyway."""
-    refused = {finding.flag for finding in found if finding.is_fatal and finding.flag}
+    refused = {finding.flag for finding in earlier if finding.is_fatal and finding.flag}
     return [finding for finding in findings if finding.flag not in refused]

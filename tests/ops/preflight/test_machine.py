@@ -4,15 +4,18 @@ import json
 import resource
 import shutil
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from arlopti_testing.preflight_command import arguments
 
 from arlopti_openrlhf.cli.method_checks import describe_update
-from arlopti_openrlhf.ops.preflight import disk, machine, memory, model_size, placement
+from arlopti_openrlhf.ops.preflight import disk, machine, memory, placement
+from arlopti_openrlhf.ops.preflight.local_model import read_size
 
 QWEN_7B = {
+    "model_type": "qwen2",
     "hidden_size": 3584,
     "intermediate_size": 18944,
     "num_hidden_layers": 28,
@@ -33,22 +36,34 @@ def qwen(tmp_path) -> str:
 
 
 def test_a_models_size_from_its_configuration(qwen, tmp_path):
-    size = model_size.read(tmp_path / "model")
-    assert size.parameters == pytest.approx(7_615_616_512, rel=1e-3)  # Qwen2.5-7B's own number
-    # Two layers with matrices of 4 × 10² and 2 × 10 × 30.
-    seeing = {"text_config": QWEN_7B, "vision_config": {"depth": 2, "hidden_size": 10, "intermediate_size": 30}}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(seeing))
-    assert model_size.read(tmp_path / "model").parameters == size.parameters + 2 * (400 + 600)
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "unknown"}')
-    assert model_size.read(tmp_path / "model") is None
+    config = tmp_path / "model" / "config.json"
+    assert read_size(tmp_path / "model") == (7_615_616_512, 3584, 28, 152064)  # Qwen2.5-7B's own number
+    config.write_text('{"model_type": "unknown"}')
+    assert read_size(tmp_path / "model") is None
 
 
-def test_the_tiny_models_size_is_its_weights(tiny_model, tmp_path):
+def test_a_vision_encoder_counts(tmp_path):
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = QWEN_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+    config = Qwen2VLConfig(
+        text_config=text,
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4},
+        architectures=["Qwen2VLForConditionalGeneration"],
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = Qwen2VLForConditionalGeneration(config)
+    assert read_size(tmp_path) == (model.num_parameters(), 64, 2, 152064)
+
+
+def test_the_tiny_models_size_is_its_weights(tiny_model):
     from safetensors.torch import load_file
 
     weights = load_file(f"{tiny_model}/model.safetensors")
-    size = model_size.read(disk.nearest(tmp_path.parent / tiny_model))
-    assert size.parameters == pytest.approx(sum(w.numel() for w in weights.values()), rel=0.02)
+    assert read_size(Path(tiny_model)).parameters == sum(weight.numel() for weight in weights.values())
 
 
 @pytest.mark.parametrize(
