@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from arlopti_openrlhf.cli import command_line, quickstart
+from arlopti_openrlhf.cli import command_line, method_checks, quickstart
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.lab.analysis.scalars import read_scalars
-from arlopti_openrlhf.ops.preflight import combinations
 
 spec = importlib.util.spec_from_file_location("whole_step", Path(__file__).parents[1] / "benchmarks" / "whole_step.py")
 whole_step = importlib.util.module_from_spec(spec)
@@ -21,7 +20,7 @@ def test_the_variants_differ_in_the_methods_and_the_update_alone(variant, is_our
     files = quickstart.Files(*(tmp_path / name for name in quickstart.Files._fields))
     flags = quickstart.training_flags(tmp_path, files, quickstart.FULL, seed=0)
     parsed = parse(whole_step.flags_of(variant, flags))
-    assert combinations.is_selective(command_line.hierarchize(parsed)) == is_ours
+    assert method_checks.is_selective(command_line.hierarchize(parsed)) == is_ours
     ours, flat = vars(parse(flags)), vars(parsed)
     assert (flat["algo.ar.alpha"], flat["algo.lopti.eta"]) == ((0.3, 0.5) if is_ours else (0, None))
     differ = {name for name in flat if flat[name] != ours[name] and name != "eval.sampling"}

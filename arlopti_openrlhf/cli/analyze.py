@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
     model.add_argument("--samples", type=integer(2), default=8, help="responses per prompt (default: 8)")
     model.add_argument(
-        "--temperature", type=number(0), default=1.0, help="temperature of sampling and update (default: 1)"
+        "--temperature", type=number("(0, inf)"), default=1.0, help="temperature of sampling and update (default: 1)"
     )
     model.add_argument(
         "--max-new-tokens", type=integer(1), default=1024, help="longest response in tokens (default: 1024)"
@@ -115,14 +115,14 @@ def make_parser() -> argparse.ArgumentParser:
     update = parser.add_argument_group("the update")
     update.add_argument(
         "--alpha",
-        type=number(0, 1, include_high=True),
+        type=number("(0, 1]"),
         nargs="+",
         default=[0.1, 0.3, 0.5],
         help="values of AR's α (default: 0.1 0.3 0.5)",
     )
     update.add_argument(
         "--eta",
-        type=number(0, 1),
+        type=number("(0, 1)"),
         nargs="+",
         default=[0.3, 0.5, 0.7],
         help="values of Lopti's η (default: 0.3 0.5 0.7)",
@@ -137,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     update.add_argument(
         "--learning-rate",
-        type=number(0),
+        type=number("(0, inf)"),
         help="learning rate of every update (default: the one at which GRPO's update changes the tokens' log π by a "
         "root mean square of 0.02)",
     )

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+from arlopti_openrlhf.ops.preflight import interval
+
 Number = TypeVar("Number", int, float)
 
 
@@ -13,16 +15,9 @@ def integer(minimum: int) -> Callable[[str], int]:
     return _parser(int, lambda value: value >= minimum, f"an integer of at least {minimum}")
 
 
-def number(
-    low: float, high: float = math.inf, *, include_low: bool = False, include_high: bool = False
-) -> Callable[[str], float]:
-    """Return an argparse type for numbers between `low` and `high`; by default, neither end belongs to the range."""
-
-    def is_inside(value: float) -> bool:
-        return low < value < high or (include_low and value == low) or (include_high and value == high)
-
-    interval = f"{'[' if include_low else '('}{low:g}, {high:g}{']' if include_high else ')'}"
-    return _parser(float, is_inside, f"a number in {interval}")
+def number(range_: str) -> Callable[[str], float]:
+    """Return an argparse type for numbers in a range such as "(0, 1]"."""
+    return _parser(float, lambda value: interval.contains(range_, value), f"a number in {range_}")
 
 
 def positive(kind: type[Number]) -> Callable[[str], Number]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from arlopti_openrlhf.ops.preflight import model
+from arlopti_openrlhf.ops.preflight.local_model import local_folder
 from arlopti_openrlhf.ops.preflight.reward import defined_names
-from arlopti_openrlhf.ops.preflight.tokenizer import local_folder
 
 
 class Parser(argparse.ArgumentParser):

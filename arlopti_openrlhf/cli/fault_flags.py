@@ -24,7 +24,7 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--train.stall_minutes",
-        type=number(0, 7 * 24 * 60, include_high=True),
+        type=number("(0, 10080]"),
         default=10.0,
         metavar="FLOAT",
         help="The run stops with its cause (exit status 4) when a part of it gives no sign of life for so long, or "
@@ -55,7 +55,7 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--reward.timeout_seconds",
-        type=number(0, 7 * 24 * 3600, include_high=True),
+        type=number("(0, 604800]"),
         default=300.0,
         metavar="FLOAT",
         help="Wall-clock limit of one call of a reward function. A call that takes longer is ended, and the run stops "
@@ -70,7 +70,7 @@ def add_fault_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--alarm.grad_norm_factor",
-        type=number(1),
+        type=number("(1, inf)"),
         default=10.0,
         metavar="FLOAT",
         help="Alarm where the gradient norm exceeds so many times its median over the last 100 steps (default: 10).",

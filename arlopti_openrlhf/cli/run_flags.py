@@ -34,7 +34,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reward.retry_minutes",
-        type=number(0, include_low=True, include_high=True),
+        type=number("[0, inf]"),
         default=10.0,
         metavar="FLOAT",
         help="How long a sample waits for a reward server that does not answer before the run stops (default: 10).",

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
-from arlopti_openrlhf.cli import command_line, config_file, run_folders, same_run
+from arlopti_openrlhf.cli import command_line, config_file, method_checks, run_folders, same_run
 from arlopti_openrlhf.cli.fault_flags import add_fault_flags
 from arlopti_openrlhf.cli.run_flags import add_run_flags
 from arlopti_openrlhf.cli.update_flags import add_update_flags
@@ -25,6 +25,7 @@ from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight import check, combinations
+from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 from arlopti_openrlhf.ops.preflight.upstream import check as check_openrlhf
 
@@ -46,7 +47,13 @@ def main() -> None:
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
     of_before = run_folders.check(args) + same_run.check(kept, args)
-    check.run(args, of_openrlhf + combinations.check(given) + of_before, upstream_findings)
+    check.run(
+        args,
+        of_openrlhf + _check_flags(given) + of_before,
+        upstream_findings,
+        method_checks.describe_update(args),
+        {"token methods": method_checks.check_methods},
+    )
     with run_folders.held(args):
         if checkpoint_files.are_saved(args):
             try:
@@ -98,7 +105,7 @@ def _train(args: SimpleNamespace, console: "Console | None") -> None:
     policy_actor.install()
     refusals.install()
     guard.install()
-    if combinations.is_selective(args):
+    if method_checks.is_selective(args):
         policy_actor.install_selective_actor()
     reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
     engine.install()
@@ -132,7 +139,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             is refused.
     """
     flat = command_line.parse(argv, add_flags)
-    for finding in combinations.check(command_line.hierarchize(flat)):
+    for finding in _check_flags(command_line.hierarchize(flat)):
         print(f"train_ppo_ray: error: argument {finding}", file=sys.stderr)
         raise SystemExit(2)
     return _completed(flat)
@@ -145,15 +152,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_fault_flags(parser)
 
 
+def _check_flags(given: SimpleNamespace) -> list[Finding]:
+    """Return what cannot go together in the nested arguments as the user gave them."""
+    return combinations.check(given) + method_checks.check_flags(given)
+
+
 def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     """Fill in what follows from other flags, and say so where a user would not expect it."""
     value = vars(flat)
     args = command_line.hierarchize(flat)
-    stock_only = combinations.needs_stock_update(args)
+    stock_only = method_checks.needs_stock_update(args)
     if stock_only and value["logger.probability_stats"] != "off":
         print(f"arlopti_openrlhf: --{stock_only} {value[stock_only]}: no statistics by probability.", flush=True)
         value["logger.probability_stats"] = "off"
-    if stock_only and value["actor.update"] is None and combinations.uses_methods(args):
+    if stock_only and value["actor.update"] is None and method_checks.uses_methods(args):
         print(
             f"arlopti_openrlhf: --{stock_only} {value[stock_only]}: the update is computed as OpenRLHF does.",
             flush=True,

@@ -4,7 +4,7 @@ import argparse
 
 from arlopti_openrlhf import methods
 from arlopti_openrlhf.cli.arguments import number
-from arlopti_openrlhf.ops.preflight.combinations import LOPTI_DEFAULTS, SELECTIVE, STOCK
+from arlopti_openrlhf.cli.method_checks import LOPTI_DEFAULTS, SELECTIVE, STOCK
 
 
 def add_update_flags(parser: argparse.ArgumentParser) -> None:
@@ -12,7 +12,7 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("token-level update (arXiv 2505.12929)")
     group.add_argument(
         "--algo.ar.alpha",
-        type=number(0, 1, include_low=True, include_high=True),
+        type=number("[0, 1]"),
         default=0.0,
         metavar="FLOAT",
         help="α of Advantage Reweighting (Eq. 4), in [0, 1]. 0 is off (default). The paper takes 0.3 for K&K and 0.1 "
@@ -20,14 +20,14 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--algo.lopti.eta",
-        type=number(0, 1),
+        type=number("(0, 1)"),
         metavar="FLOAT",
         help="η of Lopti, in (0, 1): tokens of a lower probability are updated apart from the rest. Off by default. "
         "The paper takes 0.5.",
     )
     group.add_argument(
         "--algo.lopti.quantile",
-        type=number(0, 1),
+        type=number("(0, 1)"),
         metavar="FLOAT",
         help="Share of the tokens in the low group, in (0, 1). η follows from each rollout batch, over all ranks.",
     )

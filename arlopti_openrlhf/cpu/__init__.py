@@ -168,7 +168,11 @@ def _hook_ray_workers(on_cpu: bool, message: str, settings: dict[str, str]) -> N
 
 
 def _starts_cluster(address: str | None, temp_dir: str | None) -> bool:
-    """Return whether `ray.init(address)` starts a cluster, and joins none that RAY_ADDRESS or `ray start` names."""
+    """Return whether `ray.init(address)` starts a cluster, and joins none that RAY_ADDRESS or `ray start` names.
+
+    Any program may call it, and not only a run whose pre-flight has refused a cluster of `ray start`. So this asks Ray
+    itself, and not `ops.preflight.clusters.starts_cluster`.
+    """
     from ray._private import services
 
     if address is None:

@@ -1,8 +1,9 @@
 """Read a whole command line for tests of the checks: what `main` hands to them, without their running."""
 
 from types import SimpleNamespace
+from typing import Any
 
-from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.cli import command_line, method_checks, train_ppo_ray
 from arlopti_openrlhf.ops.preflight import batches, combinations, placement, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
@@ -20,10 +21,35 @@ def arguments(flags: str = "") -> SimpleNamespace:
     return command_line.check(train_ppo_ray.parse([*FITTING, *flags.split()])).args
 
 
+# A small run that leaves model, data and reward to the test.
+_SMALL = (
+    "--data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 512 "
+    "--rollout.batch_size 1 --rollout.max_new_tokens 16 --train.batch_size 4"
+)
+
+
+def changed(**values: Any) -> SimpleNamespace:
+    """Return the arguments of a small run with changes: `changed(data__max_len=40)` stands for --data.max_len 40."""
+    args = arguments(_SMALL)
+    given = {"actor__model_name_or_path": None, "data__prompt_dataset": None, "reward__remote_url": None}
+    for name, value in (given | values).items():
+        group, _, leaf = name.partition("__")
+        assert leaf in vars(vars(args)[group]), name
+        setattr(vars(args)[group], leaf, value)
+    return args
+
+
 def findings(argv: list[str]) -> list[Finding]:
     """Return what is found in the flags alone."""
     flat = command_line.parse(argv, train_ppo_ray.add_flags)
-    given = combinations.check(command_line.hierarchize(flat))
+    given = command_line.hierarchize(flat)
     checked = command_line.check(flat)
-    checks = (values.check, batches.check, placement.check)
-    return [*given, *checked.findings, *(finding for check in checks for finding in check(checked.args))]
+    update = method_checks.describe_update(checked.args)
+    return [
+        *combinations.check(given),
+        *method_checks.check_flags(given),
+        *checked.findings,
+        *values.check(checked.args),
+        *batches.check(checked.args, update),
+        *placement.check(checked.args),
+    ]

@@ -151,7 +151,8 @@ def test_one_folder_for_both_is_locked_once(run_that_goes_on, check, tmp_path):
 def test_a_lock_is_not_inherited(tmp_path):
     """A process that the run leaves behind does not keep its folders in use."""
     code = (
-        "import os, sys, time; from preflight_command import arguments; from arlopti_openrlhf.cli import run_folders\n"
+        "import os, sys, time; from arlopti_testing.preflight_command import arguments\n"
+        "from arlopti_openrlhf.cli import run_folders\n"
         "with run_folders.held(arguments(sys.argv[1])):\n"
         "    child = os.fork() or time.sleep(60)\n"
         "    print(child, flush=True)\n"

@@ -9,9 +9,9 @@ import ray
 from arlopti_testing import cpu_seconds
 
 from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
+from arlopti_openrlhf.cli.method_checks import is_selective
 from arlopti_openrlhf.ops.preflight import combinations
 from arlopti_openrlhf.ops.preflight.batches import models_by_ranks
-from arlopti_openrlhf.ops.preflight.combinations import is_selective
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 
 FITTING = ["--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8", "--train.batch_size", "64"]

@@ -13,6 +13,7 @@ from ray._private import utils as ray_utils
 
 from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.ops.lifecycle import credentials, reaper
+from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"
@@ -33,7 +34,7 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
         runtime_env = dict(kwargs.get("runtime_env") or {})
         runtime_env["env_vars"] = {reaper.MARKER: run} | (runtime_env.get("env_vars") or {})
         kwargs["runtime_env"] = runtime_env
-        if starts_here(args[0] if args else kwargs.get("address")):
+        if starts_cluster(args[0] if args else kwargs.get("address")):
             _close_to_others()
             os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # for sockets, which vLLM would leave in /tmp
             kwargs = {"_temp_dir": str(folder / SESSIONS), "dashboard_host": "127.0.0.1"} | kwargs
@@ -55,13 +56,6 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     ray.init = init_of_run
-
-
-def starts_here(address: str | None = None) -> bool:
-    """Return whether `ray.init(address)` of a run starts a cluster. It joins one only where that is named."""
-    if address in (None, "auto"):
-        address = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE) or address
-    return address in (None, "local")
 
 
 def _masked(text: str, secrets: dict[str, str]) -> str:

@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
-from arlopti_openrlhf.ops.preflight.combinations import loads_reference, rollout_samples, trains_in_passes
+from arlopti_openrlhf.ops.preflight.combinations import loads_reference, rollout_samples
 from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.update import STOCK, Update
 
 
-def check(args: SimpleNamespace) -> list[Finding]:
+def check(args: SimpleNamespace, update: Update = STOCK) -> list[Finding]:
     """Return what does not divide. Sizes below 1 are for `values` to find."""
     sizes = (args.train.batch_size, args.train.micro_batch_size, args.rollout.micro_batch_size, rollout_samples(args))
     model_parallel = args.ds.ring_attn_size * args.ds.tensor_parallel_size
@@ -21,8 +22,8 @@ def check(args: SimpleNamespace) -> list[Finding]:
             findings.append(Finding(f"--{names[0]}.num_gpus_per_node", gpus, problem, _multiple(model_parallel)))
         elif not args.train.dynamic_batch_enable:
             findings += _check_step(args, names, ranks // model_parallel)
-            findings += _check_rollout(args, names, ranks // model_parallel)
-    return findings + _check_rest(args) + _check_dynamic(args)
+            findings += _check_rollout(args, update, names, ranks // model_parallel)
+    return findings + _check_rest(args, update) + _check_dynamic(args, update)
 
 
 def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
@@ -56,7 +57,7 @@ def _check_step(args: SimpleNamespace, names: list[str], ranks: int) -> list[Fin
     return [Finding("--train.batch_size", batch, problem, _multiple(micro_batch * ranks))]
 
 
-def _check_rollout(args: SimpleNamespace, names: list[str], ranks: int) -> list[Finding]:
+def _check_rollout(args: SimpleNamespace, update: Update, names: list[str], ranks: int) -> list[Finding]:
     """Check how `RayActorGroup.async_run_method_batch` divides a rollout batch's micro-batches among the ranks."""
     samples, size = rollout_samples(args), args.rollout.micro_batch_size
     micro_batches = [min(size, samples - start) for start in range(0, samples, size)]
@@ -70,27 +71,26 @@ def _check_rollout(args: SimpleNamespace, names: list[str], ranks: int) -> list[
     )
     multiple = f"--rollout.micro_batch_size x {ranks}"
     remedy = f"let --rollout.batch_size x --rollout.n_samples_per_prompt be a multiple of {multiple}"
-    # Stock ranks with unequal numbers of steps wait for each other for ever. Ours leave samples out, and say so.
-    is_stock = not trains_in_passes(args)
-    trains = "critic" in names or ("actor" in names and is_stock)
+    # Stock ranks with unequal numbers of steps wait for each other for ever. Whole steps leave samples out.
+    trains = "critic" in names or ("actor" in names and not update.takes_whole_steps)
     return [Finding("--rollout.micro_batch_size", size, problem, remedy, is_fatal=trains or not min(of_ranks))]
 
 
-def _check_rest(args: SimpleNamespace) -> list[Finding]:
-    """Say that gradients are carried over from one rollout batch to the next. With AR and Lopti that is refused."""
+def _check_rest(args: SimpleNamespace, update: Update) -> list[Finding]:
+    """Report gradients that are carried over from one rollout batch to the next."""
     samples, batch = rollout_samples(args), args.train.batch_size
-    if samples % batch == 0 or trains_in_passes(args):
+    if samples % batch == 0 or update.takes_whole_steps:
         return []
     problem = f"does not divide the rollout batch of {samples} samples, so that steps mix two rollout batches"
     return [Finding("--train.batch_size", batch, problem, f"give a divisor of {samples}", is_fatal=False)]
 
 
-def _check_dynamic(args: SimpleNamespace) -> list[Finding]:
+def _check_dynamic(args: SimpleNamespace, update: Update) -> list[Finding]:
     """Say what ZeRO-2 loses. OpenRLHF tells DeepSpeed that each micro-batch is a step, so its gradients start anew.
 
-    Our passes tell it where a mini-batch ends.
+    Where whole steps are taken, it is told where a mini-batch ends.
     """
-    if not args.train.dynamic_batch_enable or args.ds.zero_stage != 2 or trains_in_passes(args):
+    if not args.train.dynamic_batch_enable or args.ds.zero_stage != 2 or update.takes_whole_steps:
         return []
     problem = "with --train.dynamic_batch_enable, each optimizer step has the gradient of its last micro-batch alone"
     return [

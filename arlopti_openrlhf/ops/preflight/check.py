@@ -6,7 +6,8 @@ itself, that is a finding too.
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 
 from arlopti_openrlhf.ops.preflight import (
@@ -20,57 +21,70 @@ from arlopti_openrlhf.ops.preflight import (
     model,
     placement,
     reward,
-    token_methods,
     values,
 )
 from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.update import STOCK, Update
 
 Check = Callable[[SimpleNamespace], list[Finding]]
 
-# They look at the arguments alone.
-QUICK: dict[str, Check] = {
-    "values": values.check,
-    "batches": batches.check,
-}
-# They look at files and at the machine, ask the reward function, and may import PyTorch.
-THOROUGH: dict[str, Check] = {
-    "placement": placement.check,
-    "machine": machine.check,
-    "clusters": clusters.check,
-    "disk": disk.check,
-    "memory": memory.check,
-    "model": model.check,
-    "images": images.check,
-    "data": data.check,
-    "reward": reward.check,
-    "token methods": token_methods.check,
-}
+
+def quick_checks(update: Update) -> dict[str, Check]:
+    """Return the checks that look at the arguments alone."""
+    return {
+        "values": values.check,
+        "batches": partial(batches.check, update=update),
+    }
 
 
-def run(args: SimpleNamespace, findings: list[Finding], upstream_findings: list[Finding]) -> None:
+def thorough_checks(update: Update) -> dict[str, Check]:
+    """Return the checks that look at files and at the machine, ask the reward function, and may import PyTorch."""
+    return {
+        "placement": placement.check,
+        "machine": machine.check,
+        "clusters": clusters.check,
+        "disk": disk.check,
+        "memory": partial(memory.check, update=update),
+        "model": model.check,
+        "images": images.check,
+        "data": data.check,
+        "reward": reward.check,
+    }
+
+
+def run(
+    args: SimpleNamespace,
+    findings: list[Finding],
+    upstream_findings: list[Finding],
+    update: Update = STOCK,
+    own_checks: Mapping[str, Check] | None = None,
+) -> None:
     """Check everything, and print one list. Warnings alone stop nothing.
 
     Args:
         args: upstream's nested arguments, as its `train` gets them.
         findings: what is known to be wrong with them already.
         upstream_findings: what upstream's own checks say against them.
+        update: how the update is computed.
+        own_checks: the caller's own thorough checks by name.
 
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
-    found = findings + [finding for name, check in QUICK.items() for finding in _run(name, check, args)]
-    found += _news(upstream_findings, found)
-    # The thorough checks take seconds, and half of what they said would follow from what is wrong already.
-    if args.dry_run or not any(finding.is_fatal for finding in found):
-        for name, check in THOROUGH.items():
-            found += _news(_run(name, check, args), found)
-    is_fatal = any(finding.is_fatal for finding in found)
-    if found:
-        print(listed(found), file=sys.stderr, flush=True)
+    quick, thorough = quick_checks(update), thorough_checks(update) | dict(own_checks or {})
+    findings = findings + [finding for name, check in quick.items() for finding in _run(name, check, args)]
+    findings += _news(upstream_findings, findings)
+    # Skip the slow checks if the quick ones failed: most of their findings would be consequences.
+    if args.dry_run or not any(finding.is_fatal for finding in findings):
+        for name, check in thorough.items():
+            findings += _news(_run(name, check, args), findings)
+    is_fatal = any(finding.is_fatal for finding in findings)
+    if findings:
+        print(listed(findings), file=sys.stderr, flush=True)
     if is_fatal:
         sys.exit(2)
     if args.dry_run:
-        if estimate := memory.describe(args):
+        if estimate := memory.describe(args, update):
             print(f"arlopti_openrlhf: {estimate}")
         print("arlopti_openrlhf: the run can start. Nothing has been started.")
         sys.exit(0)
@@ -101,7 +115,7 @@ def _run(name: str, check: Check, args: SimpleNamespace) -> list[Finding]:
         return [Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)]
 
 
-def _news(findings: list[Finding], found: list[Finding]) -> list[Finding]:
+def _news(findings: list[Finding], earlier: list[Finding]) -> list[Finding]:
     """Return the findings without those of a flag that has to be changed anyway."""
-    refused = {finding.flag for finding in found if finding.is_fatal and finding.flag}
+    refused = {finding.flag for finding in earlier if finding.is_fatal and finding.flag}
     return [finding for finding in findings if finding.flag not in refused]

@@ -1,4 +1,4 @@
-"""Checks whether a Ray cluster runs on this machine that the run is not asked to join."""
+"""Knows whether a run starts a Ray cluster, and checks whether one runs here that it is not asked to join."""
 
 import os
 import socket
@@ -10,10 +10,20 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 _ANSWER_SECONDS = 1.0
 
 
-def check(args: SimpleNamespace) -> list[Finding]:
-    """Return a finding if `ray start` has left the address of a cluster that answers, and RAY_ADDRESS does not decide.
+def starts_cluster(address: str | None = None) -> bool:
+    """Return whether `ray.init(address)` of a run starts a cluster here. It joins one only where one is named.
 
-    Ray would join it, whosever it is.
+    What `ray start` has left does not count, because `check` refuses the run before.
+    """
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS") or address
+    return address in (None, "local")
+
+
+def check(args: SimpleNamespace) -> list[Finding]:
+    """Refuse to start if a Ray cluster already runs here and RAY_ADDRESS is unset.
+
+    `ray.init()` would silently join it.
     """
     from ray._common.utils import get_ray_address_file  # the import of Ray takes half a second
 

@@ -3,22 +3,14 @@
 from operator import attrgetter
 from types import SimpleNamespace
 
-from arlopti_openrlhf import methods
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
-# How the update is computed, as --actor.update says it.
-STOCK, SELECTIVE = "stock", "selective"
-LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
-# Schedules that look at the loss.
-NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
 # What makes a run depend on when things happen, and why.
 _NOT_DETERMINISTIC = {
     "train.async_enable": "which weights generate a sample depends on how long the steps take",
     "train.agent_func_path": "the requests of an agent's later turns reach vLLM as they come",
 }
-# Flags that the selective update and the statistics cannot serve, with the value at which each is off.
-_NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
 # Flags that images cannot go with, with the value at which each is off, and why. OpenRLHF itself refuses packing and a
 # critic, but not what switches packing on.
 _NOT_WITH_IMAGES = {
@@ -32,41 +24,11 @@ def check(args: SimpleNamespace) -> list[Finding]:
     """Return what cannot go together in the nested arguments as the user gave them."""
     return [
         *_check_reward_source(args),
-        *_check_lopti(args),
-        *_check_token_methods(args),
-        *_check_update(args),
         *_check_evaluation(args),
         *_check_determinism(args),
         *_check_template(args),
         *_check_images(args),
     ]
-
-
-def uses_lopti(args: SimpleNamespace) -> bool:
-    """Return whether tokens are updated in groups."""
-    return args.algo.lopti.eta is not None or args.algo.lopti.quantile is not None
-
-
-def uses_methods(args: SimpleNamespace) -> bool:
-    """Return whether tokens are weighted or divided into groups."""
-    return bool(args.algo.ar.alpha or uses_lopti(args) or args.algo.token_method)
-
-
-def trains_in_passes(args: SimpleNamespace) -> bool:
-    """Return whether our own loop takes whole optimizer steps of a rollout batch, and not upstream's."""
-    return bool(uses_lopti(args) or args.algo.token_method or is_selective(args))
-
-
-def needs_stock_update(args: SimpleNamespace) -> str | None:
-    """Return the first flag that only OpenRLHF's own update can serve."""
-    return next((flag for flag, off in _NEEDS_STOCK_UPDATE.items() if attrgetter(flag)(args) != off), None)
-
-
-def is_selective(args: SimpleNamespace) -> bool:
-    """Return whether the update computes only what it needs: where the user says so, and else with token methods."""
-    if args.actor.update is not None:
-        return args.actor.update == SELECTIVE
-    return uses_methods(args) and needs_stock_update(args) is None
 
 
 def loads_reference(args: SimpleNamespace) -> bool:
@@ -93,67 +55,6 @@ def _check_reward_source(args: SimpleNamespace) -> list[Finding]:
         return []
     allowed = f"{', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
     return [Finding("--reward.remote_url", source, "is no source of rewards", f"give {allowed}")]
-
-
-def _check_lopti(args: SimpleNamespace) -> list[Finding]:
-    lopti, findings = args.algo.lopti, []
-    if lopti.eta is not None and lopti.quantile is not None:
-        problem = f"given together with --algo.lopti.eta {lopti.eta}"
-        findings.append(Finding("--algo.lopti.quantile", lopti.quantile, problem, "give one of the two, in (0, 1)"))
-    for name, default in LOPTI_DEFAULTS.items():
-        value = vars(lopti)[name]
-        if not uses_lopti(args) and value != default:
-            remedy = "give --algo.lopti.eta or --algo.lopti.quantile, in (0, 1)"
-            findings.append(Finding(f"--algo.lopti.{name}", value, "Lopti is off", remedy))
-    if lopti.groups != "both" and lopti.order != "low_first":
-        problem = f"there is no order, since --algo.lopti.groups is {lopti.groups}"
-        findings.append(Finding("--algo.lopti.order", lopti.order, problem, "leave one of the two out"))
-    if uses_lopti(args) and args.actor.lr_scheduler in NOT_BY_STEPS:
-        problem = "does not follow from the number of steps, which Lopti doubles"
-        remedy = "choose a schedule that does, such as constant"
-        findings.append(Finding("--actor.lr_scheduler", args.actor.lr_scheduler, problem, remedy))
-    return findings
-
-
-def _check_token_methods(args: SimpleNamespace) -> list[Finding]:
-    """Refuse what goes against other flags. `ops.preflight.token_methods` loads the methods."""
-    names = [methods.name_of(source) for source in args.algo.token_method]
-    flag, findings = "--algo.token_method", []
-    twice = {"ar": ("--algo.ar.alpha", args.algo.ar.alpha), "lopti": ("--algo.lopti.*", uses_lopti(args))}
-    for name, (other, is_on) in twice.items():
-        if name in names and is_on:
-            findings.append(Finding(flag, name, f"{other} switches it on, too", "give one of the two"))
-    if names and args.actor.policy_loss_type == "gspo":
-        problem = "cannot go with --actor.policy_loss_type gspo, whose ratio is the sequence's"
-        findings.append(Finding(flag, " ".join(names), problem, "set that to ppo"))
-    if args.algo.token_method_args and not names:
-        remedy = "give --algo.token_method"
-        values = " ".join(args.algo.token_method_args)
-        findings.append(Finding("--algo.token_method_args", values, "there is no token method", remedy))
-    if args.algo.token_method_normalize:
-        flag = "--algo.token_method_normalize"
-        if not names:
-            findings.append(Finding(flag, True, "there is no token method", "give --algo.token_method"))
-        for name, (other, is_on) in twice.items():
-            if is_on:
-                problem = f"the mean of the weights would be without {other}"
-                findings.append(Finding(flag, True, problem, f"give --algo.token_method {name} in place of {other}"))
-    return findings
-
-
-def _check_update(args: SimpleNamespace) -> list[Finding]:
-    findings = []
-    stock_only = needs_stock_update(args)
-    if args.actor.update == SELECTIVE and stock_only:
-        problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
-        remedy = f"set that to {_NEEDS_STOCK_UPDATE[stock_only]}, or --actor.update to stock"
-        findings.append(Finding("--actor.update", args.actor.update, problem, remedy))
-    batch, rollout = args.train.batch_size, rollout_samples(args)
-    if trains_in_passes(args) and (batch < 1 or rollout < batch or rollout % batch):
-        problem = "does not divide the rollout batch, of which token methods and the selective update take whole steps"
-        remedy = f"give a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
-        findings.append(Finding("--train.batch_size", batch, problem, remedy))
-    return findings
 
 
 def _check_template(args: SimpleNamespace) -> list[Finding]:

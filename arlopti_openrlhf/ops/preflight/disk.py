@@ -5,10 +5,9 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from arlopti_openrlhf.ops.preflight import model_size
+from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.placement import starts_cluster
-from arlopti_openrlhf.ops.preflight.tokenizer import local_folder
+from arlopti_openrlhf.ops.preflight.local_model import local_folder, read_size
 
 GIB = 1 << 30
 _MODEL = 2  # bytes of a parameter in bf16
@@ -57,7 +56,7 @@ def _models(args: SimpleNamespace) -> list[int]:
     """Return the parameters of the models whose states are saved. None where one is not known."""
     names = [args.actor.model_name_or_path, args.critic.model_name_or_path]
     folders = [local_folder(name) for name in names if name]
-    sizes = [model_size.read(folder) if folder else None for folder in folders]
+    sizes = [read_size(folder) if folder else None for folder in folders]
     return [size.parameters for size in sizes if size] if all(sizes) else []
 
 

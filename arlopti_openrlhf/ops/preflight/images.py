@@ -1,4 +1,4 @@
-"""Checks a run whose policy sees: that model, flags and data agree on images."""
+"""Checks a run of a vision-language model: that model, flags and data agree on images."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.local_model import local_folder, read_json
 from arlopti_openrlhf.ops.preflight.rows import Row
-from arlopti_openrlhf.ops.preflight.tokenizer import local_folder, read_json
 
 _FLAG = "--data.max_images_per_prompt"
 _TAG = "<image>"
@@ -21,17 +21,17 @@ def check(args: SimpleNamespace) -> list[Finding]:
         args: upstream's nested arguments, as its `train` gets them.
     """
     name, wanted = args.actor.model_name_or_path, args.data.max_images_per_prompt
-    sees = policy_sees(args)
-    if wanted and sees is False:
-        problem = f"{name} sees no images: its config.json has no vision_config"
+    has_vision = is_vision_language(args)
+    if wanted and has_vision is False:
+        problem = f"{name} takes no images: its config.json has no vision_config"
         return [Finding(_FLAG, wanted, problem, "leave the flag out, or take a vision-language model")]
-    if sees and importlib.util.find_spec("torchvision") is None:
+    if has_vision and importlib.util.find_spec("torchvision") is None:
         problem = "vision-language models need torchvision, in transformers and in vLLM, and it is not installed"
         return [Finding("--actor.model_name_or_path", name, problem, "install the build that fits this PyTorch")]
     return []
 
 
-def policy_sees(args: SimpleNamespace) -> bool | None:
+def is_vision_language(args: SimpleNamespace) -> bool | None:
     """Return whether the policy is a vision-language model, as upstream's `is_vlm_model` decides. None: not known."""
     folder = local_folder(args.actor.model_name_or_path) if args.actor.model_name_or_path else None
     try:
@@ -50,20 +50,20 @@ def check_rows(flag: str, value: str, rows: Sequence[tuple[str, Row]], args: Sim
         args: upstream's nested arguments, as its `train` gets them.
     """
     key, most = args.data.image_key, args.data.max_images_per_prompt
-    seen = [(where, row, images) for where, row in rows if (images := _images(row.get(key)))]
-    if not seen:
+    with_images = [(where, row, images) for where, row in rows if (images := _images(row.get(key)))]
+    if not with_images:
         if not most:
             return []
         keys = ", ".join(sorted({name for _, row in rows[:1000] for name in row}))
         return [Finding("--data.image_key", key, f"no row of {value} has images there", f"the keys are {keys}")]
     if not most:
-        unasked = f"{len(seen)} of {len(rows)} rows of {value} have images under {key}"
-        if policy_sees(args):
-            largest = max(len(images) for _, _, images in seen)
+        unasked = f"{len(with_images)} of {len(rows)} rows of {value} have images under {key}"
+        if is_vision_language(args):
+            largest = max(len(images) for _, _, images in with_images)
             return [Finding(_FLAG, most, f"{unasked}, whose tokens vLLM would count twice", f"give {largest}")]
-        remedy = "take a vision-language model if it should"
-        return [Finding(_FLAG, most, f"{unasked}, and the policy does not see them", remedy, is_fatal=False)]
-    bad = [(where, problem) for where, row, images in seen if (problem := _problem(row, images, args))]
+        remedy = "take a vision-language model if it should see them"
+        return [Finding(_FLAG, most, f"{unasked}, and the policy is no vision-language model", remedy, is_fatal=False)]
+    bad = [(where, problem) for where, row, images in with_images if (problem := _problem(row, images, args))]
     if not bad:
         return []
     others = f" (and {len(bad) - 1} more rows)" if len(bad) > 1 else ""

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from packaging.requirements import Requirement
 
 from arlopti_openrlhf.ops.preflight import disk
+from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.placement import starts_cluster
 
 # What OpenRLHF pins, and what a run is made of.
 _PACKAGES = ("torch", "ray", "vllm", "deepspeed", "transformers")

@@ -5,13 +5,11 @@ import subprocess
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from arlopti_openrlhf.activation_memory import bytes_per_token
-from arlopti_openrlhf.ops.preflight import model_size
-from arlopti_openrlhf.ops.preflight.combinations import is_selective, loads_reference
+from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
+from arlopti_openrlhf.ops.preflight.combinations import loads_reference
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.model_size import ModelSize
-from arlopti_openrlhf.ops.preflight.placement import starts_cluster
-from arlopti_openrlhf.ops.preflight.tokenizer import local_folder
+from arlopti_openrlhf.ops.preflight.local_model import ModelSize, local_folder, read_size
+from arlopti_openrlhf.ops.preflight.update import STOCK, Update
 
 _GIB = 1 << 30
 
@@ -40,10 +38,10 @@ class Estimate(NamedTuple):
         return f"{self.peak / _GIB:.1f} GiB ({parts})"
 
 
-def check(args: SimpleNamespace) -> list[Finding]:
+def check(args: SimpleNamespace, update: Update = STOCK) -> list[Finding]:
     """Return a warning where the estimate exceeds this machine's GPUs. It stops nothing, since it is an estimate."""
     total = gpu_memory() if starts_cluster() else None
-    guess = estimate(args, total) if total else None
+    guess = estimate(args, total, update) if total else None
     if not guess or not total or guess.peak <= total:
         return []
     problem = f"the peak memory per GPU is estimated at {guess}, and the smallest GPU has {total / _GIB:.1f} GiB"
@@ -51,10 +49,10 @@ def check(args: SimpleNamespace) -> list[Finding]:
     return [Finding("--actor.num_gpus_per_node", args.actor.num_gpus_per_node, problem, remedy, is_fatal=False)]
 
 
-def describe(args: SimpleNamespace) -> str | None:
+def describe(args: SimpleNamespace, update: Update = STOCK) -> str | None:
     """Return the estimate in words, or None where the model's size is not known."""
     total = gpu_memory()
-    guess = estimate(args, total or 0)
+    guess = estimate(args, total or 0, update)
     if guess is None:
         return None
     there = (
@@ -75,20 +73,21 @@ def gpu_memory() -> int | None:
         return None
 
 
-def estimate(args: SimpleNamespace, total: int) -> Estimate | None:
+def estimate(args: SimpleNamespace, total: int, update: Update = STOCK) -> Estimate | None:
     """Return the estimate for a GPU of the actor, or None where the model's size is not known.
 
     Args:
         args: upstream's nested arguments.
         total: the GPU's memory in bytes, of which vLLM takes a share.
+        update: how the update is computed.
     """
     folder = local_folder(args.actor.model_name_or_path) if args.actor.model_name_or_path else None
-    size = model_size.read(folder) if folder else None
+    size = read_size(folder) if folder else None
     if size is None:
         return None
     weights, gradients, optimizer = _states(args, size.parameters)
     others = _frozen(args, "ref", size) + _beside(args, size)
-    activations = _activations(args, size)
+    activations = _activations(args, size, update)
     colocated = args.train.colocate_all and not args.train.async_enable
     vllm = args.vllm.gpu_memory_utilization * total if colocated else 0
     resident = weights + gradients + optimizer + others
@@ -99,7 +98,10 @@ def estimate(args: SimpleNamespace, total: int) -> Estimate | None:
 
 
 def _states(args: SimpleNamespace, parameters: int) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer on one rank, by the stage of ZeRO (arXiv 1910.02054)."""
+    """Return the bytes of weights, gradients and optimizer on one rank, by the stage of ZeRO (arXiv 1910.02054).
+
+    DeepSpeed's `estimate_zero3_model_states_mem_needs` gives their sum alone, without LoRA, and its import takes 4 s.
+    """
     ranks = args.actor.num_nodes * args.actor.num_gpus_per_node
     stage, split = args.ds.zero_stage, args.ds.tensor_parallel_size
     shards = max(1, ranks // split)
@@ -127,17 +129,19 @@ def _beside(args: SimpleNamespace, size: ModelSize) -> float:
     return critic + (0 if args.reward.remote_url else _frozen(args, "reward", size))
 
 
-def _activations(args: SimpleNamespace, size: ModelSize) -> float:
+def _activations(args: SimpleNamespace, size: ModelSize, update: Update) -> float:
     """Return the bytes of one micro-batch's activations and logits."""
-    layers, logits = bytes_per_token(
+    if update.bytes_per_token is None:
+        return 0
+    layers, logits = update.bytes_per_token(
         size.hidden, size.layers, size.vocabulary, args.actor.gradient_checkpointing_enable
     )
     is_dynamic = args.train.dynamic_batch_enable
     samples = args.train.micro_batch_size
     tokens = (args.train.max_tokens_per_gpu if is_dynamic else samples * args.data.max_len) / args.ds.ring_attn_size
-    if not is_selective(args):
+    if update.keeps_logits:
         return tokens * (layers + logits)
-    # The selective update keeps no logits. In their place it takes more samples, as far as a prompt has them.
+    # In place of logits more samples are taken, as far as a prompt has them.
     per_prompt = args.rollout.n_samples_per_prompt * args.data.max_len
     return (
         tokens * layers if is_dynamic else max(tokens * layers, min(per_prompt * layers, tokens * (layers + logits)))

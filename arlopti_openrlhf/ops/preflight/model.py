@@ -1,19 +1,18 @@
 """Checks the folders of the models: configuration, whole weights, tokenizer, chat template."""
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.tokenizer import Tokenizer, local_folder, read_json
+from arlopti_openrlhf.ops.preflight.local_model import is_offline, load_config, load_tokenizer, local_folder, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _DOWNLOAD = "download it first, for a check and a faster start"
-_OLDER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.tiktoken", "tekken.json")
-# Tokenizer classes without special tokens of their own, so that all have to stand in the folder.
-_PLAIN = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
 
 
 def check(args: SimpleNamespace) -> list[Finding]:
@@ -74,7 +73,7 @@ def not_here(flag: str, model: str) -> Finding:
     """Return what follows from a model's not being on this machine. It may be on the hub, unless that is shut off."""
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/"):
         return Finding(flag, model, "there is no such folder", "correct the path")
-    if _is_offline():
+    if is_offline():
         problem = "neither a folder nor in the hub's cache, and HF_HUB_OFFLINE forbids to download it"
         return Finding(flag, model, problem, "correct the path, or download it first")
     problem = (
@@ -83,13 +82,9 @@ def not_here(flag: str, model: str) -> Finding:
     return Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)
 
 
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
 def _hub_completes(model: str) -> bool:
     """Return whether files that are not on this machine come from the hub."""
-    return not (Path(model).is_dir() or _is_offline())
+    return not (Path(model).is_dir() or is_offline())
 
 
 def _config_problems(folder: Path) -> list[tuple[str, str]]:
@@ -110,8 +105,10 @@ def _config_problems(folder: Path) -> list[tuple[str, str]]:
     if strange := [name for name in config.get("architectures") or () if name not in known]:
         problem = f"transformers {transformers.__version__} does not know the architecture {', '.join(strange)}"
         return [(problem, "use a version that does, or another model")]
-    if not config.get("model_type"):
-        return [("its config.json names no model_type", remedy)]
+    try:
+        load_config(folder)
+    except (OSError, ValueError) as error:
+        return [(f"its configuration cannot be loaded: {str(error).splitlines()[0]}", remedy)]
     return []
 
 
@@ -153,33 +150,29 @@ def _weight_problems(folder: Path) -> list[tuple[str, str]]:
 
 
 def _file_problem(path: Path) -> str | None:
+    from safetensors import SafetensorError, safe_open
+
     try:
-        size = path.stat().st_size
         with open(path, "rb") as file:
             start = file.read(8)
-            if start.startswith(b"version "):
-                return "is a pointer of Git LFS, not the weights themselves"
-            if path.suffix != ".safetensors":
-                return None if size else "is empty"
-            # The header says where the last tensor ends.
-            length = int.from_bytes(start, "little")
-            header: dict[str, Any] = json.loads(file.read(length)) if length < size else {}
+        if start.startswith(b"version "):
+            return "is a pointer of Git LFS, not the weights themselves"
+        if path.suffix != ".safetensors":
+            return None if start else "is empty"
+        with safe_open(path, "np"):  # compares the header with the file's size
+            return None
     except FileNotFoundError:
         return "is not there"
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return f"cannot be read: {error}"
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    whole = 8 + length + max(ends, default=0)
-    return None if header and size == whole else f"is not whole: it has {size} bytes"
+    except SafetensorError as error:
+        return f"is not whole: {error}"
 
 
 def _check_tokenizer(flag: str, model: str, folder: Path, args: SimpleNamespace) -> list[Finding]:
     try:
-        tokenizer = Tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
     except FileNotFoundError:
-        if any((folder / name).exists() for name in _OLDER_TOKENIZERS):
-            problem = "it has no tokenizer.json, so neither tokenizer nor lengths of prompts are checked"
-            return [Finding(flag, model, problem, "save its tokenizer with transformers", is_fatal=False)]
         if _hub_completes(model):
             problem = "its tokenizer is not in the hub's cache, so neither it nor lengths of prompts are checked"
             return [Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)]
@@ -192,43 +185,31 @@ def _check_tokenizer(flag: str, model: str, folder: Path, args: SimpleNamespace)
         findings.append(
             Finding("--data.apply_chat_template", "", f"the tokenizer of {model} has no chat template", remedy)
         )
-    if tokenizer.config.get("tokenizer_class") in _PLAIN and not tokenizer.special_tokens.keys() & {
-        "eos_token",
-        "pad_token",
-    }:
-        findings.append(
-            Finding(
-                flag, model, "its tokenizer has no pad token and no eos token", "name one in tokenizer_config.json"
-            )
-        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        problem = "its tokenizer has no pad token and no eos token"
+        findings.append(Finding(flag, model, problem, "name one in tokenizer_config.json"))
     return findings + _check_vocabulary(flag, model, folder, tokenizer)
 
 
-def _check_vocabulary(flag: str, model: str, folder: Path, tokenizer: Tokenizer) -> list[Finding]:
-    rows = _text_config(folder).get("vocab_size")
-    if not isinstance(rows, int) or len(tokenizer) <= rows:
+def _check_vocabulary(flag: str, model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> list[Finding]:
+    rows, last = load_config(folder).get_text_config().vocab_size, max(tokenizer.get_vocab().values(), default=-1)
+    if last < rows:
         return []
-    problem = f"its tokenizer has ids up to {len(tokenizer) - 1}, but the model has {rows} embeddings"
-    pad = tokenizer.token_id("pad_token")
+    problem = f"its tokenizer has ids up to {last}, but the model has {rows} embeddings"
+    pad = tokenizer.pad_token_id
     # Tokens that were added and do not occur do no harm. The pad token occurs in each batch.
-    is_fatal = tokenizer.base_size > rows or (pad is not None and pad >= rows)
+    is_fatal = tokenizer.vocab_size > rows or (pad is not None and pad >= rows)
     return [Finding(flag, model, problem, "use the tokenizer of this model", is_fatal)]
 
 
 def _check_context(folder: Path, args: SimpleNamespace) -> list[Finding]:
     """Compare --data.max_len with the positions of the model. vLLM refuses more, unless RoPE is stretched."""
-    config = _text_config(folder)
-    positions = config.get("max_position_embeddings")
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    is_stretched = bool(rope) and (rope.get("rope_type") or rope.get("type")) != "default"
+    config = load_config(folder).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_stretched = bool(rope) and rope.get("rope_type") != "default"
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
     if not isinstance(positions, int) or args.data.max_len <= positions or is_stretched or allowed:
         return []
     problem = f"the model has {positions} positions, and vLLM refuses more"
     return [Finding("--data.max_len", args.data.max_len, problem, f"give {positions} at most")]
-
-
-def _text_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the language model, which is a part in models that also see."""
-    config = read_json(folder / "config.json")
-    return config.get("text_config") or config

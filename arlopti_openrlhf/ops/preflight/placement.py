@@ -1,8 +1,8 @@
 """Checks what the run asks of GPUs against what goes together, and against the GPUs that are there."""
 
-import os
 from types import SimpleNamespace
 
+from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
 from arlopti_openrlhf.ops.preflight.combinations import loads_reference
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
@@ -11,11 +11,6 @@ def check(args: SimpleNamespace) -> list[Finding]:
     """Return what cannot be placed. The first part is upstream's, which asserts it after Ray has started."""
     findings = [*_check_actor_and_engines(args), *_check_reference(args), *_check_critic(args)]
     return findings + (_check_machine(args) if starts_cluster() else [])
-
-
-def starts_cluster() -> bool:
-    """Return whether the run starts a cluster on this machine, and joins none that RAY_ADDRESS names."""
-    return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def gpus_placed(args: SimpleNamespace) -> int:

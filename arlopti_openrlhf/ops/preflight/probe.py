@@ -26,7 +26,7 @@ def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tu
     """
     from arlopti_openrlhf.grading import kk_reward, math_reward
 
-    def problem(label: Any) -> tuple[str, bool] | None:
+    def problem_of(label: Any) -> tuple[str, bool] | None:
         try:
             if grader == "kk":
                 kk_reward.grade("", label)
@@ -39,8 +39,8 @@ def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tu
         return f"{str(label)[:60]!r} is not recognised as an answer to itself", False
 
     with ThreadPoolExecutor(math_reward.WORKERS) as threads:
-        problems = threads.map(problem, [label for _, label in labels])
-        return [(where, *found) for (where, _), found in zip(labels, problems, strict=True) if found]
+        problems = threads.map(problem_of, [label for _, label in labels])
+        return [(where, *problem) for (where, _), problem in zip(labels, problems, strict=True) if problem]
 
 
 def reward_problem(path: str, rows: Sequence[tuple[str, Any]]) -> str | None:

@@ -4,6 +4,7 @@ import os
 from operator import attrgetter
 from types import SimpleNamespace
 
+from arlopti_openrlhf.ops.preflight import interval
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 # The smallest value of whole numbers.
@@ -77,11 +78,8 @@ def _value(args: SimpleNamespace, flag: str):
 
 
 def _outside(flag: str, value: float, range_: str) -> Finding | None:
-    """Return a finding if the value is not in the range, as in "(0, 1]"."""
-    low, high = (float(end) for end in range_[1:-1].split(","))
-    above = value >= low if range_[0] == "[" else value > low
-    below = value <= high if range_[-1] == "]" else value < high
-    if above and below:  # NaN is neither
+    """Return a finding if the value is not in the range."""
+    if interval.contains(range_, value):
         return None
     return Finding(f"--{flag}", value, f"is not in {range_}", "give a value there")
 

@@ -20,8 +20,8 @@ def checks(monkeypatch):
     """Return set(quick, thorough), which replaces the checks."""
 
     def replace(quick, thorough) -> None:
-        monkeypatch.setattr(check, "QUICK", {"one": quick})
-        monkeypatch.setattr(check, "THOROUGH", {"two": thorough})
+        monkeypatch.setattr(check, "quick_checks", lambda update: {"one": quick})
+        monkeypatch.setattr(check, "thorough_checks", lambda update: {"two": thorough})
 
     return replace
 

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from arlopti_testing.preflight_arguments import arguments
+from arlopti_testing.preflight_command import changed
 
 from arlopti_openrlhf.cli import train_ppo_ray
-from arlopti_openrlhf.ops.preflight import data, rows
-from arlopti_openrlhf.ops.preflight.tokenizer import Tokenizer
+from arlopti_openrlhf.ops.preflight import data
+from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
 
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
 
@@ -33,7 +33,7 @@ def check(tmp_path, tiny_model):
     def run(given=None, **flags):
         path = write(tmp_path / "d.jsonl", [row(i) for i in range(8)] if given is None else given)
         flags = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": path} | flags
-        return ["!" * finding.is_fatal + str(finding) for finding in data.check(arguments(**flags))]
+        return ["!" * finding.is_fatal + str(finding) for finding in data.check(changed(**flags))]
 
     return run
 
@@ -96,7 +96,7 @@ def test_a_data_set_that_is_not_there(check, tmp_path, monkeypatch, flag, name, 
 
 def test_the_split_of_a_file(check):
     [found] = check(data__prompt_split="test")
-    assert "a file has the split train alone, not test" in found
+    assert "it has no split test, but train" in found
 
 
 def test_a_wrong_key(check):
@@ -107,7 +107,7 @@ def test_a_wrong_key(check):
 
 def test_a_row_without_a_prompt(check):
     [found] = check([row(0), row(1, prompt=""), row(2, prompt=None)])
-    assert "!--data.input_key prompt: 2 of 3 rows have no value there" in found and "d.jsonl, line 2;" in found
+    assert "!--data.input_key prompt: 2 of 3 rows have no value there" in found and "d.jsonl, row 2;" in found
 
 
 @pytest.mark.parametrize("source, fatal", [("kk", True), ("mine.py", False)])
@@ -135,16 +135,16 @@ def test_a_label_that_the_grader_cannot_read(check, source, label, fatal, proble
     good = SOLUTION if source == "kk" else "42"
     [found] = check([row(0, label=good), row(1, label=label)], reward__remote_url=[source])
     assert found.startswith("!" * fatal + "--data.label_key label: ")
-    assert "d.jsonl, line 2: " in found and problem in found
+    assert "d.jsonl, row 2: " in found and problem in found
 
 
 @pytest.mark.parametrize(
     "prompt, problem",
     [
-        ([{"role": "user"}], "line 2, prompt: a message without content"),
-        ([{"content": "x"}], "line 2, prompt: a message without role"),
-        (["x"], "line 2, prompt: a message is an object with role and content, not x"),
-        (7, "line 2, prompt: a prompt is text or a list of messages, not int"),
+        ([{"role": "user"}], "row 2, prompt: a message without content"),
+        ([{"content": "x"}], "row 2, prompt: a message without role"),
+        (["x"], "row 2, prompt: a message is an object with role and content, not x"),
+        (7, "row 2, prompt: a prompt is text or a list of messages, not int"),
     ],
 )
 def test_malformed_messages(check, prompt, problem):
@@ -162,7 +162,7 @@ def test_a_template_that_refuses_the_messages(check, tmp_path, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     [found] = check(actor__model_name_or_path=str(tmp_path / "model"))
-    assert "line 1, prompt: the chat template refuses it: roles must alternate (and 7 more rows)" in found
+    assert "row 1, prompt: the chat template refuses it: roles must alternate (and 7 more rows)" in found
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,10 @@ def test_prompts_and_their_lengths_are_those_of_the_run(tmp_path, tiny_model):
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     given = [row(0), row(1, prompt="words"), row(2, prompt=[{"role": "system", "content": "é"}, *row(2)["prompt"]])]
-    args = arguments(actor__model_name_or_path=tiny_model, data__prompt_dataset=write(tmp_path / "d.jsonl", given))
+    args = changed(actor__model_name_or_path=tiny_model, data__prompt_dataset=write(tmp_path / "d.jsonl", given))
     theirs = [preprocess_data(one, None, "prompt", "label", tokenizer.apply_chat_template) for one in given]
     assert data.first_prompts(args, 3) == theirs
-    prompts = [prompt for prompt, _ in theirs]
-    lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
-    assert Tokenizer(Path(tiny_model)).count(prompts) == lengths
+    assert load_tokenizer(Path(tiny_model)).get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize(
@@ -236,9 +234,10 @@ def test_probabilities_of_the_data_sets(check, tmp_path):
         assert found.startswith(f"!--data.prompt_probs {wrong}: no probabilities for 2 data sets")
 
 
-def test_a_large_file_is_read_in_part_and_its_rows_are_counted(check, tmp_path, monkeypatch):
+def test_of_a_large_file_the_beginning_is_read(check, tmp_path, monkeypatch):
     path = write(tmp_path / "large.jsonl", [row(i) for i in range(1000)])
-    monkeypatch.setattr(rows, "PARSED_BYTES", 20_000)
-    found = list(rows.read_rows(path, "train"))
-    assert len(found) == 1000 and 100 < sum(row is not None for _, row in found) < 300
     assert check(data__prompt_dataset=path, rollout__batch_size=1000) == []
+    assert "there are 1000 prompts" in check(data__prompt_dataset=path, rollout__batch_size=1001)[0]
+    monkeypatch.setattr(data, "READ_CHARACTERS", 20_000)
+    [found] = check(data__prompt_dataset=path, rollout__batch_size=1001, data__label_key="answer")
+    assert "no row of" in found  # nothing of how many prompts there are, which nobody has counted

@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from arlopti_testing.preflight_arguments import arguments
-from arlopti_testing.preflight_command import FITTING, findings
-from arlopti_testing.preflight_command import arguments as parsed
+from arlopti_testing.preflight_command import FITTING, arguments, changed, findings
 
-from arlopti_openrlhf.ops.preflight import data, images, model, token_methods
-from arlopti_openrlhf.ops.preflight.tokenizer import Tokenizer
+from arlopti_openrlhf.cli import method_checks
+from arlopti_openrlhf.ops.preflight import data, images, model, rows
+from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
 
 # As a vision-language model's: contents are a text, or a list of parts.
 TEMPLATE = (
@@ -23,11 +22,14 @@ FLAG = "--data.max_images_per_prompt"
 
 
 @pytest.fixture
-def seeing(tmp_path, tiny_model) -> Path:
-    """Return a folder that looks like a vision-language model's."""
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "seeing"))
+def vision_language(tmp_path, tiny_model) -> Path:
+    """Return a folder with the configuration, the tokenizer and the template of a vision-language model."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "vision_language"))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": config} | config))
+    config |= {"model_type": "qwen2_vl_text", "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+    architecture = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
+    (folder / "config.json").write_text(json.dumps(architecture | {"vision_config": vision, "text_config": config}))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
@@ -40,7 +42,7 @@ def with_torchvision(monkeypatch):
 
 
 @pytest.fixture
-def check(tmp_path, seeing, with_torchvision):
+def check(tmp_path, vision_language, with_torchvision):
     """check(rows, FLAG=VALUE...) returns what is found in data and model as text, what is fatal after "!"."""
     (tmp_path / "a.png").write_bytes(b"")
 
@@ -49,8 +51,8 @@ def check(tmp_path, seeing, with_torchvision):
             {"prompt": "<image>What is it?", "label": "x", "images": [str(tmp_path / "a.png")]} | row for row in rows
         ]
         (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        names = {"actor__model_name_or_path": str(seeing), "data__prompt_dataset": str(tmp_path / "d.jsonl")}
-        args = arguments(**names | {"data__max_images_per_prompt": 1} | changes)
+        names = {"actor__model_name_or_path": str(vision_language), "data__prompt_dataset": str(tmp_path / "d.jsonl")}
+        args = changed(**names | {"data__max_images_per_prompt": 1} | changes)
         found = model.check(args) + images.check(args) + data.check(args)
         return ["!" * finding.is_fatal + str(finding) for finding in found]
 
@@ -69,15 +71,26 @@ def test_nothing_is_wrong(check):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"images": ["a.png", "b.png"]}, f"line 2, images: 2 images, and {FLAG} is 1"),
-        ({"images": ["nowhere/b.png"]}, "line 2, images: there is no file nowhere/b.png"),
-        ({"prompt": "What is it?"}, "line 2, images: 1 images, and the prompt has 0 places (<image>)"),
-        ({"prompt": "<image> or <image>?"}, "line 2, images: 1 images, and the prompt has 2 places (<image>)"),
+        ({"images": ["a.png", "b.png"]}, f"row 2, images: 2 images, and {FLAG} is 1"),
+        ({"images": ["nowhere/b.png"]}, "row 2, images: there is no file nowhere/b.png"),
+        ({"prompt": "What is it?"}, "row 2, images: 1 images, and the prompt has 0 places (<image>)"),
+        ({"prompt": "<image> or <image>?"}, "row 2, images: 1 images, and the prompt has 2 places (<image>)"),
     ],
 )
 def test_a_row_whose_images_do_not_fit(check, row, said):
     [found] = check({}, row)
     assert found.startswith("!--data.prompt_dataset ") and said in found and "\n" not in found
+
+
+def test_images_inside_a_data_set_are_not_decoded(tmp_path):
+    """Decoding takes most of the time, and a broken image is none of the pre-flight's."""
+    import datasets
+
+    types = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    given = {"prompt": ["a"], "images": [[{"bytes": b"no image", "path": None}]]}
+    datasets.Dataset.from_dict(given, features=types).to_parquet(str(tmp_path / "d.parquet"))
+    [found] = rows.read_rows(str(tmp_path / "d.parquet"), "train")
+    assert found == {"prompt": "a", "images": [{"bytes": b"no image", "path": None}]}
 
 
 def test_images_under_another_key(check):
@@ -89,19 +102,20 @@ def test_images_that_are_not_asked_for(check, tiny_model):
     [found] = check({}, data__max_images_per_prompt=0)
     assert found.startswith(f"!{FLAG} 0: 1 of 1 rows") and found.endswith("give 1")
     [found] = check({"prompt": "text"}, data__max_images_per_prompt=0, actor__model_name_or_path=tiny_model)
-    assert found.startswith(f"{FLAG} 0: 1 of 1 rows") and "not see them" in found
+    assert found.startswith(f"{FLAG} 0: 1 of 1 rows") and "is no vision-language model" in found
 
 
-def test_a_model_that_sees_no_images(check, tiny_model):
+def test_a_model_that_takes_no_images(check, tiny_model):
     [found, *_] = check({"prompt": "text"}, actor__model_name_or_path=tiny_model)
-    assert found.startswith(f"!{FLAG} 1: {tiny_model} sees no images: its config.json has no vision_config")
+    assert found.startswith(f"!{FLAG} 1: {tiny_model} takes no images: its config.json has no vision_config")
 
 
-def test_torchvision_is_missing(seeing, tiny_model, monkeypatch):
+def test_torchvision_is_missing(vision_language, tiny_model, monkeypatch):
+    of_images, of_text = (changed(actor__model_name_or_path=str(name)) for name in (vision_language, tiny_model))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    [found] = images.check(arguments(actor__model_name_or_path=str(seeing)))
+    [found] = images.check(of_images)
     assert found.is_fatal and "need torchvision" in str(found)
-    assert images.check(arguments(actor__model_name_or_path=tiny_model)) == []
+    assert images.check(of_text) == []
 
 
 @pytest.mark.parametrize(
@@ -126,17 +140,17 @@ def test_flags_that_images_cannot_go_with(flags, flag, said):
     assert findings([*FITTING, FLAG, "1"]) == []
 
 
-def test_methods_that_read_entropies(seeing):
-    policy = f"--actor.model_name_or_path {seeing} --algo.token_method"
-    [found] = token_methods.check(parsed(f"{policy} stapo"))
+def test_methods_that_read_entropies(vision_language):
+    policy = f"--actor.model_name_or_path {vision_language} --algo.token_method"
+    [found] = method_checks.check_methods(arguments(f"{policy} stapo"))
     assert "stapo needs entropies, which the update of a vision-language model does not give" in str(found)
-    assert token_methods.check(parsed(f"{policy} ar")) == []
+    assert method_checks.check_methods(arguments(f"{policy} ar")) == []
 
 
-def test_prompts_are_rendered_as_upstream_does(seeing):
+def test_prompts_are_rendered_as_upstream_does(vision_language):
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
-    tokenizer = Tokenizer(seeing)
+    tokenizer = load_tokenizer(vision_language)
     assert tokenizer.chat_template == TEMPLATE
     for text in ("<image>a", "a <image> b<image>", "<image><image>", " <image> ", "a", "a <image>\n<image> b "):
         for prompt in (text, [{"role": "system", "content": "s"}, {"role": "user", "content": text}]):
@@ -146,4 +160,5 @@ def test_prompts_are_rendered_as_upstream_does(seeing):
             )
             given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             assert images.as_parts(given) == got
-            assert tokenizer.render(images.as_parts(given)).count("<|image_pad|>") == text.count("<image>")
+            rendered = tokenizer.apply_chat_template(images.as_parts(given), tokenize=False)
+            assert rendered.count("<|image_pad|>") == text.count("<image>")

@@ -4,14 +4,18 @@ import json
 import resource
 import shutil
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from arlopti_testing.preflight_command import arguments
 
-from arlopti_openrlhf.ops.preflight import disk, machine, memory, model_size, placement
+from arlopti_openrlhf.cli.method_checks import describe_update
+from arlopti_openrlhf.ops.preflight import disk, machine, memory, placement
+from arlopti_openrlhf.ops.preflight.local_model import read_size
 
 QWEN_7B = {
+    "model_type": "qwen2",
     "hidden_size": 3584,
     "intermediate_size": 18944,
     "num_hidden_layers": 28,
@@ -32,22 +36,34 @@ def qwen(tmp_path) -> str:
 
 
 def test_a_models_size_from_its_configuration(qwen, tmp_path):
-    size = model_size.read(tmp_path / "model")
-    assert size.parameters == pytest.approx(7_615_616_512, rel=1e-3)  # Qwen2.5-7B's own number
-    # Two layers with matrices of 4 × 10² and 2 × 10 × 30.
-    seeing = {"text_config": QWEN_7B, "vision_config": {"depth": 2, "hidden_size": 10, "intermediate_size": 30}}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(seeing))
-    assert model_size.read(tmp_path / "model").parameters == size.parameters + 2 * (400 + 600)
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "unknown"}')
-    assert model_size.read(tmp_path / "model") is None
+    config = tmp_path / "model" / "config.json"
+    assert read_size(tmp_path / "model") == (7_615_616_512, 3584, 28, 152064)  # Qwen2.5-7B's own number
+    config.write_text('{"model_type": "unknown"}')
+    assert read_size(tmp_path / "model") is None
 
 
-def test_the_tiny_models_size_is_its_weights(tiny_model, tmp_path):
+def test_a_vision_encoder_counts(tmp_path):
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = QWEN_7B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+    config = Qwen2VLConfig(
+        text_config=text,
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4},
+        architectures=["Qwen2VLForConditionalGeneration"],
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = Qwen2VLForConditionalGeneration(config)
+    assert read_size(tmp_path) == (model.num_parameters(), 64, 2, 152064)
+
+
+def test_the_tiny_models_size_is_its_weights(tiny_model):
     from safetensors.torch import load_file
 
     weights = load_file(f"{tiny_model}/model.safetensors")
-    size = model_size.read(disk.nearest(tmp_path.parent / tiny_model))
-    assert size.parameters == pytest.approx(sum(w.numel() for w in weights.values()), rel=0.02)
+    assert read_size(Path(tiny_model)).parameters == sum(weight.numel() for weight in weights.values())
 
 
 @pytest.mark.parametrize(
@@ -78,6 +94,11 @@ def test_copies_that_nobody_removes(qwen, monkeypatch):
     assert finding.flag == "--ckpt.save_hf" and "room for 4" in finding.problem and not finding.is_fatal
 
 
+def estimate(flags: str) -> memory.Estimate:
+    args = arguments(flags)
+    return memory.estimate(args, 80 * GIB, describe_update(args))
+
+
 def test_memory_of_a_paper_sized_run(qwen):
     """Qwen2.5-7B on eight ranks with ZeRO-3, as train_math.sh runs it, on GPUs of 80 GiB."""
     flags = (
@@ -86,7 +107,7 @@ def test_memory_of_a_paper_sized_run(qwen):
         "--data.max_len 5120 --actor.gradient_checkpointing_enable --rollout.batch_size 128 --train.batch_size 512 "
         "--rollout.n_samples_per_prompt 8"
     )
-    guess = memory.estimate(arguments(f"--actor.model_name_or_path {qwen} {flags}"), 80 * GIB)
+    guess = estimate(f"--actor.model_name_or_path {qwen} {flags}")
     billions = 7.6156 / 1.0737  # parameters in units of GiB
     assert guess.weights / GIB == pytest.approx(2 * billions / 8, rel=0.01)
     assert guess.gradients / GIB == pytest.approx(2 * billions / 8, rel=0.01)
@@ -94,13 +115,15 @@ def test_memory_of_a_paper_sized_run(qwen):
     # A prompt's samples x 5120 tokens x 3584 hidden units x (28 layers' inputs of 2 bytes + 34 bytes of one layer).
     assert guess.activations == 8 * 5120 * 3584 * (28 * 2 + 34)
     # Four samples with 10 bytes for each of 152,064 logits
-    stock = memory.estimate(arguments(f"--actor.model_name_or_path {qwen} {flags} --actor.update stock"), 80 * GIB)
+    stock = estimate(f"--actor.model_name_or_path {qwen} {flags} --actor.update stock")
     assert stock.activations == 4 * 5120 * (3584 * (28 * 2 + 34) + 10 * 152_064)
     assert guess.vllm == 48 * GIB
     assert guess.peak == pytest.approx(guess.vllm + guess.others)  # while vLLM is awake, the actor sleeps
     lora = f"--actor.model_name_or_path {qwen} {flags} --train.colocate_actor_ref"
-    assert memory.estimate(arguments(lora), 80 * GIB).others / GIB == pytest.approx(2 * billions / 8, rel=0.01)
-    assert memory.estimate(arguments(lora + " --ds.lora.rank 8"), 80 * GIB).others == 0  # no second model
+    assert estimate(lora).others / GIB == pytest.approx(2 * billions / 8, rel=0.01)
+    assert estimate(lora + " --ds.lora.rank 8").others == 0  # no second model
+    unknown = memory.estimate(arguments(lora), 80 * GIB)  # of an update that nobody has described
+    assert unknown.activations == 0 and unknown.weights == guess.weights
 
 
 def test_too_much_memory_is_a_warning(qwen, monkeypatch):

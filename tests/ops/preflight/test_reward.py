@@ -6,7 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from arlopti_testing.preflight_arguments import arguments
+from arlopti_testing.preflight_command import changed
 
 from arlopti_openrlhf.ops.preflight import reward
 
@@ -21,7 +21,7 @@ def check(tmp_path, tiny_model):
     def run(*sources, **flags):
         base = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": str(path)}
         base["reward__remote_url"] = list(sources) or None
-        return ["!" * finding.is_fatal + str(finding) for finding in reward.check(arguments(**base | flags))]
+        return ["!" * finding.is_fatal + str(finding) for finding in reward.check(changed(**base | flags))]
 
     return run
 

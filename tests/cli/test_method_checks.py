@@ -3,13 +3,13 @@
 import pytest
 from arlopti_testing.preflight_command import FITTING, arguments, findings
 
-from arlopti_openrlhf.ops.preflight import combinations, token_methods
+from arlopti_openrlhf.cli import method_checks
 
 WEIGH = "import torch\ndef weigh(tokens, *, x=1):\n    "
 
 
 def check(flags: str) -> list[str]:
-    return [str(finding) for finding in token_methods.check(arguments(flags))]
+    return [str(finding) for finding in method_checks.check_methods(arguments(flags))]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_mistake_is_one_finding(flags, said):
 )
 def test_a_users_file_is_tried(tmp_path, monkeypatch, body, said):
     if "sleep" in body:
-        monkeypatch.setattr(token_methods, "PROBE_SECONDS", 5.0)
+        monkeypatch.setattr(method_checks, "PROBE_SECONDS", 5.0)
     (tmp_path / "mine.py").write_text(WEIGH + body, encoding="utf-8")
     (found,) = check(f"--algo.token_method {tmp_path}/mine.py")
     assert said in found and "\n" not in found
@@ -93,8 +93,8 @@ def test_flags_that_do_not_go_together(flags, flag, said):
 
 
 def test_a_token_method_makes_the_update_selective_and_a_files_path_absolute(tmp_path, monkeypatch):
-    assert combinations.is_selective(arguments("--algo.token_method ar"))
-    assert not combinations.is_selective(arguments(""))
+    assert method_checks.is_selective(arguments("--algo.token_method ar"))
+    assert not method_checks.is_selective(arguments(""))
     monkeypatch.chdir(tmp_path)
     args = arguments("--algo.token_method ar mine.py")
     assert args.algo.token_method == ["ar", str(tmp_path / "mine.py")]

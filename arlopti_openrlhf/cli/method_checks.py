@@ -1,0 +1,160 @@
+"""Checks the flags of the methods and of how the update is computed, and tries the token methods."""
+
+from contextlib import closing
+from operator import attrgetter
+from types import SimpleNamespace
+
+from arlopti_openrlhf import methods
+from arlopti_openrlhf.activation_memory import bytes_per_token
+from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+from arlopti_openrlhf.ops.preflight.combinations import rollout_samples
+from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.images import is_vision_language
+from arlopti_openrlhf.ops.preflight.update import Update
+
+# How the update is computed, as --actor.update says it.
+STOCK, SELECTIVE = "stock", "selective"
+LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
+# Schedules that look at the loss.
+NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
+# Flags that the selective update and the statistics cannot serve, with the value at which each is off.
+_NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
+_FLAG = "--algo.token_method"
+PROBE_SECONDS = 30.0  # for the import of files and their answers
+_UNLIMITED = 2.0**20  # GiB
+
+
+def check_flags(args: SimpleNamespace) -> list[Finding]:
+    """Return what cannot go together in the nested arguments as the user gave them."""
+    return [*_check_lopti(args), *_check_token_methods(args), *_check_update(args)]
+
+
+def check_methods(args: SimpleNamespace) -> list[Finding]:
+    """Return what is wrong with the token methods: they have to load, take their arguments, and weigh made-up tokens.
+
+    Args:
+        args: upstream's nested arguments, as its `train` gets them.
+    """
+    sources = args.algo.token_method
+    if not sources:
+        return []
+    given = " ".join(sources)
+    with closing(
+        WorkerPool("arlopti_openrlhf.token_method:describe", 1, PROBE_SECONDS, memory_gib=_UNLIMITED)
+    ) as pool:
+        try:
+            answer = pool.call(sources, args.algo.token_method_args)
+        except TimedOut:
+            answer = {"problem": f"no weights for {PROBE_SECONDS:g} s, the import of the files included"}
+        except Died:
+            answer = {"problem": "the process that asks for weights ends"}
+        except (Raised, RuntimeError) as error:
+            answer = {"problem": f"cannot be asked: {str(error).strip()[-200:]}"}
+    if answer["problem"]:
+        return [Finding(_FLAG, given, answer["problem"], "correct the method or --algo.token_method_args")]
+    findings = []
+    if readers := ", ".join(answer["reading_entropies"]):
+        if is_vision_language(args):
+            problem = f"{readers} needs entropies, which the update of a vision-language model does not give"
+            findings.append(Finding(_FLAG, given, problem, "take another method, or a text model"))
+        elif not is_selective(args):
+            problem = f"{readers} needs entropies, which the selective update alone gives"
+            findings.append(Finding(_FLAG, given, problem, "give --actor.update selective, or another method"))
+    if answer["passes"] > 1 and args.actor.lr_scheduler in NOT_BY_STEPS:
+        problem = f"does not follow from the number of steps, of which {given} takes {answer['passes']} times as many"
+        remedy = "choose a schedule that does, such as constant"
+        findings.append(Finding("--actor.lr_scheduler", args.actor.lr_scheduler, problem, remedy))
+    return findings
+
+
+def describe_update(args: SimpleNamespace) -> Update:
+    """Return what the other checks have to know of the run's update."""
+    return Update(trains_in_passes(args), not is_selective(args), bytes_per_token)
+
+
+def uses_lopti(args: SimpleNamespace) -> bool:
+    """Return whether tokens are updated in groups."""
+    return args.algo.lopti.eta is not None or args.algo.lopti.quantile is not None
+
+
+def uses_methods(args: SimpleNamespace) -> bool:
+    """Return whether tokens are weighted or divided into groups."""
+    return bool(args.algo.ar.alpha or uses_lopti(args) or args.algo.token_method)
+
+
+def trains_in_passes(args: SimpleNamespace) -> bool:
+    """Return whether our own loop takes whole optimizer steps of a rollout batch, and not upstream's."""
+    return bool(uses_lopti(args) or args.algo.token_method or is_selective(args))
+
+
+def needs_stock_update(args: SimpleNamespace) -> str | None:
+    """Return the first flag that only OpenRLHF's own update can serve."""
+    return next((flag for flag, off in _NEEDS_STOCK_UPDATE.items() if attrgetter(flag)(args) != off), None)
+
+
+def is_selective(args: SimpleNamespace) -> bool:
+    """Return whether the update computes only what it needs: where the user says so, and else with token methods."""
+    if args.actor.update is not None:
+        return args.actor.update == SELECTIVE
+    return uses_methods(args) and needs_stock_update(args) is None
+
+
+def _check_lopti(args: SimpleNamespace) -> list[Finding]:
+    lopti, findings = args.algo.lopti, []
+    if lopti.eta is not None and lopti.quantile is not None:
+        problem = f"given together with --algo.lopti.eta {lopti.eta}"
+        findings.append(Finding("--algo.lopti.quantile", lopti.quantile, problem, "give one of the two, in (0, 1)"))
+    for name, default in LOPTI_DEFAULTS.items():
+        value = vars(lopti)[name]
+        if not uses_lopti(args) and value != default:
+            remedy = "give --algo.lopti.eta or --algo.lopti.quantile, in (0, 1)"
+            findings.append(Finding(f"--algo.lopti.{name}", value, "Lopti is off", remedy))
+    if lopti.groups != "both" and lopti.order != "low_first":
+        problem = f"there is no order, since --algo.lopti.groups is {lopti.groups}"
+        findings.append(Finding("--algo.lopti.order", lopti.order, problem, "leave one of the two out"))
+    if uses_lopti(args) and args.actor.lr_scheduler in NOT_BY_STEPS:
+        problem = "does not follow from the number of steps, which Lopti doubles"
+        remedy = "choose a schedule that does, such as constant"
+        findings.append(Finding("--actor.lr_scheduler", args.actor.lr_scheduler, problem, remedy))
+    return findings
+
+
+def _check_token_methods(args: SimpleNamespace) -> list[Finding]:
+    """Refuse what goes against other flags. `check_methods` loads the methods."""
+    names = [methods.name_of(source) for source in args.algo.token_method]
+    flag, findings = "--algo.token_method", []
+    twice = {"ar": ("--algo.ar.alpha", args.algo.ar.alpha), "lopti": ("--algo.lopti.*", uses_lopti(args))}
+    for name, (other, is_on) in twice.items():
+        if name in names and is_on:
+            findings.append(Finding(flag, name, f"{other} switches it on, too", "give one of the two"))
+    if names and args.actor.policy_loss_type == "gspo":
+        problem = "cannot go with --actor.policy_loss_type gspo, whose ratio is the sequence's"
+        findings.append(Finding(flag, " ".join(names), problem, "set that to ppo"))
+    if args.algo.token_method_args and not names:
+        remedy = "give --algo.token_method"
+        values = " ".join(args.algo.token_method_args)
+        findings.append(Finding("--algo.token_method_args", values, "there is no token method", remedy))
+    if args.algo.token_method_normalize:
+        flag = "--algo.token_method_normalize"
+        if not names:
+            findings.append(Finding(flag, True, "there is no token method", "give --algo.token_method"))
+        for name, (other, is_on) in twice.items():
+            if is_on:
+                problem = f"the mean of the weights would be without {other}"
+                findings.append(Finding(flag, True, problem, f"give --algo.token_method {name} in place of {other}"))
+    return findings
+
+
+def _check_update(args: SimpleNamespace) -> list[Finding]:
+    findings = []
+    stock_only = needs_stock_update(args)
+    if args.actor.update == SELECTIVE and stock_only:
+        problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
+        remedy = f"set that to {_NEEDS_STOCK_UPDATE[stock_only]}, or --actor.update to stock"
+        findings.append(Finding("--actor.update", args.actor.update, problem, remedy))
+    batch, rollout = args.train.batch_size, rollout_samples(args)
+    if trains_in_passes(args) and (batch < 1 or rollout < batch or rollout % batch):
+        problem = "does not divide the rollout batch, of which token methods and the selective update take whole steps"
+        remedy = f"give a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
+        findings.append(Finding("--train.batch_size", batch, problem, remedy))
+    return findings

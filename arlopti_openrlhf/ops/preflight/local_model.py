@@ -1,0 +1,124 @@
+"""Reads a model that is on this machine with transformers: its folder, configuration, tokenizer and size."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+# Forms of a tokenizer that transformers reads. Where none is there, it makes an empty one and says nothing.
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer.tiktoken",
+    "tekken.json",
+)
+
+
+class ModelSize(NamedTuple):
+    """What the estimates of memory and disk depend on.
+
+    Attributes:
+        parameters: all of them.
+        hidden: size of the hidden states.
+        layers: number of layers.
+        vocabulary: number of tokens.
+    """
+
+    parameters: int
+    hidden: int
+    layers: int
+    vocabulary: int
+
+
+def local_folder(model: str) -> Path | None:
+    """Return the folder of a model: its own, or where the hub's cache keeps it. None where neither is there."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def is_offline() -> bool:
+    """Return whether the hub is shut off."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, or {} where there is no such file. ValueError, with the name, for anything else."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} holds no object with keys")
+    return value
+
+
+def load_config(folder: Path) -> "PreTrainedConfig":
+    """Return the configuration of a model.
+
+    Raises:
+        ValueError: it cannot be read, or transformers does not know the model's type.
+    """
+    from transformers import AutoConfig
+
+    read_json(folder / "config.json")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a model as the run loads it.
+
+    Raises:
+        FileNotFoundError: the folder has none.
+        ValueError: it cannot be loaded.
+    """
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        raise FileNotFoundError(folder / _TOKENIZERS[0])
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise anything
+        for path in sorted(folder.glob("*.json")):
+            read_json(path)  # raises with the file's name, which transformers leaves out
+        text = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"its tokenizer cannot be loaded: {type(error).__name__}: {text}") from None
+    # The processor of a vision-language model has a template of its own. Loading it takes torchvision.
+    template = read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, str) and "vision_config" in read_json(folder / "config.json"):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def read_size(folder: Path) -> ModelSize | None:
+    """Return the size of the model in a folder, or None where transformers cannot build it. No memory is taken."""
+    import torch
+    import transformers
+
+    try:
+        config = load_config(folder)
+        name = (config.architectures or [""])[0]
+        with torch.device("meta"):
+            if name:
+                model = getattr(transformers, name)._from_config(config)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(config)
+        text = config.get_text_config()
+        return ModelSize(model.num_parameters(), text.hidden_size, text.num_hidden_layers, text.vocab_size)
+    except Exception:  # a model's class raises anything; the check of the model says what is wrong with it
+        return None
