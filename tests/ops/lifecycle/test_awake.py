@@ -20,7 +20,9 @@ WAITS = {
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_limit_is_not_over_on_waking(wait):
-    code = f"import threading, time\nfrom arlopti_openrlhf.run import awake\nprint('waits', flush=True)\n{wait}"
+    code = (
+        f"import threading, time\nfrom arlopti_openrlhf.ops.lifecycle import awake\nprint('waits', flush=True)\n{wait}"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline() == b"waits\n"
     start = time.monotonic()
