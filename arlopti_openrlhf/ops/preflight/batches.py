@@ -2,7 +2,12 @@
 
 from types import SimpleNamespace
 
-from arlopti_openrlhf.ops.preflight.combinations import loads_reference, rollout_samples, trains_in_passes
+from arlopti_openrlhf.ops.preflight.combinations import (
+    loads_reference,
+    rollout_samples,
+    takes_whole_steps,
+    trains_in_passes,
+)
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 
@@ -79,7 +84,7 @@ def _check_rollout(args: SimpleNamespace, names: list[str], ranks: int) -> list[
 def _check_rest(args: SimpleNamespace) -> list[Finding]:
     """Say that gradients are carried over from one rollout batch to the next. With AR and Lopti that is refused."""
     samples, batch = rollout_samples(args), args.train.batch_size
-    if samples % batch == 0 or trains_in_passes(args):
+    if samples % batch == 0 or takes_whole_steps(args):
         return []
     problem = f"does not divide the rollout batch of {samples} samples, so that steps mix two rollout batches"
     return [Finding("--train.batch_size", batch, problem, f"give a divisor of {samples}", is_fatal=False)]

@@ -3,6 +3,7 @@
 from contextlib import closing
 from types import SimpleNamespace
 
+from arlopti_openrlhf import methods
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 from arlopti_openrlhf.ops.preflight.combinations import NOT_BY_STEPS, is_selective
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -19,15 +20,15 @@ def check(args: SimpleNamespace) -> list[Finding]:
     Args:
         args: upstream's nested arguments, as its `train` gets them.
     """
-    sources = args.algo.token_method
-    if not sources:
-        return []
+    sources, arguments = methods.requested(args.algo)
+    if not args.algo.token_method and not args.algo.token_method_args:
+        return []  # the parser has looked at the flags of AR and Lopti
     given = " ".join(sources)
     with closing(
         WorkerPool("arlopti_openrlhf.token_method:describe", 1, PROBE_SECONDS, memory_gib=_UNLIMITED)
     ) as pool:
         try:
-            found = pool.call(sources, args.algo.token_method_args)
+            found = pool.call(sources, arguments)
         except TimedOut:
             found = {"problem": f"no weights for {PROBE_SECONDS:g} s, the import of the files included"}
         except Died:
