@@ -2,19 +2,24 @@
 
 A token method is a Python file with
 
-    def weigh(tokens: Tokens, *, constant=0.5) -> Tensor | Sequence[Tensor]: ...
+    def weigh(tokens: Tokens, *, constant=0.5) -> Tensor | Sequence[Tensor] | Mapping[str, Tensor]: ...
 
-It returns a weight of at least 0 for each token, one tensor (B, A) for each optimizer pass over a mini-batch. A pass
-multiplies advantages by its weights and leaves out the tokens of weight 0. In training `weigh` gets one response at a
-time, without padding. So nothing can depend on what shares a micro-batch. What depends on other responses belongs in a
-second function, which gets the tokens of the whole rollout batch, of all ranks, as one row (1, N). `weigh` gets its
-result:
+It returns a weight of at least 0 for each token, one tensor (B, A) for each optimizer pass over a mini-batch. A
+mapping names the passes, which then divide the tokens into groups, as Lopti's do. A pass multiplies advantages by its
+weights and leaves out the tokens of weight 0. In training `weigh` gets one response at a time, without padding. So
+nothing can depend on what shares a micro-batch. What depends on other responses belongs in a second function, which
+gets the tokens of the whole rollout batch, of all ranks, as one row (1, N). `weigh` gets its result:
 
     def statistic(tokens: Tokens, *, constant): ...
     def weigh(tokens: Tokens, statistic, *, constant=0.5): ...
 
-The constants of a method are the keyword arguments of `weigh`. `statistic` gets those that it names. Two more names in
-the file say what the method asks for:
+The constants of a method are the keyword arguments of `weigh`. `statistic` gets those that it names. Where all of
+those are None there is nothing to compute, and `weigh` gets None. A third function replaces what is logged of the
+weights:
+
+    def metrics(sums: Mapping[str, WeightSums], statistic, *, constant) -> dict[str, float]: ...
+
+Two more names in the file say what the method asks for:
 
     NEEDS_ENTROPIES = True  # `tokens.entropies`, from the forward pass that gives π_old
     DIVIDES_BY_KEPT = True  # the loss divides by the tokens of weight above 0, not by all tokens of the responses
@@ -27,7 +32,7 @@ import inspect
 import io
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -55,13 +60,36 @@ class Tokens(NamedTuple):
         return token_probabilities(self.log_probs)
 
 
+class WeightSums(NamedTuple):
+    """Holds sums over the weights that a method gives in one pass. Those of several responses or ranks add up."""
+
+    tokens: float
+    weights: float
+    squares: float
+    zeros: float  # tokens of weight 0
+
+    @property
+    def mean(self) -> float:
+        return self.weights / self.tokens
+
+    @property
+    def zero_share(self) -> float:
+        return self.zeros / self.tokens
+
+    @property
+    def effective_share(self) -> float:
+        """Return (Σw)² / (NΣw²), which is 1 where all weights are equal."""
+        return self.weights**2 / (self.tokens * self.squares) if self.squares else 0.0
+
+
 class Method(NamedTuple):
     """A token method with its constants."""
 
     name: str
     module: ModuleType
     constants: dict[str, Any]
-    passes: int  # optimizer passes over a mini-batch, which is how many tensors `weigh` returns
+    passes: tuple[str, ...] = ()  # names of its optimizer passes over a mini-batch; "" where there is one
+    groups: bool = False  # whether `weigh` names the passes, which divide the tokens into groups then
 
     @property
     def needs_entropies(self) -> bool:
@@ -73,7 +101,12 @@ class Method(NamedTuple):
 
     @property
     def has_statistic(self) -> bool:
-        return "statistic" in vars(self.module)
+        """Return whether there is a statistic to compute."""
+        function = vars(self.module).get("statistic")
+        if function is None:
+            return False
+        constants = self._named_by(function)
+        return not constants or any(value is not None for value in constants.values())
 
     @property
     def needs_rollout_batch(self) -> bool:
@@ -85,8 +118,7 @@ class Method(NamedTuple):
         if not self.has_statistic:
             return None
         function = self.module.statistic
-        named = inspect.signature(function).parameters
-        return function(self._seen(tokens), **{name: value for name, value in self.constants.items() if name in named})
+        return function(self._seen(tokens), **self._named_by(function))
 
     def weigh(self, tokens: Tokens, statistic: Any) -> list[Tensor]:
         """Return the weights (B, A) of each pass in the dtype of `log_probs`, 0 outside the mask.
@@ -95,16 +127,55 @@ class Method(NamedTuple):
             ValueError: the method returns something else than finite weights of at least 0 in that shape, or not as
                 many tensors as before.
         """
-        weights = self.ask(tokens, statistic)
-        if len(weights) != self.passes:
-            raise self._error(f"returned {len(weights)} tensors, and {self.passes} before")
-        return [self._checked(weight, tokens) for weight in weights]
+        weights = self._by_pass(self._ask(tokens, statistic))
+        if len(weights) != len(self.passes):
+            raise self._error(f"returned {len(weights)} tensors, and {len(self.passes)} before")
+        return [self._checked(weight, tokens) for weight in weights.values()]
 
-    def ask(self, tokens: Tokens, statistic: Any) -> list:
-        """Return what `weigh` does for each pass, unchecked."""
-        known = (statistic,) if self.has_statistic else ()
-        result = self.module.weigh(self._seen(tokens), *known, **self.constants)
-        return list(result) if isinstance(result, list | tuple) else [result]
+    def with_passes(self, tokens: Tokens, statistic: Any) -> "Method":
+        """Return the method with the passes that `weigh` makes of some tokens."""
+        result = self._ask(tokens, statistic)
+        return self._replace(passes=tuple(self._by_pass(result)), groups=isinstance(result, Mapping))
+
+    def metrics(self, sums: Mapping[str, WeightSums], statistic: Any) -> dict[str, float]:
+        """Return what to log of the weights: by default mean, share of zeros and effective share of each pass.
+
+        Args:
+            sums: of each pass, by name.
+            statistic: what the method has to know of the tokens of all ranks.
+        """
+        function = vars(self.module).get("metrics")
+        if function is not None:
+            return function(sums, statistic, **self._named_by(function))
+        logged: dict[str, float] = {}
+        for name, found in sums.items():
+            path = "/".join(filter(None, ("token_method", self.name, name)))
+            logged |= {f"{path}/mean_weight": found.mean, f"{path}/zero_share": found.zero_share}
+            logged[f"{path}/effective_share"] = found.effective_share
+        return logged
+
+    @property
+    def has_metrics(self) -> bool:
+        """Return whether the method logs under names of its own, and not under `token_method/`."""
+        return "metrics" in vars(self.module)
+
+    def _ask(self, tokens: Tokens, statistic: Any) -> Any:
+        known = (statistic,) if "statistic" in vars(self.module) else ()
+        return self.module.weigh(self._seen(tokens), *known, **self.constants)
+
+    @staticmethod
+    def _by_pass(result: Any) -> dict[str, Any]:
+        """Return what `weigh` has returned by the names of the passes, unchecked."""
+        if isinstance(result, Mapping):
+            return dict(result)
+        if not isinstance(result, list | tuple):
+            return {"": result}
+        return {f"pass{i}": weights for i, weights in enumerate(result, 1)} if len(result) != 1 else {"": result[0]}
+
+    def _named_by(self, function: Callable) -> dict[str, Any]:
+        """Return the constants that a function of the method takes."""
+        parameters = inspect.signature(function).parameters
+        return {name: value for name, value in self.constants.items() if name in parameters}
 
     def _seen(self, tokens: Tokens) -> Tokens:
         return tokens if self.needs_entropies else tokens._replace(entropies=None)
@@ -133,6 +204,17 @@ def combine(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [functools.reduce(torch.mul, passes) for passes in itertools.product(*weights)]
 
 
+def pass_labels(methods: Sequence[Method]) -> list[str]:
+    """Return the names of the combinations of passes in metrics, in the order of `combine`; "" where there is one.
+
+    A group has its method's name, as in `lopti/low`. Other passes stand under `token_method/`.
+    """
+    by_method = [[f"{m.name}/{name}" if m.groups else name for name in m.passes] for m in methods]
+    labels = ["/".join(filter(None, names)) for names in itertools.product(*by_method)]
+    prefix = "" if any(m.groups for m in methods) else "token_method/"
+    return [label and prefix + label for label in labels]
+
+
 def load(sources: Sequence[str], arguments: Sequence[str]) -> list[Method]:
     """Load token methods and ask each for the weights of a few made-up tokens.
 
@@ -151,6 +233,8 @@ def load(sources: Sequence[str], arguments: Sequence[str]) -> list[Method]:
         name, key, value = parse_argument(argument)
         if name not in given:
             raise ValueError(f"{argument}: there is no token method {name} among those given ({', '.join(names)})")
+        if key in given[name]:
+            raise ValueError(f"{argument}: {name}.{key} is given as {given[name][key]} already")
         given[name][key] = value
     return [_load_one(source, name, given[name]) for source, name in zip(sources, names, strict=True)]
 
@@ -169,7 +253,7 @@ def describe(sources: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]
             return {"problem": str(error)}
     return {
         "problem": None,
-        "passes": math.prod(method.passes for method in methods),
+        "passes": len(pass_labels(methods)),
         "reading_entropies": [method.name for method in methods if method.needs_entropies],
     }
 
@@ -207,7 +291,7 @@ def _load_one(source: str, name: str, given: dict[str, Any]) -> Method:
         spec.loader.exec_module(module)
         if not callable(vars(module).get("weigh")):
             raise ValueError("it has no function `weigh`")
-        return _probed(Method(name, module, _constants(module, given), passes=0))
+        return _probed(Method(name, module, _constants(module, given)))
     except (Exception, SystemExit) as error:
         said = (str(error).splitlines() or [""])[0]
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
@@ -242,7 +326,7 @@ def _probed(method: Method) -> Method:
     tokens = Tokens(log_probs, advantages, torch.ones(3, 5), entropies)
     row = Tokens(*(values.reshape(1, -1) for values in tokens))
     statistic = method.statistic(row)
-    method = method._replace(passes=len(method.ask(row, statistic)))
+    method = method.with_passes(row, statistic)
     if not method.passes:
         raise ValueError("weigh returned no tensor at all")
     for part in (tokens, Tokens(*(values[:1, :1] for values in tokens))):

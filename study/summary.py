@@ -43,7 +43,8 @@ def summarize(run: Run, scalars: Scalars) -> dict:
         curves["entropy"] = over_bins(scalars, LOW_BINS + HIGH_BINS, "entropy")
     # Of a token method, before its weights are normalized. Each run has one at most.
     for short in ("mean_weight", "zero_share"):
-        for name in fnmatch.filter(scalars, f"train/token_method/*/{short}"):
+        of_ar = [f"train/ar/{short}"] if "--algo.token_method ar" in run.flags else []
+        for name in fnmatch.filter(scalars, f"train/token_method/*/{short}") or of_ar:
             curves[short] = along(scalars, name)
     norms = {short: list(scalars[name].values()) for name, short in NORMS.items() if name in scalars}
     return {

@@ -43,6 +43,42 @@ def test_lopti():
     assert weights(load("lopti"), tokens([0.4, 0.5, 0.9], [1.0] * 3)) == [[1, 0, 0], [0, 1, 1]]
 
 
+def test_loptis_order_groups_and_quantile():
+    """The quantile 0.5 of probabilities 0.1, 0.2, 0.6 and 0.8 is 0.4. Without it there is no statistic to compute."""
+    seen = tokens([0.1, 0.8, 0.2, 0.6], [1.0] * 4)
+    assert weights(load("lopti", "quantile=0.5"), seen) == [[1, 0, 1, 0], [0, 1, 0, 1]]
+    assert weights(load("lopti", "eta=0.7", "order=high_first"), seen) == [[0, 1, 0, 0], [1, 0, 1, 1]]
+    assert weights(load("lopti", "eta=0.7", "groups=high"), seen) == [0, 1, 0, 0]
+    assert load("lopti", "quantile=0.5").statistic(seen) == pytest.approx(0.4)
+    assert load("lopti", "quantile=0.5").needs_rollout_batch and not load("lopti").needs_rollout_batch
+    assert load("lopti").statistic(seen) is None
+
+
+def test_the_names_of_passes():
+    both, high = load("lopti", "order=high_first"), load("lopti", "groups=high")
+    assert (both.passes, high.passes, load("ar").passes) == (("high", "low"), ("high",), ("",))
+    assert token_method.pass_labels([]) == token_method.pass_labels([load("ar")]) == [""]
+    assert token_method.pass_labels([load("ar"), both]) == ["lopti/high", "lopti/low"]
+    two = load("ar")._replace(passes=("pass1", "pass2"))
+    assert token_method.pass_labels([two]) == ["token_method/pass1", "token_method/pass2"]
+    assert token_method.pass_labels([high, two]) == ["lopti/high/pass1", "lopti/high/pass2"]
+
+
+def test_what_is_logged_of_the_weights():
+    """Four tokens with weights 0, 0, 1 and 2: mean 3/4, half of them 0, effective share 9 / (4 · 5)."""
+    sums = token_method.WeightSums(4, 3, 5, 2)
+    assert load("ar").metrics({"": sums}, None) == {"ar/mean_weight": 0.75}
+    logged = load("steer").metrics({"": sums}, 0.1)
+    names = "mean_weight", "zero_share", "effective_share"
+    assert logged == dict(zip([f"token_method/steer/{name}" for name in names], (0.75, 0.5, 9 / 20), strict=True))
+    # 40 tokens, of which 10 are in the low group.
+    low, high = token_method.WeightSums(40, 10, 10, 30), token_method.WeightSums(40, 30, 30, 10)
+    expected = {"lopti/low_share": 0.25, "lopti/eta": 0.5}
+    assert load("lopti").metrics({"low": low, "high": high}, None) == expected
+    assert load("lopti", "groups=high").metrics({"high": high}, None) == expected
+    assert load("lopti", "quantile=0.25").metrics({"low": low}, 0.1) == expected | {"lopti/eta": 0.1}
+
+
 def test_eighty_twenty():
     # ⌈0.4 · 5⌉ = 2 tokens: entropies 0.9 and 0.7. The one without a mask has more, and does not count.
     seen = tokens([0.5] * 6, [1.0] * 6, [0.1, 0.9, 0.3, 0.7, 0.2, 5.0], mask=[1, 1, 1, 1, 1, 0])
@@ -243,6 +279,13 @@ def test_a_file_that_cannot_work_is_refused_in_one_line(tmp_path, body, said):
         (["ar"], ["ar.beta=1"], "ar: weigh has no keyword argument beta; it takes alpha"),
         (["ar"], ["alpha=1"], "alpha=1 is not of the form NAME.KEY=VALUE"),
         (["ar"], ["ar.alpha="], "ar.alpha= is not of the form"),
+        (["ar"], ["ar.alpha=1", "ar.alpha=1"], "ar.alpha=1: ar.alpha is given as 1 already"),
+        (["lopti"], ["lopti.order=low"], "lopti: order must be low_first or high_first"),
+        (
+            ["lopti"],
+            ["lopti.groups=none"],
+            "and groups both, low or high: low_first, none",
+        ),
         (["surprisal_band"], ["surprisal_band.lo=1"], "surprisal_band: needs hi"),
         *(
             ([argument.partition(".")[0]], [argument], "must lie in")
@@ -251,6 +294,7 @@ def test_a_file_that_cannot_work_is_refused_in_one_line(tmp_path, body, said):
                 "ar.alpha=nan",
                 "ar.alpha=text",
                 "lopti.eta=0",
+                "lopti.quantile=0",
                 "eighty_twenty.share=0",
                 "stapo.tau=2",
                 "stapo.kappa=-1",

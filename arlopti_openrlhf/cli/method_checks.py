@@ -35,15 +35,15 @@ def check_methods(args: SimpleNamespace) -> list[Finding]:
     Args:
         args: upstream's nested arguments, as its `train` gets them.
     """
-    sources = args.algo.token_method
-    if not sources:
-        return []
+    sources, arguments = methods.requested(args.algo)
+    if not args.algo.token_method and not args.algo.token_method_args:
+        return []  # the parser has looked at the flags of AR and Lopti
     given = " ".join(sources)
     with closing(
         WorkerPool("arlopti_openrlhf.token_method:describe", 1, PROBE_SECONDS, memory_gib=_UNLIMITED)
     ) as pool:
         try:
-            answer = pool.call(sources, args.algo.token_method_args)
+            answer = pool.call(sources, arguments)
         except TimedOut:
             answer = {"problem": f"no weights for {PROBE_SECONDS:g} s, the import of the files included"}
         except Died:
@@ -74,17 +74,18 @@ def describe_update(args: SimpleNamespace) -> Update:
 
 def uses_lopti(args: SimpleNamespace) -> bool:
     """Return whether tokens are updated in groups."""
-    return args.algo.lopti.eta is not None or args.algo.lopti.quantile is not None
+    lopti = args.algo.lopti
+    return lopti.eta is not None or lopti.quantile is not None or "lopti" in args.algo.token_method
 
 
 def uses_methods(args: SimpleNamespace) -> bool:
-    """Return whether tokens are weighted or divided into groups."""
-    return bool(args.algo.ar.alpha or uses_lopti(args) or args.algo.token_method)
+    """Return whether there is a token method."""
+    return bool(methods.requested(args.algo)[0])
 
 
 def trains_in_passes(args: SimpleNamespace) -> bool:
-    """Return whether our own loop takes whole optimizer steps of a rollout batch, and not upstream's."""
-    return bool(uses_lopti(args) or args.algo.token_method or is_selective(args))
+    """Return whether our own loop trains, in whole optimizer steps of a rollout batch, and not upstream's."""
+    return uses_methods(args) or is_selective(args)
 
 
 def needs_stock_update(args: SimpleNamespace) -> str | None:
@@ -107,7 +108,7 @@ def _check_lopti(args: SimpleNamespace) -> list[Finding]:
     for name, default in LOPTI_DEFAULTS.items():
         value = vars(lopti)[name]
         if not uses_lopti(args) and value != default:
-            remedy = "give --algo.lopti.eta or --algo.lopti.quantile, in (0, 1)"
+            remedy = "give --algo.lopti.eta or --algo.lopti.quantile, in (0, 1), or --algo.token_method lopti"
             findings.append(Finding(f"--algo.lopti.{name}", value, "Lopti is off", remedy))
     if lopti.groups != "both" and lopti.order != "low_first":
         problem = f"there is no order, since --algo.lopti.groups is {lopti.groups}"
@@ -121,27 +122,16 @@ def _check_lopti(args: SimpleNamespace) -> list[Finding]:
 
 def _check_token_methods(args: SimpleNamespace) -> list[Finding]:
     """Refuse what goes against other flags. `check_methods` loads the methods."""
-    names = [methods.name_of(source) for source in args.algo.token_method]
-    flag, findings = "--algo.token_method", []
-    twice = {"ar": ("--algo.ar.alpha", args.algo.ar.alpha), "lopti": ("--algo.lopti.*", uses_lopti(args))}
-    for name, (other, is_on) in twice.items():
-        if name in names and is_on:
-            findings.append(Finding(flag, name, f"{other} switches it on, too", "give one of the two"))
-    if names and args.actor.policy_loss_type == "gspo":
-        problem = "cannot go with --actor.policy_loss_type gspo, whose ratio is the sequence's"
-        findings.append(Finding(flag, " ".join(names), problem, "set that to ppo"))
-    if args.algo.token_method_args and not names:
-        remedy = "give --algo.token_method"
-        values = " ".join(args.algo.token_method_args)
-        findings.append(Finding("--algo.token_method_args", values, "there is no token method", remedy))
-    if args.algo.token_method_normalize:
-        flag = "--algo.token_method_normalize"
-        if not names:
-            findings.append(Finding(flag, True, "there is no token method", "give --algo.token_method"))
-        for name, (other, is_on) in twice.items():
-            if is_on:
-                problem = f"the mean of the weights would be without {other}"
-                findings.append(Finding(flag, True, problem, f"give --algo.token_method {name} in place of {other}"))
+    names = [methods.name_of(source) for source in methods.requested(args.algo)[0]]
+    others, findings = [name for name in names if name not in ("ar", "lopti")], []
+    if others and args.actor.policy_loss_type == "gspo":
+        problem = "cannot go with --actor.policy_loss_type gspo, which has one ratio for a sequence"
+        findings.append(Finding(_FLAG, " ".join(others), problem, "set that to ppo"))
+    if not names:
+        given = {"args": " ".join(args.algo.token_method_args), "normalize": args.algo.token_method_normalize}
+        for name, value in given.items():
+            if value:
+                findings.append(Finding(f"{_FLAG}_{name}", value, "there is no token method", f"give {_FLAG}"))
     return findings
 
 
@@ -154,7 +144,11 @@ def _check_update(args: SimpleNamespace) -> list[Finding]:
         findings.append(Finding("--actor.update", args.actor.update, problem, remedy))
     batch, rollout = args.train.batch_size, rollout_samples(args)
     if trains_in_passes(args) and (batch < 1 or rollout < batch or rollout % batch):
+        # AR's flag has always been allowed there, on the stock actor.
+        is_ar_alone = not (uses_lopti(args) or args.algo.token_method or is_selective(args)) and rollout >= batch > 0
         problem = "does not divide the rollout batch, of which token methods and the selective update take whole steps"
+        if is_ar_alone:
+            problem = f"does not divide the rollout batch, of which {rollout % batch} samples are left out"
         remedy = f"give a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
-        findings.append(Finding("--train.batch_size", batch, problem, remedy))
+        findings.append(Finding("--train.batch_size", batch, problem, remedy, is_fatal=not is_ar_alone))
     return findings

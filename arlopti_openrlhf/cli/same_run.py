@@ -24,7 +24,7 @@ _COUNTED_IN = (
     "train.max_epochs",
     "train.seed",  # of the order of the prompts
 )
-_PASSES = ("algo.lopti.eta", "algo.lopti.quantile", "algo.lopti.groups", "algo.token_method")
+_PASSES = ("algo.lopti.eta", "algo.lopti.quantile", "algo.lopti.groups", "algo.token_method", "algo.token_method_args")
 # DeepSpeed loads no checkpoint that other ranks, or another stage, have written.
 _RANKS = ("num_nodes", "num_gpus_per_node")
 _LAYOUT = ("ds.zero_stage", "ds.ring_attn_size", "ds.tensor_parallel_size")
@@ -88,9 +88,11 @@ def _is_counted_in(key: str, had: _Values, has: _Values) -> bool:
 
 def _passes(values: _Values) -> int:
     """Return how many optimizer steps a mini-batch takes. A token method in a file may take more."""
-    is_on = "algo.lopti.eta" in values or "algo.lopti.quantile" in values
-    by_flags = is_on and values.get("algo.lopti.groups") == "both"
-    return 2 if by_flags or "lopti" in values.get("algo.token_method", ()) else 1
+    by_flags = "algo.lopti.eta" in values or "algo.lopti.quantile" in values
+    takes_one = values.get("algo.lopti.groups") != "both" or any(
+        argument in ("lopti.groups=low", "lopti.groups=high") for argument in values.get("algo.token_method_args", ())
+    )
+    return 2 if (by_flags or "lopti" in values.get("algo.token_method", ())) and not takes_one else 1
 
 
 def _changes_layout(key: str, had: _Values, has: _Values) -> bool:

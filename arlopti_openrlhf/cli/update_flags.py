@@ -16,14 +16,14 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="FLOAT",
         help="α of Advantage Reweighting (Eq. 4), in [0, 1]. 0 is off (default). The paper takes 0.3 for K&K and 0.1 "
-        "for math.",
+        "for math. Short for --algo.token_method ar with ar.alpha.",
     )
     group.add_argument(
         "--algo.lopti.eta",
         type=number("(0, 1)"),
         metavar="FLOAT",
         help="η of Lopti, in (0, 1): tokens of a lower probability are updated apart from the rest. Off by default. "
-        "The paper takes 0.5.",
+        "The paper takes 0.5. Short for --algo.token_method lopti with lopti.eta, as are quantile, order and groups.",
     )
     group.add_argument(
         "--algo.lopti.quantile",
@@ -71,8 +71,7 @@ def add_update_flags(parser: argparse.ArgumentParser) -> None:
         "--algo.token_method_normalize",
         action="store_true",
         help="Divide the product of the token methods' weights by its mean over each rollout batch, so that its mean "
-        "is 1. That takes away what a method does by the mere size of its weights. --algo.ar.alpha and "
-        "--algo.lopti.* are refused beside it: give ar and lopti as token methods.",
+        "is 1. That takes away what a method does by the mere size of its weights.",
     )
     group.add_argument(
         "--actor.update",

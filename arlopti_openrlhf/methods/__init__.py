@@ -1,6 +1,7 @@
 """Token methods, one file each. `token_method.py` says what such a file holds. This module imports nothing heavy."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 FOLDER = Path(__file__).parent
@@ -14,6 +15,29 @@ def built_in() -> list[str]:
 def name_of(source: str) -> str:
     """Return the name of a method given by name or by file: that of the file without its folder and ending."""
     return Path(source).stem if source.endswith(".py") else source
+
+
+def requested(algo: SimpleNamespace) -> tuple[list[str], list[str]]:
+    """Return the sources and the arguments of the token methods that the flags `--algo.*` switch on.
+
+    `--algo.lopti.*` and `--algo.ar.alpha` are short for the methods `lopti` and `ar` with these constants. They come
+    first where `--algo.token_method` does not name them.
+    """
+    lopti, shorthands = algo.lopti, []
+    if lopti.eta is not None or lopti.quantile is not None:
+        shorthands.append("lopti")
+    if algo.ar.alpha:
+        shorthands.append("ar")
+    sources = [name for name in shorthands if name not in algo.token_method] + algo.token_method
+    values = {"ar.alpha": algo.ar.alpha or None}
+    values |= {f"lopti.{name}": vars(lopti)[name] for name in ("eta", "quantile", "order", "groups")}
+    # What a flag leaves at its default is free for `--algo.token_method_args`.
+    arguments = [
+        f"{key}={value}"
+        for key, value in values.items()
+        if key.partition(".")[0] in sources and value not in (None, "low_first", "both")
+    ]
+    return sources, arguments + algo.token_method_args
 
 
 def parse_argument(argument: str) -> tuple[str, str, Any]:

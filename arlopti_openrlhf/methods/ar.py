@@ -8,9 +8,11 @@
 - Deviations: none known. Neither renormalises, and neither do we.
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from arlopti_openrlhf.token_method import Tokens, check_range
+from arlopti_openrlhf.token_method import Tokens, WeightSums, check_range
 from arlopti_openrlhf.token_update import advantage_weights
 
 
@@ -26,3 +28,8 @@ def weigh(tokens: Tokens, *, alpha: float = 0.3) -> Tensor:
     """
     check_range("alpha", alpha, -1, 1)
     return advantage_weights(tokens.log_probs, alpha)
+
+
+def metrics(sums: Mapping[str, WeightSums], statistic: None) -> dict[str, float]:
+    """Return the mean weight, under the name that AR's flag has had from the start."""
+    return {"ar/mean_weight": sums[""].mean}

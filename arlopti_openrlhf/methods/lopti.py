@@ -4,24 +4,55 @@
 - Formula: w = 1[π_old < η] in the first pass, 1[π_old ≥ η] in the second.
 - Code read: github.com/zhyang2226/AR-Lopti at cbeb333.
 - Constants: η = 0.5.
-- Deviations: none known. Both passes divide by all tokens of the mini-batch. The flags --algo.lopti.* train the same,
-  bit for bit, and also have the quantile, the scope and the ablations.
+- Deviations: none known. Both passes divide by all tokens of the mini-batch. The quantile is ours. The other order and
+  one group alone are the ablations of Fig. 6.
 """
+
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from arlopti_openrlhf.token_method import Tokens
-from arlopti_openrlhf.token_update import HIGH, LOW, group_mask
+from arlopti_openrlhf.token_method import Tokens, WeightSums
+from arlopti_openrlhf.token_update import HIGH, LOW, group_mask, probability_quantile
+
+ORDERS = {"low_first": (LOW, HIGH), "high_first": (HIGH, LOW)}
 
 
-def weigh(tokens: Tokens, *, eta: float = 0.5) -> list[Tensor]:
-    """Return the low group and the high group, (B, A) each.
+def statistic(tokens: Tokens, *, quantile: float) -> float:
+    """Return the η below which a share `quantile` of the rollout batch's tokens lies."""
+    return probability_quantile(tokens.log_probs, tokens.mask, quantile)
+
+
+def weigh(
+    tokens: Tokens,
+    statistic: float | None,
+    *,
+    eta: float = 0.5,
+    quantile: float | None = None,
+    order: str = "low_first",
+    groups: str = "both",
+) -> dict[str, Tensor]:
+    """Return the low group and the high group by name, (B, A) each, in the order of their passes.
 
     Args:
         tokens: (B, A).
+        statistic: η where it follows from the quantile.
         eta: η in (0, 1].
+        quantile: share of the tokens in the low group, in (0, 1), in place of η.
+        order: `low_first` or `high_first`.
+        groups: `both`, or `low` or `high` alone.
 
     Raises:
-        ValueError: `eta` is out of range.
+        ValueError: a constant is out of range.
     """
-    return [group_mask(group, tokens.log_probs, tokens.mask, eta) for group in (LOW, HIGH)]
+    if order not in ORDERS or groups not in ("both", LOW, HIGH):
+        raise ValueError(f"order must be low_first or high_first, and groups both, low or high: {order}, {groups}")
+    threshold = eta if statistic is None else statistic
+    selected = [group for group in ORDERS[order] if groups in ("both", group)]
+    return {group: group_mask(group, tokens.log_probs, tokens.mask, threshold) for group in selected}
+
+
+def metrics(sums: Mapping[str, WeightSums], statistic: float | None, *, eta: float) -> dict[str, float]:
+    """Return the low group's share of the tokens, and η."""
+    low_share = sums[LOW].mean if LOW in sums else sums[HIGH].zero_share
+    return {"lopti/low_share": low_share, "lopti/eta": eta if statistic is None else statistic}

@@ -8,11 +8,9 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 
-from arlopti_openrlhf.token_update import HIGH, LOW, token_probabilities
-from arlopti_openrlhf.update.passes import Pass, response_log_probs
 from arlopti_openrlhf.update.ranks import Ranks
 
-# Sums over a group's tokens, divided by the whole mini-batch's count: the stages' values add up to the update's.
+# Sums over a pass's tokens, divided by the whole mini-batch's count: the passes' values add up to the update's.
 ADDITIVE = ("policy_loss", "kl", "entropy_loss")
 
 
@@ -95,60 +93,47 @@ class UpdateMetrics:
     """Gathers the passes of a rollout batch into one status."""
 
     def __init__(self, args: SimpleNamespace) -> None:
-        self.passes: dict[str | None, list[tuple[float, dict[str, float]]]] = defaultdict(list)
-        # The metrics of a pass; the others are of its samples, and the same in both stages.
+        self.passes: dict[str, list[tuple[float, dict[str, float]]]] = defaultdict(list)
+        # The metrics of a pass; the others are of its samples, and the same in every pass.
         self.of_pass = {"policy_loss", "entropy_loss", "ppo_clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio"}
         self.of_pass |= {"kl", "logprobs_diff"} if args.algo.kl.use_loss else set()
-        # GSPO's loss is the sequences', in both stages: it has no sum.
+        # GSPO's loss is the sequences', in every pass: it has no sum.
         self.summed = ADDITIVE[1:] if args.actor.policy_loss_type == "gspo" else ADDITIVE
 
-    def add(self, this_pass: Pass, num_tokens: float, status: dict[str, float]) -> None:
-        """Add a pass: the tokens of its group over all ranks, and what `PassMetrics.reduce` returned."""
-        self.passes[this_pass.stage.label].append((num_tokens, status))
+    def add(self, label: str, num_tokens: float, status: dict[str, float]) -> None:
+        """Add a pass: its name, the tokens that it updated over all ranks, and what `PassMetrics.reduce` returned."""
+        self.passes[label].append((num_tokens, status))
 
     def summary(self) -> dict[str, float]:
         """Return the rollout batch's metrics.
 
-        With stages the metrics of a pass appear as `lopti/<group>/<name>`, and where token methods have several passes
-        as `token_method/pass1/<name>` and so on. The additive ones also appear as the sum over all. Means of a pass
-        are weighted by tokens. The learning rate is the last pass's; so is, in each stage, the norm of the gradient.
+        The metrics of a pass that has a name appear under it, as `lopti/low/<metric>` or
+        `token_method/pass1/<metric>`. The additive ones also appear as the sum over all. Means of a pass are weighted
+        by tokens. The learning rate is the last pass's. So is, under each name, the norm of the gradient.
         """
         summary: dict[str, float] = {}
         for label, passes in self.passes.items():
             total = sum(num_tokens for num_tokens, _ in passes)
-            stage = f"lopti/{label}" if label and label.startswith((LOW, HIGH)) else f"token_method/{label}"
-            if label is not None:
-                summary[f"{stage}/num_tokens"] = total
+            if label:
+                summary[f"{label}/num_tokens"] = total
             for name in sorted(set().union(*(status for _, status in passes))):
                 values = [(num_tokens, status.get(name, 0.0)) for num_tokens, status in passes]
                 mean = sum(value for _, value in values) / len(values)
                 mean_by_tokens = sum(n * value for n, value in values) / total
-                of_stage = name if label is None else f"{stage}/{name}"
+                of_pass = f"{label}/{name}" if label else name
                 if name == "actor_lr":
                     summary[name] = values[-1][1]
                 elif name == "actor_grad_norm":
-                    summary[of_stage] = [status[name] for _, status in passes if name in status][-1]
+                    summary[of_pass] = [status[name] for _, status in passes if name in status][-1]
                 elif name not in self.of_pass:
                     summary[name] = mean
-                elif label is None:
+                elif not label:
                     summary[name] = mean_by_tokens
                 else:
                     if name in self.summed:
                         summary[name] = summary.get(name, 0.0) + mean
-                    summary[of_stage] = mean if name in ADDITIVE else mean_by_tokens
+                    summary[of_pass] = mean if name in ADDITIVE else mean_by_tokens
         return summary
-
-
-def method_metrics(items: list[Experience], alpha: float, eta: float | None, ranks: Ranks) -> dict[str, float]:
-    """Return `ar/mean_weight`, and `lopti/low_share` with `lopti/eta`, over the response tokens of all ranks."""
-    if not alpha and eta is None:
-        return {}
-    probabilities = token_probabilities(response_log_probs(items))
-    low = (probabilities < eta).sum().item() if eta is not None else 0
-    tokens, low, mass = ranks.sum(probabilities.numel(), low, probabilities.double().sum().item())
-    tokens = max(tokens, 1)
-    metrics = {"ar/mean_weight": alpha * mass / tokens + 1 - alpha} if alpha else {}
-    return metrics | ({"lopti/low_share": low / tokens, "lopti/eta": eta} if eta is not None else {})
 
 
 def rollout_gap(items: list[Experience], ranks: Ranks) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """The life of a micro-batch, from its tokens to its part of an optimizer step (docs/architecture.md)."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -9,13 +8,12 @@ from openrlhf.trainer.ray import ppo_actor
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from arlopti_openrlhf import learning_rate, token_method
+from arlopti_openrlhf import learning_rate, methods, token_method
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.token_update import advantage_weights, reweight_advantages
 from arlopti_openrlhf.update import old_log_probs, optimizer_steps
 from arlopti_openrlhf.update.group_loss import group_policy_loss
 from arlopti_openrlhf.update.metrics import micro_batch_status
-from arlopti_openrlhf.update.passes import Pass, Place, Stage, stages
+from arlopti_openrlhf.update.passes import Pass, Place
 from arlopti_openrlhf.update.penalties import add_penalties
 from arlopti_openrlhf.update.policy_forward import policy_forward
 from arlopti_openrlhf.update.ranks import Ranks
@@ -24,19 +22,17 @@ from arlopti_openrlhf.update.token_weights import TokenWeights
 
 
 class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
-    """`ActorPPOTrainer` whose `training_step` updates one group of tokens, with reweighted advantages.
+    """`ActorPPOTrainer` with a `training_step` that weighs the tokens.
 
-    With both methods, the selective actor and the statistics off, upstream's code runs unchanged.
+    With all methods, the selective actor and the statistics off, upstream's code runs unchanged.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.alpha, self.lopti = self.args.algo.ar.alpha, self.args.algo.lopti
-        self.uses_lopti = self.lopti.eta is not None or self.lopti.quantile is not None
         self.is_selective = isinstance(self.actor, SelectiveActor)
         self.observes = self.args.logger.probability_stats != "off"
-        self.methods = token_method.load(self.args.algo.token_method, self.args.algo.token_method_args)
-        self.is_off = not (self.alpha or self.uses_lopti or self.methods or self.is_selective or self.observes)
+        self.methods = token_method.load(*methods.requested(self.args.algo))
+        self.is_off = not (self.methods or self.is_selective or self.observes)
         has_other_gradients = self.args.algo.kl.use_loss or self.args.actor.entropy_coef is not None
         self.skips_idle = self.is_selective and not has_other_gradients
         self.ranks = Ranks(self.strategy)
@@ -44,12 +40,12 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         self.statistics: UpdateStatistics | None = None
         normalizes = self.args.algo.token_method_normalize
         self.token_weights = TokenWeights(self.methods, self.actor_loss_fn.token_level_loss, normalizes)
-        # What counts optimizer steps is shared out between the stages. At equal data the learning rate, the average of
-        # the weights and the balancing loss are those without Lopti.
-        num_stages = len(self.stages(eta=1.0 if self.uses_lopti else None))
-        learning_rate.stretch(self.actor_scheduler, num_stages)
-        self.ema_beta **= 1 / num_stages
-        self.aux_loss_coef = self.args.actor.aux_loss_coef / num_stages
+        # What counts optimizer steps is shared out between the passes. At equal data the learning rate, the average of
+        # the weights and the balancing loss are those of one pass.
+        self.passes = len(self.token_weights.labels)
+        learning_rate.stretch(self.actor_scheduler, self.passes)
+        self.ema_beta **= 1 / self.passes
+        self.aux_loss_coef = self.args.actor.aux_loss_coef / self.passes
 
     def training_step(
         self,
@@ -61,9 +57,9 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         place: Place | None = None,
         samples: Sequence[Experience] = (),
     ) -> dict:
-        """Take one micro-batch through the update (Algorithm 1, lines 11-19).
+        """Take one micro-batch through the update (Algorithm 1, lines 11-19), as upstream's `training_step`.
 
-        It restates upstream's `training_step`, and equals it bit for bit on upstream's actor without methods.
+        It equals that bit for bit on upstream's actor without methods.
 
         Args:
             experience: the micro-batch, on the device.
@@ -80,17 +76,21 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         if self.is_off:
             return super().training_step(experience, kl_ctl, step, loss_batch_info)
         self.actor.train()
-        this_pass = this_pass or Pass()
-        place = place or optimizer_steps.upstreams_place(self.actor.model, self.replay_buffer, step)
-        stage, response, old = this_pass.stage, experience.action_mask, experience.action_log_probs  # (B, A)
-
+        this_pass, place = (
+            this_pass or Pass(),
+            place or optimizer_steps.upstreams_place(self.actor.model, self.replay_buffer, step),
+        )
+        response, old = experience.action_mask, experience.action_log_probs  # (B, A)
         # The denominators are those of the whole response, whichever tokens the pass updates.
-        if loss_batch_info is None:
-            loss_batch_info = optimizer_steps.upstreams_denominators(self.strategy, self.replay_buffer, step, response)
+        loss_batch_info = loss_batch_info or optimizer_steps.upstreams_denominators(
+            self.strategy, self.replay_buffer, step, response
+        )
 
-        # Which tokens are computed: the stage's group without those of weight 0. Where π_old is not known yet, and for
-        # GSPO, whose ratio is the sequence's, the whole response is. Idle responses have no gradient.
-        group = response if this_pass.gives_old_log_probs else self._group(stage, old, response, samples)
+        # Which tokens are computed: those with a weight. Where π_old is not known yet, and for GSPO, whose ratio is
+        # the sequence's, the whole response is. Idle responses have no gradient.
+        weights = group = response
+        if self.methods and not this_pass.gives_old_log_probs:
+            weights, group = self._weights(samples, this_pass, old, response)
         wanted = response if self.args.actor.policy_loss_type == "gspo" else group
         selected = (wanted * ~self.is_idle(experience.advantages)[:, None]).to(response.dtype)
 
@@ -102,19 +102,16 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
             old = experience.action_log_probs = old_log_probs.from_first_forward(log_probs, selected, old, response)
             old_log_probs.store(samples, old)
             self.token_weights.learn_entropies(samples, output)
-            group = self._group(stage, old, response, samples)
-        num_tokens = float(group.sum())
-        this_pass.num_tokens += num_tokens
+            weights, group = self._weights(samples, this_pass, old, response)
+        this_pass.num_tokens += (num_tokens := float(group.sum()))
 
-        # The weights of the tokens, Eq. 4 and the token methods', and the loss. The policy loss reads its own view of
-        # the log-probs, so the derivative by that view holds no KL.
-        advantages, weights = self._weigh(experience.advantages, stage, old, samples)
-        policy_log_probs = log_probs.view_as(log_probs)
+        # The loss, of the weighted advantages. The policy loss reads its own view of the log-probs, so the derivative
+        # by that view holds no KL.
         policy = group_policy_loss(
             self.actor_loss_fn,
-            policy_log_probs,
+            policy_log_probs := log_probs.view_as(log_probs),
             old,
-            advantages,
+            experience.advantages * weights,
             group=group,
             selected=selected,
             response=response,
@@ -137,31 +134,18 @@ class MicroBatchTrainer(ppo_actor.ActorPPOTrainer):
         # Statistics of the tokens by probability, from derivatives through the loss alone.
         self._observe(loss, log_probs, policy_log_probs, output, experience, weights, group, selected, loss_batch_info)
 
-        # Backward. The optimizer steps after the last micro-batch of the mini-batch.
         self.strategy.backward(loss, self.actor, self.actor_optim)
         figures = self._step_at_the_end(this_pass, place)
         return micro_batch_status(experience, policy.logged() | penalties, figures, num_tokens)
-
-    def stages(self, eta: float | None) -> list[Stage]:
-        """Return the stages of an update in their order; `eta` is None without Lopti."""
-        return stages(self.lopti, eta, math.prod(method.passes for method in self.methods))
 
     def is_idle(self, advantages: Tensor) -> Tensor:
         """Return (...,) whether nothing in a response with these advantages (..., A) has a gradient."""
         return (advantages == 0).all(dim=-1) if self.skips_idle else torch.zeros_like(advantages[..., 0]).bool()
 
-    def _group(self, stage: Stage, old: Tensor, response: Tensor, samples: Sequence[Experience]) -> Tensor:
-        """Return the mask (B, A) of the tokens that the stage updates: its group, without those of weight 0."""
-        group = stage.tokens(old, response)
-        return group * (self.token_weights.of(samples, stage, like=old) != 0) if self.methods else group
-
-    def _weigh(self, advantages: Tensor, stage: Stage, old: Tensor, samples: Sequence[Experience]) -> tuple:
-        """Return the advantages (B, A) with AR's and the token methods' weights, and these weights (B, A)."""
-        weighted, weights = reweight_advantages(advantages, old, self.alpha), advantage_weights(old, self.alpha)
-        if not self.methods:
-            return weighted, weights
-        of_methods = self.token_weights.of(samples, stage, like=old)
-        return weighted * of_methods, weights * of_methods
+    def _weights(self, samples: Sequence[Experience], this_pass: Pass, old: Tensor, response: Tensor) -> tuple:
+        """Return the factors of the advantages and the mask of the tokens that the pass updates, (B, A) each."""
+        weights = self.token_weights.of(samples, this_pass.index, like=old)
+        return weights, response * self.token_weights.updated(samples, this_pass.index, like=old)
 
     def _forward(self, experience: Experience, selected: Tensor, this_pass: Pass) -> tuple[Tensor, ModelOutput]:
         gives_entropies = this_pass.gives_old_log_probs and self.token_weights.distributions is not None

@@ -16,7 +16,7 @@ from arlopti_openrlhf.update.partition import by_prompt
 from arlopti_openrlhf.update.ranks import Ranks
 
 
-def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_stages: bool) -> bool:
+def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_groups: bool) -> bool:
     """Return whether nothing needs π_old before the update, and the first pass's forward gives it exactly.
 
     A vision model's π_old is always computed in advance, by upstream, which has the images.
@@ -24,12 +24,10 @@ def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_stages: b
     Args:
         args: upstream's nested arguments with our flags.
         actor: the policy.
-        balances_experts_in_stages: whether there is a balancing loss with Lopti. A group that proves empty would have
+        balances_experts_in_groups: whether there is a balancing loss with Lopti. A group that proves empty would have
             a gradient then.
     """
-    in_the_threshold = args.algo.lopti.quantile is not None
-    needed_in_advance = in_the_reward(args) or in_the_threshold or balances_experts_in_stages
-    return not (needed_in_advance or actor.is_vlm or _is_random(actor))
+    return not (in_the_reward(args) or balances_experts_in_groups or actor.is_vlm or _is_random(actor))
 
 
 def in_the_reward(args: SimpleNamespace) -> bool:

@@ -1,44 +1,18 @@
-"""The passes of an update: which mini-batch is trained on which group of tokens, and in which order."""
+"""The passes of an update: which mini-batch is trained with which weights, and in which order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
 from openrlhf.utils.logging_utils import init_logger
-from torch import Tensor
 
-from arlopti_openrlhf.token_update import HIGH, LOW, group_mask
 from arlopti_openrlhf.update import partition
 from arlopti_openrlhf.update.ranks import Ranks
 
 logger = init_logger(__name__)
-
-
-class Stage(NamedTuple):
-    """A stage of Lopti updates one group of tokens; the stage without a group updates the whole response.
-
-    Where token methods have several passes, each of them is a stage.
-    """
-
-    group: str | None = None  # LOW, HIGH, or None for all tokens
-    eta: float = 1.0  # the threshold on π_old that divides the groups
-    method_pass: int | None = None  # which of the token methods' passes; None where there is one
-
-    @property
-    def label(self) -> str | None:
-        """Return what tells the stage from the others in metrics, or None where it is the only one."""
-        passes = None if self.method_pass is None else f"pass{self.method_pass + 1}"
-        return "/".join(filter(None, (self.group, passes))) or None
-
-    def tokens(self, old_log_probs: Tensor, response: Tensor) -> Tensor:
-        """Return the mask (B, A) of the response tokens that this stage updates, in the dtype of `response`."""
-        if self.group is None:
-            return response
-        return group_mask(self.group, old_log_probs, response, self.eta).to(response.dtype)
 
 
 class MiniBatch(NamedTuple):
@@ -53,11 +27,11 @@ class MiniBatch(NamedTuple):
 
 @dataclass
 class Pass:
-    """A pass takes one mini-batch through one stage, which is one optimizer step."""
+    """A pass trains one mini-batch with one of the token methods' weights, which is one optimizer step."""
 
-    stage: Stage = Stage()
+    index: int = 0  # of the weights, among those of the token methods' passes
     gives_old_log_probs: bool = False  # its own forward gives π_old, which nobody knows before
-    num_tokens: float = 0.0  # tokens of the stage's group, on this rank, in the micro-batches so far
+    num_tokens: float = 0.0  # tokens that it updates, on this rank, in the micro-batches so far
 
 
 class Place(NamedTuple):
@@ -68,39 +42,22 @@ class Place(NamedTuple):
     counts: int  # of the micro-batches that DeepSpeed and EMA count, how many are over with this one
 
 
-def stages(lopti: SimpleNamespace, eta: float | None, method_passes: int = 1) -> list[Stage]:
-    """Return Algorithm 1's stages in their order, each once for every pass of the token methods.
+def in_order(mini_batches: Sequence[MiniBatch], passes: int, scope: str) -> list[tuple[MiniBatch, int]]:
+    """Return the mini-batches of one epoch, each with the index of its pass.
 
-    Args:
-        lopti: the flags `--algo.lopti.*`.
-        eta: the threshold η, or None without Lopti.
-        method_passes: how many passes the token methods have.
-    """
-    groups = (LOW, HIGH) if lopti.order == "low_first" else (HIGH, LOW)
-    found = [Stage()]
-    if eta is not None:
-        found = [Stage(group, eta) for group in groups if lopti.groups in ("both", group)]
-    if method_passes == 1:
-        return found
-    return [stage._replace(method_pass=i) for stage in found for i in range(method_passes)]
-
-
-def in_order(mini_batches: Sequence[MiniBatch], stages: Sequence[Stage], scope: str) -> list[tuple[MiniBatch, Stage]]:
-    """Return the passes of one epoch.
-
-    With scope `batch`, the published order, all mini-batches go through the first stage, then all through the second.
-    With `minibatch` each one goes through both before the next.
+    With scope `batch`, the published order, all mini-batches take their first pass, then all the second. With
+    `minibatch` each one takes both before the next.
     """
     if scope == "batch":
-        return [(mini_batch, stage) for stage in stages for mini_batch in mini_batches]
-    return [(mini_batch, stage) for mini_batch in mini_batches for stage in stages]
+        return [(mini_batch, i) for i in range(passes) for mini_batch in mini_batches]
+    return [(mini_batch, i) for mini_batch in mini_batches for i in range(passes)]
 
 
 def mini_batches(items: list[Experience], size: int, shuffle: bool, ranks: Ranks) -> list[list[Experience]]:
     """Return this rank's samples of each mini-batch of one epoch.
 
     Only whole mini-batches are made, as many on every rank. Upstream would carry the gradients of a short last one
-    over into the next update, which here would be another group's. The log says how many samples are left out.
+    over into the next update, which here may be another pass's. The log says how many samples are left out.
 
     Args:
         items: single samples, unpadded.
@@ -143,18 +100,6 @@ def dynamic_mini_batches(buffer: NaiveReplayBuffer, mini_batch_size: int) -> lis
             start = step + 1
     _say_what_is_left_out(len(buffer.items) - sum(len(batch.samples) for batch in batches), mini_batch_size)
     return batches
-
-
-def response_log_probs(items: Sequence[Experience]) -> Tensor:
-    """Return log π_old of the response tokens of single samples as one row (1, tokens)."""
-    log_probs = [item.action_log_probs[item.action_mask.bool()] for item in items]
-    return torch.cat(log_probs)[None] if log_probs else torch.empty(1, 0)
-
-
-def count_tokens(items: Sequence[Experience], stage: Stage) -> float:
-    """Return how many tokens of the samples the stage updates. Their π_old must be known."""
-    log_probs = response_log_probs(items)
-    return float(stage.tokens(log_probs, torch.ones_like(log_probs)).sum())
 
 
 def count_responses(items: Sequence[Experience]) -> tuple[int, int]:

@@ -211,23 +211,21 @@ class UpdateStatistics:
             self.sums.index_add_(0, bin_index(token_probabilities(log_probs), self.edges), values.double())
         self._kept.clear()
 
-    def metrics(self, with_before: bool, with_methods: bool = False) -> dict[str, float]:
+    def metrics(self, before: str | None = None) -> dict[str, float]:
         """Return what each bin holds, as `tokens/<bin>/<name>`. A bin without such tokens has no mean.
 
         `count` and `share` count token updates. `abs_advantage` is a mean before AR. `logit_grad_norm` is the sum of
-        Eq. 15's norms, and `grad_share` the bin's share of it. With `with_before` there is also
-        `grad_share_before_ar`, or `grad_share_before_methods` with token methods, whose sums also hold the tokens that
-        they leave out (`add_left_out`). It is not to be asked for where `lacks_tokens` is true on a rank. `entropy`
-        is a mean in nats, and `clip_ratio` the share of clipped tokens. Among the tokens computed after θ has moved,
-        `probability_change` is the mean of π − π_old, and `rose` the share of those with a positive advantage whose
-        probability rose (Fig. 3).
+        Eq. 15's norms, and `grad_share` the bin's share of it. `grad_share_before_<before>` is the share without the
+        weights. Its sums also hold the tokens that methods leave out (`add_left_out`), and it is not to be asked for
+        where `lacks_tokens` is true on a rank. `entropy` is a mean in nats, and `clip_ratio` the share of clipped
+        tokens. Among the tokens computed after θ has moved, `probability_change` is the mean of π − π_old, and `rose`
+        the share of those with a positive advantage whose probability rose (Fig. 3).
         """
-        methods = "methods" if with_methods else "ar"
         sums = {name: self.sums[:, i].tolist() for i, name in enumerate(_SUMS)}
         shares = {
             "share": sums["count"],
             "grad_share": sums["logit_grad_norm"],
-        } | ({f"grad_share_before_{methods}": sums["logit_grad_norm_before_ar"]} if with_before else {})
+        } | ({f"grad_share_before_{before}": sums["logit_grad_norm_before_ar"]} if before else {})
         means = {  # name: sum, over how many
             "abs_advantage": ("abs_advantage", "count"),
             "entropy": ("entropy", "computed"),

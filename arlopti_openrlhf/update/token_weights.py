@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import ModelOutput
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.token_method import Method, Tokens, combine
+from arlopti_openrlhf.token_method import Method, Tokens, WeightSums, combine, pass_labels
 from arlopti_openrlhf.update import old_log_probs
-from arlopti_openrlhf.update.passes import MiniBatch, Stage, count_responses, count_tokens
+from arlopti_openrlhf.update.passes import MiniBatch, count_responses
 from arlopti_openrlhf.update.ranks import Ranks
 
 
@@ -35,6 +35,7 @@ class TokenWeights:
 
     def __init__(self, methods: Sequence[Method], by_token: bool, normalizes: bool = False) -> None:
         self.methods, self.by_token, self.normalizes = methods, by_token, normalizes
+        self.labels = pass_labels(methods)
         self.mean_weight: float | None = None
         self.distributions: dict[int, Tensor] | None = {} if any(m.needs_entropies for m in methods) else None
         self._divides_by_kept = any(method.divides_by_kept for method in methods)
@@ -42,6 +43,8 @@ class TokenWeights:
         # By the sample's id, (passes, A) each: the weights, and which tokens the loss divides by.
         self._weights: dict[int, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
+        self._updated: dict[int, Tensor] = {}  # and the tokens of a weight above 0
+        self._left_out: dict[int, Tensor] = {}  # (A,), the tokens that a method leaves out of all its passes
         # For each method (passes, 4): tokens, Σ w, Σ w², tokens of weight 0.
         self._sums: dict[int, list[Tensor]] = {}
 
@@ -73,9 +76,10 @@ class TokenWeights:
         Raises:
             ValueError: the mean is 0.
         """
-        own = torch.zeros(2, math.prod(method.passes for method in self.methods), dtype=torch.float64)
+        own = torch.zeros(2, len(self.labels), dtype=torch.float64)
         for item in items:
-            weights, counted = self._of_sample(item).double(), self._counted[id(item)].double()
+            weights = self._of_sample(item).double() * self._updated[id(item)]
+            counted = self._counted[id(item)].double()
             if self.by_token:
                 own += torch.stack([weights.sum(dim=1), counted.sum(dim=1)])
             else:  # such weights are scaled already for a division by all tokens of the response
@@ -107,40 +111,40 @@ class TokenWeights:
             values = torch.stack(output.statistics, dim=1)
             self.distributions = old_log_probs.rows_by_sample(samples, values) | self.distributions
 
-    def of(self, samples: Sequence[Experience], stage: Stage, like: Tensor) -> Tensor:
-        """Return the weights (B, A) of a micro-batch in one pass, on the device of the (B, A) tensor `like`."""
-        rows = [self._of_sample(sample)[stage.method_pass or 0] for sample in samples]
+    def of(self, samples: Sequence[Experience], index: int, like: Tensor) -> Tensor:
+        """Return the factors (B, A) of a micro-batch's advantages in one pass, on the device of `like`."""
+        return pad_sequence([self._of_sample(sample)[index] for sample in samples], batch_first=True).to(like.device)
+
+    def updated(self, samples: Sequence[Experience], index: int, like: Tensor) -> Tensor:
+        """Return the mask (B, A) of the tokens that one pass updates, as `of`."""
+        rows = [self._updated_of(sample)[index] for sample in samples]
         return pad_sequence(rows, batch_first=True).to(like.device)
 
-    def count(self, mini_batch: MiniBatch, stage: Stage, ranks: Ranks) -> float:
+    def count(self, mini_batch: MiniBatch, index: int, ranks: Ranks) -> float:
         """Return how many tokens one pass updates, of the samples of all ranks. Their π_old must be known."""
-        samples = mini_batch.samples
-        return ranks.sum(self._count_own(samples, stage) if self.methods else count_tokens(samples, stage))[0]
+        return ranks.sum(float(sum(self._updated_of(sample)[index].sum() for sample in mini_batch.samples)))[0]
 
-    def _count_own(self, samples: Sequence[Experience], stage: Stage) -> float:
-        groups = (stage.tokens(s.action_log_probs[None], s.action_mask[None])[0] for s in samples)
-        weights = (self._of_sample(sample)[stage.method_pass or 0] for sample in samples)
-        return sum(float((group * (row != 0)).sum()) for group, row in zip(groups, weights, strict=True))
-
-    def denominators(self, samples: Sequence[Experience], stage: Stage) -> tuple[int, int]:
+    def denominators(self, samples: Sequence[Experience], index: int) -> tuple[int, int]:
         """Return the tokens of the samples that the loss divides by in one pass, and how many samples have any."""
         if not self._divides_by_kept:
             return count_responses(samples)
         for sample in samples:
             self._of_sample(sample)
-        lengths = [int(self._counted[id(sample)][stage.method_pass or 0].sum()) for sample in samples]
+        lengths = [int(self._counted[id(sample)][index].sum()) for sample in samples]
         return sum(lengths), sum(length > 0 for length in lengths)
 
     def left_out(self, samples: Sequence[Experience]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that no pass updates, (N,) each.
+        """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that a method leaves out, (N,) each.
 
+        Methods that divide the tokens into groups leave out none in this sense, even where one group alone is trained.
         None where there are such tokens and their gradient is not known. That is so where no forward pass has shown
         their distributions, which one does for entropies alone, or where the loss is a mean over responses, in which
         tokens have a share that depends on the response.
         """
         found = [torch.empty(3, 0)]
         for sample in samples:
-            is_left_out = sample.action_mask.bool().cpu() & (self._of_sample(sample) == 0).all(dim=0)
+            self._of_sample(sample)
+            is_left_out = self._left_out[id(sample)][0]
             if not is_left_out.any():
                 continue
             if self.distributions is None or not self.by_token:
@@ -151,10 +155,9 @@ class TokenWeights:
         return log_probs, advantages, squared_rest
 
     def metrics(self, samples: Sequence[Experience], ranks: Ranks) -> dict[str, float]:
-        """Return each method's mean weight, share of tokens of weight 0, and effective share (Σw)² / (NΣw²).
+        """Return what each method logs of its own weights (`Method.metrics`), before `_normalize`.
 
-        A method of several passes has them for each. They are the method's own, before `_normalize`. What that divides
-        by is `token_method/mean_weight`.
+        What that divides by is `token_method/mean_weight`.
 
         Args:
             samples: this rank's, which were trained on.
@@ -164,36 +167,43 @@ class TokenWeights:
         if self.mean_weight is not None:
             found["token_method/mean_weight"] = self.mean_weight
         for k, method in enumerate(self.methods):
-            own = sum((self._sums[id(sample)][k] for sample in samples), torch.zeros(method.passes, 4).double())
-            for i, (tokens, total, squares, zeros) in enumerate(ranks.sum_tensor(own).tolist()):
-                name = f"token_method/{method.name}" + (f"/pass{i + 1}" if method.passes > 1 else "")
-                if tokens:
-                    found |= {f"{name}/mean_weight": total / tokens, f"{name}/zero_share": zeros / tokens}
-                    found[f"{name}/effective_share"] = total**2 / (tokens * squares) if squares else 0.0
+            own = sum((self._sums[id(sample)][k] for sample in samples), torch.zeros(len(method.passes), 4).double())
+            sums = [WeightSums(*row) for row in ranks.sum_tensor(own).tolist()]
+            if sums[0].tokens:
+                found |= method.metrics(dict(zip(method.passes, sums, strict=True)), self._statistics[k])
         return found
 
     def _of_sample(self, sample: Experience) -> Tensor:
-        """Return the weights (passes, A) of a sample, 0 outside its response."""
+        """Return the factors (passes, A) of a sample's advantages, 0 outside its response.
+
+        They are the weights, but for 1 in the other groups: a loss over the sequence has the advantages of all groups.
+        """
         if id(sample) not in self._weights:
             self._weigh(sample)
         return self._weights[id(sample)]
+
+    def _updated_of(self, sample: Experience) -> Tensor:
+        self._of_sample(sample)
+        return self._updated[id(sample)]
 
     def _weigh(self, sample: Experience) -> None:
         tokens = Tokens(*(values[None] for values in self._response(sample)))
         if tokens.mask.numel():
             of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, self._statistics, strict=True)]
         else:
-            of_methods = [[torch.zeros_like(tokens.log_probs)] * method.passes for method in self.methods]
+            of_methods = [[torch.zeros_like(tokens.log_probs)] * len(method.passes) for method in self.methods]
         self._sums[id(sample)] = [torch.stack([_sums(w.double()) for w in passes]) for passes in of_methods]
-        is_counted = [
-            [w != 0 if method.divides_by_kept else torch.ones_like(w).bool() for w in passes]
-            for method, passes in zip(self.methods, of_methods, strict=True)
-        ]
-        weights, counted = torch.cat(combine(of_methods)), torch.cat(combine(is_counted))
+        weights, counted, updated, left_out = _by_pass(self.methods, of_methods, torch.ones_like(tokens.log_probs))
         if not self.by_token:
             # The loss divides the response by all of its tokens.
             weights = weights * (counted.shape[1] / counted.sum(dim=1, keepdim=True).clamp(min=1))
-        for rows, values in ((self._weights, weights), (self._counted, counted)):
+        of_sample = (
+            (self._weights, weights),
+            (self._counted, counted),
+            (self._updated, updated),
+            (self._left_out, left_out),
+        )
+        for rows, values in of_sample:
             rows[id(sample)] = torch.zeros(len(values), len(sample.action_mask), dtype=values.dtype)
             rows[id(sample)][:, sample.action_mask.bool().cpu()] = values
 
@@ -208,6 +218,30 @@ class TokenWeights:
         if self.distributions is None:
             return log_probs, advantages, ones, torch.zeros_like(ones)
         return log_probs, advantages, ones, self.distributions[id(sample)][0].float()[is_response]
+
+
+def _by_pass(
+    methods: Sequence[Method], of_methods: Sequence[Sequence[Tensor]], ones: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Combine the weights that each method gives in each of its passes, (1, tokens) each.
+
+    Args:
+        methods: the token methods.
+        of_methods: their weights.
+        ones: the weights without a method.
+
+    Returns:
+        (passes, tokens) each: the factors of the advantages, the tokens that the loss divides by, and the tokens that
+        the pass updates. (1, tokens) the tokens that a method leaves out of all its passes.
+    """
+    factors, counted, updated, left_out = [[ones]], [[ones.bool()]], [[ones.bool()]], torch.zeros_like(ones).bool()
+    for method, passes in zip(methods, of_methods, strict=True):
+        factors.append([torch.where(w == 0, ones, w) if method.groups else w for w in passes])
+        counted.append([w != 0 if method.divides_by_kept else ones.bool() for w in passes])
+        updated.append([w != 0 for w in passes])
+        if not method.groups:
+            left_out |= (torch.cat(list(passes)) == 0).all(dim=0)
+    return torch.cat(combine(factors)), torch.cat(combine(counted)), torch.cat(combine(updated)), left_out
 
 
 def _sums(weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trains the policy on a rollout batch, with AR, the two stages of Lopti, and token methods.
+"""Trains the policy on a rollout batch, in the passes of its token methods.
 
 docs/architecture.md walks through it. One micro-batch's way is `micro_batch.MicroBatchTrainer.training_step`.
 """
@@ -10,23 +10,22 @@ from openrlhf.utils.loss_utils import get_loss_batch_info
 from tqdm import tqdm
 
 from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, partition, passes, token_weights
-from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, method_metrics, rollout_gap
+from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, rollout_gap
 from arlopti_openrlhf.update.micro_batch import MicroBatchTrainer
-from arlopti_openrlhf.update.passes import MiniBatch, Pass, Place, Stage
+from arlopti_openrlhf.update.passes import MiniBatch, Pass, Place
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
 
 logger = init_logger(__name__)
 
 
 class TokenUpdateTrainer(MicroBatchTrainer):
-    """`ActorPPOTrainer` with Advantage Reweighting (Eq. 4), Lopti (Algorithm 1, lines 11-19) and token methods.
+    """`ActorPPOTrainer` with token methods, among them AR (Eq. 4) and Lopti (Algorithm 1, lines 11-19).
 
-    A rollout batch is trained in passes. A pass takes one mini-batch through one stage, which updates the
-    low-probability tokens, the others, or all. It takes one optimizer step. What follows from that:
+    A method gives a weight to each token, in one or several passes. A pass takes one optimizer step on the tokens of a
+    mini-batch that have a weight. What follows from that:
     1. With Lopti two steps are taken where upstream takes one. So the learning-rate schedule spans twice the steps.
-       EMA's decay and the coefficient of the MoE loss apply at every step, so the two stages share them. The same
-       goes for the passes of token methods that have several.
-    2. A group that is empty on every rank takes no step.
+       EMA's decay and the coefficient of the MoE loss apply at every step, so the passes share them.
+    2. A pass without a token on any rank takes no step.
     3. With a `SelectiveActor` a pass computes only the tokens that it updates. The samples of a prompt stay together,
        the first pass gives log π_old, and idle responses, which have no gradient, are not computed.
     4. LoRA's weights are sent to vLLM merged.
@@ -36,9 +35,9 @@ class TokenUpdateTrainer(MicroBatchTrainer):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        balances_experts_in_stages = self.aux_loss and self.uses_lopti
+        balances_experts_in_groups = self.aux_loss and any(method.groups for method in self.methods)
         self.has_reported = False  # what the selective update saves
-        can_defer = self.is_selective and old_log_probs.can_defer(self.args, self.actor, balances_experts_in_stages)
+        can_defer = self.is_selective and old_log_probs.can_defer(self.args, self.actor, balances_experts_in_groups)
         needs_all = self.token_weights.normalizes or any(m.needs_rollout_batch for m in self.methods)
         self.first_pass_gives_old_log_probs = can_defer and not needs_all
         # The forward pass that gives π_old gives the entropies too, which upstream's experience maker has no room for.
@@ -51,10 +50,10 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         """Train on the replay buffer, as upstream.
 
         Returns:
-            Upstream's metrics. With Lopti those of a pass appear for each stage, as `lopti/low/...` and
-            `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of both (except GSPO's loss, which
-            is the sequences' in both). With AR `ar/mean_weight`, with Lopti `lopti/low_share` and `lopti/eta`, with
-            token methods `token_method/...` (`TokenWeights.metrics`). The statistics by probability as `tokens/...`
+            Upstream's metrics. Those of a pass appear under its name where there are several, as `lopti/low/...` and
+            `lopti/high/...`; `policy_loss`, `kl` and `entropy_loss` also as the sum of all (except GSPO's loss, which
+            is the sequences' in each). What token methods log of their weights (`Method.metrics`), as
+            `ar/mean_weight` and `token_method/...`. The statistics by probability as `tokens/...`
             (`UpdateStatistics.metrics`). `skipped_optimizer_steps` counts the refused ones (`ops.health.guard`), and
             `rollout/gap` compares vLLM's log-probs with the actor's.
         """
@@ -65,7 +64,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         return status | rollout_gap(self.replay_buffer.items, self.ranks)
 
     def _update(self, kl_ctl: float) -> dict[str, float]:
-        """Train on the replay buffer in passes, or by upstream's loop where one pass is all."""
+        """Train on the replay buffer in passes, or by upstream's loop where there is no method."""
         if self.observes:
             by_quartile = self.args.logger.probability_stats == "quartiles"
             self.statistics = UpdateStatistics(torch.cuda.current_device(), by_quartile)
@@ -73,21 +72,19 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         self.token_weights = self.token_weights.of_the_next()
         if self.methods and not self.first_pass_gives_old_log_probs:
             self.token_weights.look_at_all(self.actor, items, self.args, self.ranks)
-        eta = self._threshold() if self.uses_lopti else None  # methods that read entropies know log π_old from here on
-        if self.uses_lopti or self.methods or (self.is_selective and self._fills_mini_batches()):
-            status, items = self._train_in_passes(kl_ctl, self.stages(eta))
+        if self.methods or (self.is_selective and self._fills_mini_batches()):
+            status, items = self._train_in_passes(kl_ctl)
         else:
             if self.defers_old_log_probs:
                 old_log_probs.compute(self.actor, items, self.args, self.ranks)
             status = super().ppo_train(kl_ctl)
-        status |= method_metrics(items, self.alpha, eta, self.ranks) | self.token_weights.metrics(items, self.ranks)
-        return status | self._statistics_metrics()
+        return status | self.token_weights.metrics(items, self.ranks) | self._statistics_metrics()
 
-    def _train_in_passes(self, kl_ctl: float, stages: list[Stage]) -> tuple[dict[str, float], list[Experience]]:
-        """Train on each mini-batch in each stage; return the metrics and the samples that were trained on."""
+    def _train_in_passes(self, kl_ctl: float) -> tuple[dict[str, float], list[Experience]]:
+        """Train on each mini-batch in each pass; return the metrics and the samples that were trained on."""
         metrics, trained = UpdateMetrics(self.args), []
         for epoch in range(self.max_epochs):
-            order = passes.in_order(mini_batches := self._mini_batches(), stages, self.lopti.scope)
+            order = passes.in_order(mini_batches := self._mini_batches(), self.passes, self.args.algo.lopti.scope)
             trained = [sample for mini_batch in mini_batches for sample in mini_batch.samples]
             # The first pass gives π_old of its own samples. That of the others is computed before θ moves. A later
             # epoch is shuffled anew, and may train on samples that fill no mini-batch in this one.
@@ -100,15 +97,15 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             bar = tqdm(
                 order, desc=f"Train epoch [{epoch + 1}/{self.max_epochs}]", disable=not self.strategy.is_rank_0()
             )
-            for i, (mini_batch, stage) in enumerate(bar):
-                this_pass = Pass(stage, gives_old_log_probs=is_deferred and i == 0)
-                if not (this_pass.gives_old_log_probs or self.token_weights.count(mini_batch, stage, self.ranks)):
+            for i, (mini_batch, index) in enumerate(bar):
+                this_pass = Pass(index, gives_old_log_probs=is_deferred and i == 0)
+                if not (this_pass.gives_old_log_probs or self.token_weights.count(mini_batch, index, self.ranks)):
                     self._skip_pass()
                     continue
                 status = self._train_pass(mini_batch, this_pass, kl_ctl)
                 (num_tokens,) = self.ranks.sum(this_pass.num_tokens)
                 if num_tokens:
-                    metrics.add(this_pass, num_tokens, status)
+                    metrics.add(self.token_weights.labels[index], num_tokens, status)
             if self.statistics is not None and self.methods:
                 self.statistics.add_left_out(self.token_weights.left_out(trained))
         return metrics.summary(), trained
@@ -123,7 +120,7 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         engine, samples = self.actor.model, mini_batch.samples
         # DeepSpeed divides each loss by this number, however many micro-batches there are.
         divisor = engine.gradient_accumulation_steps()
-        tokens, responses = self.ranks.sum(*self.token_weights.denominators(samples, this_pass.stage))
+        tokens, responses = self.ranks.sum(*self.token_weights.denominators(samples, this_pass.index))
         metrics = PassMetrics(divisor)
         for i, micro_batch in enumerate(mini_batch.micro_batches):
             experience = make_experience_batch(micro_batch, self.args.ds.packing_samples)
@@ -192,12 +189,6 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         rest = len(self.replay_buffer.items) % self._mini_batch_size()
         return not self.ranks.max(rest + engine.micro_steps % engine.gradient_accumulation_steps())
 
-    def _threshold(self) -> float:
-        """Return η as given, or as the quantile of the whole rollout batch over all ranks."""
-        if self.lopti.quantile is None:
-            return self.lopti.eta
-        return self.ranks.quantiles(passes.response_log_probs(self.replay_buffer.items), [self.lopti.quantile])[0]
-
     def _statistics_metrics(self) -> dict:
         if self.statistics is None:
             return {}
@@ -208,7 +199,10 @@ class TokenUpdateTrainer(MicroBatchTrainer):
         histograms = self.ranks.sum_tensor(self.statistics.histograms)
         # GSPO's gradient is spread over the response, and some methods leave out tokens whose gradient nobody knows.
         is_known = self.args.actor.policy_loss_type != "gspo" and not self.ranks.max(self.statistics.lacks_tokens)
-        by_bin = self.statistics.metrics(is_known and bool(self.alpha or self.methods), bool(self.methods))
+        reweighting = [method for method in self.methods if not method.groups]
+        is_one = len(reweighting) == 1 and reweighting[0].has_metrics
+        before = (reweighting[0].name if is_one else "methods") if is_known and reweighting else None
+        by_bin = self.statistics.metrics(before)
         return by_bin | dict(zip(HISTOGRAMS, histograms.tolist(), strict=True))
 
     def broadcast_to_vllm(self) -> None:

@@ -242,7 +242,8 @@ def watched(probe):
     def watched_training_step(experience, kl_ctl, step, info=None, *this_pass):
         uids = [int(uid) for uid in experience.info["uid"]]
         status = training_step(experience, kl_ctl, step, info, *this_pass)
-        group = this_pass[0].stage.group if this_pass else None
+        label = trainer.token_weights.labels[this_pass[0].index] if this_pass else ""
+        group = label.rpartition("/")[2] or None
         seen.append((group, uids, experience.action_mask.sum().item(), status["num_action_tokens"]))
         return status
 

@@ -21,6 +21,12 @@ def check(flags: str) -> list[str]:
         "--algo.token_method lopti --actor.lr_scheduler constant",
         "--algo.token_method ar lopti --algo.token_method_normalize",
         "--algo.token_method ar --actor.update stock",
+        "--algo.token_method ar --algo.ar.alpha 0.3",
+        "--algo.token_method lopti --algo.lopti.quantile 0.5 --algo.lopti.order high_first",
+        "--algo.token_method lopti --algo.lopti.scope minibatch",
+        "--algo.token_method ar lopti --actor.policy_loss_type gspo",
+        "--algo.token_method stapo --algo.token_method_normalize --algo.ar.alpha 0.3 --algo.lopti.eta 0.5",
+        "--algo.lopti.eta 0.5 --algo.token_method_args lopti.groups=low",
     ],
 )
 def test_nothing_is_wrong(flags):
@@ -33,10 +39,13 @@ def test_nothing_is_wrong(flags):
         ("--algo.token_method nope", "--algo.token_method nope: nope: there is no such token method"),
         ("--algo.token_method no/file.py", "no/file.py: there is no such file"),
         ("--algo.token_method ar --algo.token_method_args ar.x=1", "ar: weigh has no keyword argument x"),
+        (
+            "--algo.ar.alpha 0.3 --algo.token_method_args ar.alpha=0.2",
+            "--algo.token_method ar: ar.alpha=0.2: ar.alpha is given as 0.3 already",
+        ),
         ("--algo.token_method ar --algo.token_method_args ar.alpha=2", "ar: alpha must lie in [-1, 1], got 2"),
         ("--algo.token_method ar stapo --actor.update stock", "stapo needs entropies"),
         ("--algo.token_method steer --ds.tensor_parallel_size 2", "steer needs entropies"),
-        ("--algo.token_method lopti --actor.lr_scheduler greedy", "--actor.lr_scheduler greedy: does not follow"),
     ],
 )
 def test_a_mistake_is_one_finding(flags, said):
@@ -65,24 +74,19 @@ def test_a_users_file_is_tried(tmp_path, monkeypatch, body, said):
     assert said in found and "\n" not in found
 
 
+def test_the_passes_of_a_users_file_are_counted(tmp_path):
+    (tmp_path / "mine.py").write_text(WEIGH + "return [tokens.mask] * 3\n", encoding="utf-8")
+    (found,) = check(f"--algo.token_method {tmp_path}/mine.py --actor.lr_scheduler greedy")
+    assert found.startswith("--actor.lr_scheduler greedy: does not follow") and "takes 3 times as many" in found
+
+
 @pytest.mark.parametrize(
     ("flags", "flag", "said"),
     [
-        ("--algo.token_method ar --algo.ar.alpha 0.3", "--algo.token_method", "--algo.ar.alpha switches it on, too"),
-        ("--algo.token_method lopti --algo.lopti.eta 0.5", "--algo.token_method", "--algo.lopti.* switches it on"),
         ("--algo.token_method stapo --actor.policy_loss_type gspo", "--algo.token_method", "gspo"),
         ("--algo.token_method_args ar.alpha=1", "--algo.token_method_args", "there is no token method"),
         ("--algo.token_method_normalize", "--algo.token_method_normalize", "there is no token method"),
-        (
-            "--algo.token_method stapo --algo.token_method_normalize --algo.ar.alpha 0.3",
-            "--algo.token_method_normalize",
-            "give --algo.token_method ar in place of --algo.ar.alpha",
-        ),
-        (
-            "--algo.token_method stapo --algo.token_method_normalize --algo.lopti.quantile 0.3",
-            "--algo.token_method_normalize",
-            "give --algo.token_method lopti in place of --algo.lopti.*",
-        ),
+        ("--algo.token_method lopti --actor.lr_scheduler greedy", "--actor.lr_scheduler", "which Lopti doubles"),
         ("--algo.token_method ar --train.batch_size 24", "--train.batch_size", "= 32"),
         ("--algo.token_method ar --train.batch_size 24 --actor.update stock", "--train.batch_size", "= 32"),
     ],

@@ -52,7 +52,6 @@ def nested(argv: list[str]):
         ("--algo.token_method_args alpha=1", ["--algo.token_method_args", "alpha=1", "NAME.KEY=VALUE"]),
         ("--algo.token_method ar --algo.token_method_args ar.alpha=", ["ar.alpha=", "NAME.KEY=VALUE"]),
         ("--algo.token_method_normalize", ["--algo.token_method_normalize", "give --algo.token_method"]),
-        ("--algo.token_method ar --algo.ar.alpha 0.3", ["--algo.token_method", "--algo.ar.alpha"]),
         (
             "--algo.lopti.eta 0.5 --actor.lr_scheduler reduce_lr_on_plateau",
             ["--actor.lr_scheduler", "reduce_lr_on_plateau"],

@@ -18,9 +18,8 @@ def actor(dropout: float = 0.0, is_vlm: bool = False, **config) -> SimpleNamespa
     )
 
 
-def flags(use_loss: bool = True, init_coef: float = 0.1, quantile: float | None = None) -> SimpleNamespace:
-    kl = SimpleNamespace(use_loss=use_loss, init_coef=init_coef)
-    return SimpleNamespace(algo=SimpleNamespace(kl=kl, lopti=SimpleNamespace(quantile=quantile)))
+def flags(use_loss: bool = True, init_coef: float = 0.1) -> SimpleNamespace:
+    return SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(use_loss=use_loss, init_coef=init_coef)))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,6 @@ def flags(use_loss: bool = True, init_coef: float = 0.1, quantile: float | None 
         (flags(), actor(), False, True),
         (flags(use_loss=False, init_coef=0.0), actor(), False, True),
         (flags(use_loss=False), actor(), False, False),  # the KL is in the reward
-        (flags(quantile=0.3), actor(), False, False),  # η is taken from all tokens
         (flags(), actor(), True, False),  # an empty group would have the balancing loss's gradient
         (flags(), actor(dropout=0.1), False, False),
         (flags(), actor(attention_dropout=0.1), False, False),

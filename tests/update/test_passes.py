@@ -2,12 +2,11 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from arlopti_openrlhf.update import passes
-from arlopti_openrlhf.update.passes import MiniBatch, Stage
+from arlopti_openrlhf.update.passes import MiniBatch
 
 
 def sample(prompt: list[int], response: list[int], probabilities: list[float] | None = None) -> Experience:
@@ -30,30 +29,10 @@ class OneRank:
         return min(value, self.other)
 
 
-def lopti(order: str = "low_first", groups: str = "both") -> SimpleNamespace:
-    return SimpleNamespace(order=order, groups=groups)
-
-
-def test_stages_in_the_papers_order():
-    assert passes.stages(lopti(), 0.5) == [Stage("low", 0.5), Stage("high", 0.5)]
-    assert passes.stages(lopti("high_first"), 0.5) == [Stage("high", 0.5), Stage("low", 0.5)]
-    assert passes.stages(lopti(groups="high"), 0.5) == [Stage("high", 0.5)]
-    assert passes.stages(lopti(), None) == [Stage()]
-
-
-def test_a_stages_tokens():
-    """π_old 0.1, 0.5 and padding: η = 0.5 belongs to the high group."""
-    old, response = torch.tensor([[0.1, 0.5, 0.2]]).log(), torch.tensor([[1, 1, 0]])
-    assert Stage("low", 0.5).tokens(old, response).tolist() == [[1, 0, 0]]
-    assert Stage("high", 0.5).tokens(old, response).tolist() == [[0, 1, 0]]
-    assert Stage().tokens(old, response) is response
-
-
 def test_the_order_of_the_passes():
     a, b = MiniBatch([]), MiniBatch([[]])
-    low, high = passes.stages(lopti(), 0.5)
-    assert passes.in_order([a, b], [low, high], "batch") == [(a, low), (b, low), (a, high), (b, high)]
-    assert passes.in_order([a, b], [low, high], "minibatch") == [(a, low), (a, high), (b, low), (b, high)]
+    assert passes.in_order([a, b], 2, "batch") == [(a, 0), (b, 0), (a, 1), (b, 1)]
+    assert passes.in_order([a, b], 2, "minibatch") == [(a, 0), (a, 1), (b, 0), (b, 1)]
 
 
 def test_mini_batches_are_whole_on_every_rank(monkeypatch):
@@ -97,13 +76,6 @@ def test_dynamic_mini_batches_end_where_upstream_says():
     first, second = passes.dynamic_mini_batches(buffer, 2)
     assert first == MiniBatch([[items[0]], [items[2], items[1]]])
     assert second == MiniBatch([[items[3]]])
-
-
-@pytest.mark.parametrize(("stage", "count"), [(Stage(), 5), (Stage("low", 0.5), 2), (Stage("high", 0.5), 3)])
-def test_count_tokens(stage, count):
-    items = [sample([1, 2], [3, 4], [0.1, 0.5]), sample([1], [2, 3, 4], [0.9, 0.4, 0.6])]
-    assert passes.count_tokens(items, stage) == count
-    assert passes.count_tokens([], stage) == 0
 
 
 def test_count_responses():

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from arlopti_openrlhf.update import partition, passes
-from arlopti_openrlhf.update.passes import Stage
 
 LOG_PROBS = st.one_of(st.floats(-30, 0), st.just(float("-inf")))
-ETA = st.floats(0, 1, exclude_min=True, exclude_max=True)
 
 
 @st.composite
@@ -63,23 +61,7 @@ def test_samples_are_grouped_by_prompt_and_none_is_lost(items):
         assert len({sample.sequences[0].item() for sample in group if sample.action_mask.any()}) <= 1
 
 
-@given(st.lists(samples(), max_size=6), ETA)
-def test_the_stages_count_each_token_once(items, eta):
-    whole = passes.count_tokens(items, Stage())
-    assert whole == sum(item.action_mask.sum().item() for item in items)
-    low, high = (passes.count_tokens(items, Stage(group, eta)) for group in ("low", "high"))
-    assert low + high == whole
-
-
-@given(
-    st.sampled_from(["low_first", "high_first"]),
-    st.sampled_from(["both", "low", "high"]),
-    st.one_of(st.none(), ETA),
-    st.sampled_from(["batch", "minibatch"]),
-    st.integers(0, 5),
-)
-def test_every_mini_batch_goes_through_every_stage_once(order, groups, eta, scope, count):
-    stages = passes.stages(SimpleNamespace(order=order, groups=groups), eta)
-    assert len(stages) == (2 if eta is not None and groups == "both" else 1)
-    made = passes.in_order(range(count), stages, scope)
-    assert Counter(made) == Counter((batch, stage) for batch in range(count) for stage in stages)
+@given(st.sampled_from(["batch", "minibatch"]), st.integers(0, 5), st.integers(1, 3))
+def test_every_mini_batch_takes_every_pass_once(scope, count, number):
+    made = passes.in_order(range(count), number, scope)
+    assert Counter(made) == Counter((batch, i) for batch in range(count) for i in range(number))

@@ -302,7 +302,7 @@ def test_a_short_last_batch_that_leaves_a_rank_empty(tiny_model, stage):
     assert [result.steps for result in results] == [0, 0]
     for result in results:
         assert_no_nan(result.status)
-        assert result.status["lopti/low_share"] == 0
+        assert not any(name.startswith("lopti/") for name in result.status)
     whole = group.run(batch, LOPTI, on_policy=True)
     assert whole.steps == 2
     assert_no_nan(whole.status)

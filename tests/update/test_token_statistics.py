@@ -27,7 +27,7 @@ def tokens(**changes) -> TokenUpdates:
 def test_metrics_by_hand():
     statistics = UpdateStatistics()
     statistics.add(tokens())
-    found = statistics.metrics(with_before=True)
+    found = statistics.metrics(before="ar")
     # Norms: sqrt(0.8² + 0.36) = 1; sqrt(0.6²) = 0.6; 2 · 0.05 = 0.1. Together 1.7, before AR 2.7.
     assert found["tokens/p0.00-0.25/logit_grad_norm"] == pytest.approx(1.0)
     assert [found[f"tokens/{p}/grad_share"] for p in ("p0.00-0.25", "p0.50-0.75", "p0.75-1.00")] == pytest.approx(
@@ -40,7 +40,7 @@ def test_metrics_by_hand():
     assert found["tokens/p0.50-0.75/clip_ratio"] == 1
     assert found["tokens/p0.25-0.50/count"] == 0 and "tokens/p0.25-0.50/entropy" not in found
     assert not any(name.endswith(("/rose", "/probability_change")) for name in found)
-    assert not any("before_ar" in name for name in statistics.metrics(with_before=False))
+    assert not any("before_ar" in name for name in statistics.metrics())
     fifths = statistics.histograms.view(2, 5, 10).sum(dim=2)  # 0.1, 0.5 and 0.9 lie in the middle of one each
     assert fifths[0].tolist() == [1, 0, 1, 0, 2]
     assert fifths[1].tolist() == pytest.approx([1.0, 0, 0.6, 0, 0.1], rel=1e-5)
@@ -53,7 +53,7 @@ def test_change_since_the_rollout():
     statistics.add(tokens(log_probs=torch.tensor([0.05, 0.7, 0.95, 1.0]).log()))
     assert statistics.log_probs().exp().tolist() == pytest.approx(2 * [0.1, 0.5, 0.9, 0.9])
     statistics.set_quartiles((0.3, 0.6, 0.8))
-    found = statistics.metrics(with_before=False)
+    found = statistics.metrics()
     assert found["tokens/q1/probability_change"] == pytest.approx(-0.05)
     assert found["tokens/q2/probability_change"] == pytest.approx(0.2)
     assert found["tokens/q4/probability_change"] == pytest.approx(0.05)
@@ -72,5 +72,5 @@ def test_ranks_add_up():
         half.add(TokenUpdates(*(values[2 * i : 2 * i + 2] for values in certain)))
     halves[0].sums += halves[1].sums
     halves[0].histograms += halves[1].histograms
-    assert halves[0].metrics(True) == pytest.approx(whole.metrics(True))
-    assert whole.metrics(True)["tokens/p0.75-1.00/count"] == 2 and whole.histograms[0, 49] == 2
+    assert halves[0].metrics("ar") == pytest.approx(whole.metrics("ar"))
+    assert whole.metrics("ar")["tokens/p0.75-1.00/count"] == 2 and whole.histograms[0, 49] == 2

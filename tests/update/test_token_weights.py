@@ -8,7 +8,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from arlopti_openrlhf import methods, token_method
-from arlopti_openrlhf.update.passes import MiniBatch, Stage
+from arlopti_openrlhf.update.passes import MiniBatch
 from arlopti_openrlhf.update.token_weights import TokenWeights
 
 ARGUMENTS = {
@@ -67,20 +67,24 @@ def known_entropies(monkeypatch):
     return known
 
 
+def product(weights: TokenWeights, items: list[Experience], index: int) -> torch.Tensor:
+    """The weights of one pass, 0 for the tokens that it does not update."""
+    return weights.of(items, index, torch.empty(0)) * weights.updated(items, index, torch.empty(0))
+
+
 @pytest.mark.parametrize("name", methods.built_in())
 def test_neither_ranks_nor_micro_batches_change_a_weight(name, known_entropies):
     items = samples(36)
     known_entropies |= entropies(items)
     one, halves = of_rank(name, items, items, known_entropies), (items[::2], items[1::2])
     two = [of_rank(name, half, items, known_entropies) for half in halves]
-    for index in range(one.methods[0].passes):
-        stage, like = Stage(method_pass=index), torch.empty(0)
-        whole = one.of(items, stage, like)
+    for index in range(len(one.labels)):
+        whole = product(one, items, index)
         assert whole.shape == (36, 13) and 0 < whole.count_nonzero()
         for rank, half, start in zip(two, halves, (0, 1), strict=True):
             by_two = torch.cat(
                 [
-                    torch.nn.functional.pad(w := rank.of(half[i : i + 2], stage, like), (0, 13 - w.shape[1]))
+                    torch.nn.functional.pad(w := product(rank, half[i : i + 2], index), (0, 13 - w.shape[1]))
                     for i in range(0, 18, 2)
                 ]
             )
@@ -95,8 +99,8 @@ def test_denominators():
         weights = TokenWeights(token_method.load(names, []), by_token=True)
         weights.distributions = {id(items[0]): torch.zeros(2, 5), id(items[1]): TWO_OF_FOUR}
         weights._statistics = [2.0 if name == "eighty_twenty" else None for name in names]
-        assert weights.denominators(items, Stage()) == expected
-        assert weights.count(MiniBatch([items]), Stage(), SimpleNamespace(sum=lambda n: [2 * n])) == 2 * expected[0]
+        assert weights.denominators(items, 0) == expected
+        assert weights.count(MiniBatch([items]), 0, SimpleNamespace(sum=lambda n: [2 * n])) == 2 * expected[0]
 
 
 def test_a_mean_over_responses_divides_each_by_its_kept_tokens():
@@ -105,7 +109,7 @@ def test_a_mean_over_responses_divides_each_by_its_kept_tokens():
     weights = TokenWeights(token_method.load(["eighty_twenty"], []), by_token=False)
     weights.distributions = {id(item): TWO_OF_FOUR}
     weights._statistics = [2.0]
-    assert weights.of([item], Stage(), torch.empty(0)).tolist() == [[0, 0, 0, 2, 0, 2]]
+    assert weights.of([item], 0, torch.empty(0)).tolist() == [[0, 0, 0, 2, 0, 2]]
 
 
 def normalized(names: list[str], items: list[Experience], arguments=(), by_token=True, others=None) -> TokenWeights:
@@ -134,12 +138,12 @@ def test_the_mean_weight_is_one():
     items[0].action_log_probs[2:], items[1].action_log_probs[2:] = math.log(0.1), math.log(0.5)
     weights = normalized(["ar"], items, ["ar.alpha=0.5"])
     assert weights.mean_weight == pytest.approx(0.7)
-    found = weights.of(items, Stage(), torch.empty(0))
+    found = weights.of(items, 0, torch.empty(0))
     assert found[:, 2:].flatten().tolist() == pytest.approx([0.55 / 0.7, 0, 0] + [0.75 / 0.7] * 3)
     # What is logged of a method is its own. Over responses, the mean is (0.75 + 0.55) / 2.
     figures = weights.metrics(items, ALONE)
     assert figures["token_method/mean_weight"] == weights.mean_weight == pytest.approx(0.7)
-    assert figures["token_method/ar/mean_weight"] == pytest.approx(0.7)
+    assert figures["ar/mean_weight"] == pytest.approx(0.7)
     assert normalized(["ar"], items, ["ar.alpha=0.5"], by_token=False).mean_weight == pytest.approx(0.65)
 
 
@@ -151,7 +155,7 @@ def test_the_mean_weight_is_that_of_all_ranks():
         assert part.mean_weight == whole.mean_weight != 1
         like = torch.empty(0)
         for item in own:
-            assert torch.equal(part.of([item], Stage(), like), whole.of([item], Stage(), like))
+            assert torch.equal(part.of([item], 0, like), whole.of([item], 0, like))
     alone = normalized(["ar", "positive_weight"], items[::2])
     assert alone.mean_weight != whole.mean_weight
 
@@ -174,10 +178,9 @@ def test_a_mean_weight_of_one_changes_no_bit(names, arguments, by_token):
     raw = TokenWeights(weights.methods, by_token)
     raw.distributions, raw._statistics = weights.distributions, weights._statistics
     assert weights.mean_weight == 1
-    for i in range(weights.methods[0].passes):
-        stage = Stage(method_pass=i)
-        assert torch.equal(*(w.of(items, stage, torch.empty(0)) for w in (weights, raw)))
-        assert weights.denominators(items, stage) == raw.denominators(items, stage)
+    for i in range(len(weights.labels)):
+        assert torch.equal(*(product(w, items, i) for w in (weights, raw)))
+        assert weights.denominators(items, i) == raw.denominators(items, i)
 
 
 def test_a_mean_weight_of_zero_is_refused():
@@ -190,7 +193,7 @@ def test_no_response_has_a_token():
     items = samples(1)
     weights = TokenWeights(token_method.load(["clip_cov"], []), by_token=True)
     weights.look_at_all(None, items, None, SimpleNamespace(gather=lambda columns: columns))
-    assert weights.of(items, Stage(), torch.empty(0)).tolist() == [[0, 0]]
+    assert weights.of(items, 0, torch.empty(0)).tolist() == [[0, 0]]
     assert weights.metrics(items, ALONE) == {}
     normalized = TokenWeights(token_method.load(["ar"], []), by_token=True, normalizes=True)
     normalized.look_at_all(None, items, None, ALONE)
@@ -212,4 +215,24 @@ def test_the_tokens_that_are_left_out():
     assert weights.left_out([item]) is None
     weights.by_token, weights.distributions = True, None
     assert weights.left_out([item]) is None
-    assert not TokenWeights(token_method.load(["lopti"], []), by_token=True).left_out([item])[0].numel()
+    for arguments in ([], ["lopti.groups=low"]):  # one group alone leaves out the other, and no method does
+        weights = TokenWeights(token_method.load(["lopti"], arguments), by_token=True)
+        assert not weights.left_out([item])[0].numel()
+
+
+def test_a_group_keeps_the_factors_of_the_others_advantages():
+    """A loss over the sequence has the advantages of both groups. AR with α = 0.5: 0.55 and 0.75."""
+    (item,) = samples(36)[2:3]
+    item.action_log_probs[2:] = torch.tensor([0.1, 0.5]).log()
+    weights = TokenWeights(token_method.load(["lopti", "ar"], ["ar.alpha=0.5"]), by_token=True)
+    for index, updated in enumerate(([0, 0, 1, 0], [0, 0, 0, 1])):
+        assert weights.of([item], index, torch.empty(0))[0].tolist() == pytest.approx([0, 0, 0.55, 0.75])
+        assert weights.updated([item], index, torch.empty(0))[0].tolist() == updated
+
+
+def test_without_a_method_every_response_token_has_the_weight_one():
+    items = samples(5)
+    weights = TokenWeights([], by_token=True)
+    assert weights.labels == [""] and weights.metrics(items, ALONE) == {}
+    assert torch.equal(weights.of(items[3:], 0, torch.empty(0))[1], items[4].action_mask.float())
+    assert weights.count(MiniBatch([items]), 0, SimpleNamespace(sum=lambda n: [n])) == 10
