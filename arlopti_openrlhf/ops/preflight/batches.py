@@ -82,11 +82,12 @@ def _check_rollout(args: SimpleNamespace, names: list[str], ranks: int) -> list[
 
 
 def _check_rest(args: SimpleNamespace) -> list[Finding]:
-    """Say that gradients are carried over from one rollout batch to the next. With AR and Lopti that is refused."""
+    """Say that gradients are carried over from one rollout batch to the next, or that AR leaves samples out."""
     samples, batch = rollout_samples(args), args.train.batch_size
     if samples % batch == 0 or takes_whole_steps(args):
         return []
-    problem = f"does not divide the rollout batch of {samples} samples, so that steps mix two rollout batches"
+    effect = "some of them are left out" if trains_in_passes(args) else "steps mix two rollout batches"
+    problem = f"does not divide the rollout batch of {samples} samples, so that {effect}"
     return [Finding("--train.batch_size", batch, problem, f"give a divisor of {samples}", is_fatal=False)]
 
 

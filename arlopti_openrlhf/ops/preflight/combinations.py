@@ -145,7 +145,8 @@ def _check_update(args: SimpleNamespace) -> list[Finding]:
         remedy = f"set that to {_NEEDS_STOCK_UPDATE[stock_only]}, or --actor.update to stock"
         findings.append(Finding("--actor.update", args.actor.update, problem, remedy))
     batch, rollout = args.train.batch_size, rollout_samples(args)
-    if takes_whole_steps(args) and (batch < 1 or rollout < batch or rollout % batch):
+    is_too_large = batch < 1 or rollout < batch
+    if (is_too_large and trains_in_passes(args)) or (takes_whole_steps(args) and rollout % batch):
         problem = "does not divide the rollout batch, of which token methods and the selective update take whole steps"
         remedy = f"give a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
         findings.append(Finding("--train.batch_size", batch, problem, remedy))

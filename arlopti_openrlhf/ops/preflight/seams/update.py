@@ -21,7 +21,7 @@ SEAMS: list[Seam] = [
         PPO_ACTOR,
         "ActorPPOTrainer.training_step",
         "self experience kl_ctl step loss_batch_info",
-        "update.micro_batch.MicroBatchTrainer.training_step",
+        "update.trainer.TokenUpdateTrainer.training_step",
     ),
     Signature(
         PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "self", "update.trainer.TokenUpdateTrainer.broadcast_to_vllm"
@@ -37,7 +37,7 @@ SEAMS: list[Seam] = [
         "openrlhf.utils.loss_utils",
         "get_loss_batch_info",
         "strategy loss_mask *, replay_buffer step dynamic_batch batch_num_tokens global_batch_size",
-        "update.micro_batch.MicroBatchTrainer.training_step",
+        "update.trainer.TokenUpdateTrainer.training_step",
     ),
     Signature(
         "openrlhf.trainer.ppo_utils.experience",
@@ -57,7 +57,9 @@ SEAMS: list[Seam] = [
         "experiences = balance_experiences(experiences, self.args)",
         "update.policy_actor.install_selective_actor",
     ),
-    Signature(BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy", "update.passes.dynamic_mini_batches"),
+    Signature(
+        BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy", "update.mini_batches.dynamic_mini_batches"
+    ),
     Signature(BUFFER, "NaiveReplayBuffer.append", "self experience", "token_update: AR needs no other seam"),
     Signature(
         "openrlhf.models.actor",
@@ -121,7 +123,7 @@ SEAMS: list[Seam] = [
         BUFFER,
         "NaiveReplayBuffer.__init__",
         "self.items: List[Experience] = []",
-        "update.trainer.TokenUpdateTrainer._train_in_passes",
+        "update.trainer.TokenUpdateTrainer._train",
     ),
     Text("openrlhf.utils.deepspeed.deepspeed", "", 'mesh_dim_names=("dp", "sp", "tp")', "update.ranks.Ranks"),
     Text(
@@ -254,13 +256,13 @@ SEAMS: list[Seam] = [
         PPO_ACTOR,
         "ActorPPOTrainer.ppo_train",
         "318e39fde0e3c042",
-        "update.trainer.TokenUpdateTrainer._train_in_passes",
+        "update.trainer.TokenUpdateTrainer._train",
     ),
     Body(
         PPO_ACTOR,
         "ActorPPOTrainer.training_step",
         "8f2c662e0539abbf",
-        "update.micro_batch.MicroBatchTrainer.training_step",
+        "update.step.micro_batch_loss",
     ),
     Fields(
         "openrlhf.trainer.ppo_utils.experience",
