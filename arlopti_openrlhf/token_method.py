@@ -215,6 +215,17 @@ def pass_labels(methods: Sequence[Method]) -> list[str]:
     return [label and prefix + label for label in labels]
 
 
+def name_of_reweighting(methods: Sequence[Method]) -> str | None:
+    """Return how metrics call the methods that change the gradient: by its name one with metrics of its own.
+
+    None where there is none. Groups have the gradient that there is without them, in parts.
+    """
+    reweighting = [method for method in methods if not method.groups]
+    if len(reweighting) == 1 and reweighting[0].has_metrics:
+        return reweighting[0].name
+    return "methods" if reweighting else None
+
+
 def load(sources: Sequence[str], arguments: Sequence[str]) -> list[Method]:
     """Load token methods and ask each for the weights of a few made-up tokens.
 

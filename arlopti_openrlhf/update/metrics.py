@@ -3,12 +3,14 @@
 from collections import defaultdict
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 
 from arlopti_openrlhf.update.ranks import Ranks
+from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
 
 # Sums over a pass's tokens, divided by the whole mini-batch's count: the passes' values add up to the update's.
 ADDITIVE = ("policy_loss", "kl", "entropy_loss")
@@ -134,6 +136,24 @@ class UpdateMetrics:
                         summary[name] = summary.get(name, 0.0) + mean
                     summary[of_pass] = mean if name in ADDITIVE else mean_by_tokens
         return summary
+
+
+def statistics_metrics(statistics: UpdateStatistics, ranks: Ranks, before: str | None) -> dict[str, Any]:
+    """Return the statistics by probability of all ranks, with their histograms. A collective call.
+
+    Args:
+        statistics: this rank's. Those of all ranks are put into it.
+        ranks: the data-parallel ranks.
+        before: how the shares without the weights are called (`UpdateStatistics.metrics`), or None.
+    """
+    if statistics.by_quartile:
+        statistics.set_quartiles(ranks.quantiles(statistics.log_probs()[None], [0.25, 0.5, 0.75]))
+    statistics.sums = ranks.sum_tensor(statistics.sums)
+    histograms = ranks.sum_tensor(statistics.histograms)
+    # Some methods leave out tokens whose gradient nobody knows.
+    is_known = before is not None and not ranks.max(statistics.lacks_tokens)
+    by_bin = statistics.metrics(before if is_known else None)
+    return by_bin | dict(zip(HISTOGRAMS, histograms.tolist(), strict=True))
 
 
 def rollout_gap(items: list[Experience], ranks: Ranks) -> dict[str, float]:

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import torch
 from openrlhf.models import Actor
-from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from openrlhf.trainer.ppo_utils.experience import make_experience_batch
 from torch import Tensor, nn
 
 from arlopti_openrlhf.update.partition import by_prompt
 from arlopti_openrlhf.update.ranks import Ranks
+from arlopti_openrlhf.update.sample import Sample, stand_in
 
 
 def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_groups: bool) -> bool:
@@ -60,25 +61,22 @@ def from_first_forward(log_probs: Tensor, selected: Tensor, old_log_probs: Tenso
     return torch.where(selected.bool(), log_probs.detach(), old_log_probs).masked_fill(~response.bool(), 0.0)
 
 
-def store(samples: Sequence[Experience], old_log_probs: Tensor) -> None:
-    """Give single samples their rows of a micro-batch's log π_old (B, A)."""
-    rows = rows_by_sample(samples, old_log_probs)
-    for sample in samples:
-        sample.action_log_probs = rows[id(sample)]
+def store(samples: Sequence[Sample], old_log_probs: Tensor) -> None:
+    """Give single samples their rows of a micro-batch's log π_old (B, A), on the CPU, without padding."""
+    for sample, row in zip(samples, old_log_probs.cpu(), strict=True):
+        sample.action_log_probs = row[: len(sample.action_mask)]
 
 
-def rows_by_sample(samples: Sequence[Experience], values: Tensor) -> dict[int, Tensor]:
-    """Return the rows (..., A) of a micro-batch's values (B, ..., A), on the CPU, unpadded, by the samples' ids."""
-    return {id(s): row[..., : len(s.action_mask)] for s, row in zip(samples, values.cpu(), strict=True)}
+def store_distributions(samples: Sequence[Sample], statistics: tuple[Tensor, Tensor]) -> None:
+    """Give the samples that have none their rows of a micro-batch's entropies and Σ_{j≠o} P_j², (B, A) each."""
+    for sample, row in zip(samples, torch.stack(statistics, dim=1).cpu(), strict=True):
+        if sample.distributions is None:
+            sample.distributions = row[:, : len(sample.action_mask)]
 
 
 @torch.no_grad()
 def compute(
-    actor: Actor,
-    items: list[Experience],
-    args: SimpleNamespace,
-    ranks: Ranks,
-    distributions: dict[int, Tensor] | None = None,
+    actor: Actor, items: list[Sample], args: SimpleNamespace, ranks: Ranks, with_distributions: bool = False
 ) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
@@ -89,8 +87,7 @@ def compute(
         items: single samples.
         args: upstream's nested arguments.
         ranks: the data-parallel ranks.
-        distributions: where each sample's (2, A) entropies in nats and Σ_{j≠o} P_j² are put, by the sample's id; None
-            where nobody asks.
+        with_distributions: whether each sample gets its `distributions` too.
     """
     batches = _batches([item for prompt in by_prompt(items) for item in prompt], args)
     actor.eval()
@@ -98,29 +95,21 @@ def compute(
         samples = batches[i] if i < len(batches) else [stand_in()]
         batch = make_experience_batch(samples).to_device(torch.cuda.current_device())
         inputs = batch.sequences, batch.action_mask, batch.attention_mask
-        if distributions is None:
-            store(samples, actor(*inputs))
-            continue
-        log_probs, output = actor(*inputs, return_output=True, return_statistics=True)
+        if with_distributions:
+            log_probs, output = actor(*inputs, return_output=True, return_statistics=True)
+            store_distributions(samples, output.statistics)
+        else:
+            log_probs = actor(*inputs)
         store(samples, log_probs)
-        distributions |= rows_by_sample(samples, torch.stack(output.statistics, dim=1))
     actor.train()
 
 
-def stand_in() -> Experience:
-    """Return a short sample, of whose tokens none is asked for. It is long enough for `self_check`."""
-    tokens = torch.arange(64)
-    return Experience(
-        sequences=tokens, attention_mask=torch.ones_like(tokens), action_mask=torch.zeros(63, dtype=torch.long)
-    )
-
-
-def _batches(items: list[Experience], args: SimpleNamespace) -> list[list[Experience]]:
+def _batches(items: list[Sample], args: SimpleNamespace) -> list[list[Sample]]:
     """Divide samples as the user allows for the rollout's log-probs: by count, or with dynamic batches by tokens."""
     if not args.train.dynamic_batch_enable:
         size = args.rollout.micro_batch_size
         return [items[i : i + size] for i in range(0, len(items), size)]
-    batches: list[list[Experience]] = []
+    batches: list[list[Sample]] = []
     room = 0
     for item in items:
         if len(item.sequences) > room:

@@ -8,23 +8,6 @@ from openrlhf.utils.loss_utils import get_loss_batch_info
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from arlopti_openrlhf.update.passes import Place
-
-
-def ends_mini_batch(engine: deepspeed.DeepSpeedEngine, buffer: NaiveReplayBuffer, step: int) -> bool:
-    """Return whether micro-batch `step` is the last of its mini-batch."""
-    return (
-        bool(buffer.dynamic_optimizer_step[step])
-        if buffer.dynamic_batch
-        else engine.is_gradient_accumulation_boundary()
-    )
-
-
-def upstreams_place(engine: deepspeed.DeepSpeedEngine, buffer: NaiveReplayBuffer, step: int) -> Place:
-    """Return where micro-batch `step` of upstream's loop stands. DeepSpeed and EMA count all but dynamic ones."""
-    ends = ends_mini_batch(engine, buffer, step)
-    return Place(ends, buffer.dynamic_sample_loss_scale[step], ends) if buffer.dynamic_batch else Place(ends, 1, 1)
-
 
 def upstreams_denominators(
     strategy: DeepspeedStrategy, buffer: NaiveReplayBuffer, step: int, response: Tensor
@@ -34,19 +17,19 @@ def upstreams_denominators(
     return get_loss_batch_info(strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic)
 
 
-def announce(engine: deepspeed.DeepSpeedEngine, place: Place) -> None:
+def announce(engine: deepspeed.DeepSpeedEngine, ends_mini_batch: bool) -> None:
     """Tell DeepSpeed, before a micro-batch's backward, whether its mini-batch ends with it.
 
     Left alone, DeepSpeed takes each `gradient_accumulation_steps` micro-batches for a mini-batch. For dynamic batches
     OpenRLHF sets that to 1, and ZeRO-2 then keeps the gradient of the last micro-batch alone.
     """
-    engine.set_gradient_accumulation_boundary(place.ends_mini_batch)
+    engine.set_gradient_accumulation_boundary(ends_mini_batch)
 
 
-def count(engine: deepspeed.DeepSpeedEngine, place: Place) -> None:
+def count(engine: deepspeed.DeepSpeedEngine) -> None:
     """Let DeepSpeed count micro-batches by itself again, from the end of a mini-batch on."""
     engine.set_gradient_accumulation_boundary(None)
-    engine.micro_steps += place.counts - 1  # it has counted one
+    engine.micro_steps += engine.gradient_accumulation_steps() - 1  # it has counted one
 
 
 def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LRScheduler) -> None:

@@ -5,7 +5,9 @@ OpenRLHF divides by the number of samples, or in dynamic batches by their length
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import TypeVar
 
 from openrlhf.trainer.ppo_utils.experience import (
     Experience,
@@ -17,8 +19,10 @@ from transformers import PretrainedConfig
 
 from arlopti_openrlhf.activation_memory import bytes_per_token
 
+Item = TypeVar("Item", bound=Experience)
 
-def by_prompt(items: list[Experience]) -> list[list[Experience]]:
+
+def by_prompt(items: Sequence[Item]) -> list[list[Item]]:
     """Group single, unpadded samples by their prompts."""
     prompts = defaultdict(list)
     for item in items:
@@ -26,7 +30,7 @@ def by_prompt(items: list[Experience]) -> list[list[Experience]]:
     return list(prompts.values())
 
 
-def cost(samples: list[Experience]) -> int:
+def cost(samples: Sequence[Experience]) -> int:
     """Return how many tokens a forward pass of these samples computes: each prompt once, and each response."""
     return sum(
         _prompt_length(group[0]) + sum(len(item.sequences) - _prompt_length(item) for item in group)
@@ -57,7 +61,7 @@ def token_budget(args: SimpleNamespace, config: PretrainedConfig, longest: int, 
     return max(padded, min(costliest, int(padded * (1 + logits / layers))))
 
 
-def micro_batches(samples: list[Experience], budget: int, count: int = 1) -> list[list[Experience]]:
+def micro_batches(samples: Sequence[Item], budget: int, count: int = 1) -> list[list[Item]]:
     """Divide samples into micro-batches that cost at most `budget` tokens each.
 
     A prompt's samples are divided only where they exceed the budget alone. One sample may exceed it.
@@ -67,7 +71,7 @@ def micro_batches(samples: list[Experience], budget: int, count: int = 1) -> lis
         budget: tokens.
         count: how many micro-batches to make at least, of as many samples. Costly ones are halved for it.
     """
-    batches: list[list[Experience]] = []
+    batches: list[list[Item]] = []
     room: list[int] = []
     # First fit, the most expensive first.
     for part in sorted(_parts(samples, budget), key=cost, reverse=True):
@@ -85,9 +89,9 @@ def micro_batches(samples: list[Experience], budget: int, count: int = 1) -> lis
     return batches
 
 
-def _parts(samples: list[Experience], budget: int) -> list[list[Experience]]:
+def _parts(samples: Sequence[Item], budget: int) -> list[list[Item]]:
     """Divide samples by prompt, and a prompt's samples into parts that cost at most `budget` tokens each."""
-    parts: list[list[Experience]] = []
+    parts: list[list[Item]] = []
     for group in by_prompt(samples):
         room = 0
         for item in group:
@@ -100,7 +104,7 @@ def _parts(samples: list[Experience], budget: int) -> list[list[Experience]]:
     return parts
 
 
-def describe(batches: list[list[Experience]], limit: int | str) -> str:
+def describe(batches: Sequence[Sequence[Experience]], limit: int | str) -> str:
     """Say how many tokens of a mini-batch are computed, and why not fewer.
 
     Args:

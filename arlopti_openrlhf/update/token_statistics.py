@@ -80,7 +80,7 @@ def token_updates(
     *,
     old_log_probs: Tensor,
     advantages: Tensor,
-    ar_weights: Tensor,
+    token_weights: Tensor,
     group: Tensor,
     selected: Tensor,
     distributions: tuple[Tensor, Tensor],
@@ -97,7 +97,7 @@ def token_updates(
         policy_log_probs: (B, A) a view of `log_probs` that only the policy loss reads.
         old_log_probs: (B, A) log π_old.
         advantages: (B, A), before AR.
-        ar_weights: (B, A) Eq. 4's factors, or ones.
+        token_weights: (B, A), the weights of the pass.
         group: (B, A), nonzero on the tokens that the pass updates: those described here.
         selected: (B, A), nonzero on the tokens that the forward pass computed.
         distributions: (B, A) entropies and (B, A) Σ_{j≠o} P_j².
@@ -111,7 +111,7 @@ def token_updates(
         log_probs=log_probs.detach(),
         advantages=advantages,
         weights=whole * num_tokens,
-        weights_before_ar=(whole - policy + policy / ar_weights.clamp(min=torch.finfo(torch.float32).tiny))
+        weights_before_ar=(whole - policy + policy / token_weights.clamp(min=torch.finfo(torch.float32).tiny))
         * num_tokens,
         is_clipped=is_computed & (advantages != 0) & (policy == 0),
         is_computed=is_computed,
@@ -131,7 +131,6 @@ class UpdateStatistics:
             (`set_quartiles`). Else the bins are those of `EDGES`.
 
     Attributes:
-        is_moved: whether θ has changed since the tokens were sampled; to be set after the first optimizer step.
         lacks_tokens: whether a method has left out tokens whose gradient nobody knows.
         sums: (bins, sums) and `histograms`: (2, 50) counts and gradient norms, float64, to be added up over the ranks.
     """
@@ -140,7 +139,7 @@ class UpdateStatistics:
 
     def __init__(self, device: torch.device | str = "cpu", by_quartile: bool = False) -> None:
         self.by_quartile = by_quartile
-        self.is_moved = self.lacks_tokens = False
+        self.lacks_tokens = False
         self.edges = torch.tensor(EDGES, device=device)
         self.histogram_edges = torch.arange(self.HISTOGRAM_BINS + 1, device=device) / self.HISTOGRAM_BINS
         # Rows are bins, columns are sums. In float64: in float32 a million tokens' sum would lose the small ones.
@@ -149,12 +148,12 @@ class UpdateStatistics:
         self._kept: list[tuple[Tensor, Tensor]] = []  # (N,) log π_old and (N, sums) values, until there are quartiles
 
     @torch.no_grad()
-    def add(self, tokens: TokenUpdates) -> None:
-        """Add a micro-batch's tokens."""
+    def add(self, tokens: TokenUpdates, is_moved: bool) -> None:
+        """Add a micro-batch's tokens. `is_moved` says whether θ has changed since π_old."""
         probabilities = token_probabilities(tokens.old_log_probs)
         norms = logit_gradient_norm(tokens.weights, tokens.log_probs, tokens.squared_rest)
         norms_before = logit_gradient_norm(tokens.weights_before_ar, tokens.log_probs, tokens.squared_rest)
-        is_compared = tokens.is_computed & self.is_moved
+        is_compared = tokens.is_computed & is_moved
         is_positive = is_compared & (tokens.advantages > 0)
         change = token_probabilities(tokens.log_probs) - probabilities
         columns = {

@@ -6,68 +6,133 @@ from types import SimpleNamespace
 
 import torch
 from openrlhf.models import Actor
-from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers.utils import ModelOutput
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.token_method import Method, Tokens, WeightSums, combine, pass_labels
 from arlopti_openrlhf.update import old_log_probs
-from arlopti_openrlhf.update.passes import MiniBatch, count_responses
 from arlopti_openrlhf.update.ranks import Ranks
+from arlopti_openrlhf.update.sample import Sample, count_responses
 
 
 class TokenWeights:
-    """Holds the weights of one rollout batch's tokens in each pass. Each sample is weighed once, by itself.
+    """Weighs the tokens of one rollout batch for each pass. Each sample is weighed by itself.
 
     Args:
-        methods: the token methods, whose weights multiply.
+        methods: the token methods. Their weights multiply; without a method they are 1.
         by_token: whether the loss is a mean over tokens, and not over responses. In a mean over responses each one is
             divided by its own tokens.
         normalizes: whether the weights are divided by their mean (`_normalize`).
 
     Attributes:
-        distributions: (2, A) entropies in nats and Σ_{j≠o} P_j² of each sample that a forward pass has shown, by the
-            sample's id. None where no method asks for entropies.
+        labels: the names of the passes in metrics.
         mean_weight: what the weights have been divided by; None where they have not.
     """
 
     def __init__(self, methods: Sequence[Method], by_token: bool, normalizes: bool = False) -> None:
         self.methods, self.by_token, self.normalizes = methods, by_token, normalizes
         self.labels = pass_labels(methods)
+        self.needs_entropies = any(method.needs_entropies for method in methods)
+        self.needs_rollout_batch = normalizes or any(method.needs_rollout_batch for method in methods)
         self.mean_weight: float | None = None
-        self.distributions: dict[int, Tensor] | None = {} if any(m.needs_entropies for m in methods) else None
-        self._divides_by_kept = any(method.divides_by_kept for method in methods)
         self._statistics: list = [None] * len(methods)
-        # By the sample's id, (passes, A) each: the weights, and which tokens the loss divides by.
-        self._weights: dict[int, Tensor] = {}
-        self._counted: dict[int, Tensor] = {}
-        self._updated: dict[int, Tensor] = {}  # and the tokens of a weight above 0
-        self._left_out: dict[int, Tensor] = {}  # (A,), the tokens that a method leaves out of all its passes
-        # For each method (passes, 4): tokens, Σ w, Σ w², tokens of weight 0.
-        self._sums: dict[int, list[Tensor]] = {}
+        self._divides_by_kept = any(method.divides_by_kept for method in methods)
 
     def of_the_next(self) -> "TokenWeights":
         """Return the same for the next rollout batch, of which nothing is known yet."""
         return TokenWeights(self.methods, self.by_token, self.normalizes)
 
-    def look_at_all(self, actor: Actor, items: list[Experience], args: SimpleNamespace, ranks: Ranks) -> None:
-        """Compute what the methods have to know of the whole rollout batch. A collective call.
+    def look_at_all(self, actor: Actor, samples: list[Sample], args: SimpleNamespace, ranks: Ranks) -> None:
+        """Weigh a whole rollout batch, with what the methods have to know of it. A collective call.
 
         Entropies are taken from a forward pass that gives log π_old too. Log π_old of all samples is known then.
         """
-        if self.distributions is not None:
-            old_log_probs.compute(actor, items, args, ranks, self.distributions)
+        if self.needs_entropies:
+            old_log_probs.compute(actor, samples, args, ranks, with_distributions=True)
         if any(method.has_statistic for method in self.methods):
-            columns = torch.cat([torch.empty(4, 0), *(torch.stack(self._response(item)) for item in items)], dim=1)
+            columns = torch.cat([torch.empty(4, 0), *(torch.stack(_response(s)) for s in samples)], dim=1)
             tokens = Tokens(*ranks.gather(columns)[:, None])
             if tokens.mask.numel():
                 self._statistics = [method.statistic(tokens) for method in self.methods]
+        self.weigh(samples)
         if self.normalizes:
-            self._normalize(items, ranks)
+            self._normalize(samples, ranks)
 
-    def _normalize(self, items: list[Experience], ranks: Ranks) -> None:
+    def weigh(self, samples: Sequence[Sample]) -> None:
+        """Give each sample its weights. Its log π_old must be known, and its entropies if a method asks for them."""
+        for sample in samples:
+            self._weigh(sample)
+
+    @staticmethod
+    def of(samples: Sequence[Sample], index: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the weights of a micro-batch in one pass, and the mask of the tokens that it updates, (B, A) each."""
+        rows = [sample.weights[index] for sample in samples], [sample.updated[index] for sample in samples]
+        weights, updated = (pad_sequence(of_samples, batch_first=True).to(device) for of_samples in rows)
+        return weights, updated
+
+    def count(self, samples: Sequence[Sample], index: int, ranks: Ranks) -> float:
+        """Return how many tokens one pass updates, of the samples of all ranks."""
+        return ranks.sum(float(sum(sample.updated[index].sum() for sample in samples)))[0]
+
+    def denominators(self, samples: Sequence[Sample], index: int) -> tuple[int, int]:
+        """Return the tokens of the samples that the loss divides by in one pass, and how many samples have any."""
+        if not self._divides_by_kept:
+            return count_responses(samples)
+        lengths = [int(sample.counted[index].sum()) for sample in samples]
+        return sum(lengths), sum(length > 0 for length in lengths)
+
+    def left_out(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that a method leaves out, (N,) each.
+
+        Methods that divide the tokens into groups leave out none in this sense, even where one group alone is trained.
+        None where there are such tokens and their gradient is not known. That is so where no forward pass has shown
+        their distributions, which one does for entropies alone, or where the loss is a mean over responses, in which
+        tokens have a share that depends on the response.
+        """
+        found = [torch.empty(3, 0)]
+        for sample in samples:
+            if not sample.left_out.any():
+                continue
+            if sample.distributions is None or not self.by_token:
+                return None
+            rows = sample.action_log_probs, sample.advantages, sample.distributions[1]
+            found.append(torch.stack([row.cpu().float()[sample.left_out] for row in rows]))
+        log_probs, advantages, squared_rest = torch.cat(found, dim=1)
+        return log_probs, advantages, squared_rest
+
+    def metrics(self, samples: Sequence[Sample], ranks: Ranks) -> dict[str, float]:
+        """Return what each method logs of its own weights (`Method.metrics`), before `_normalize`.
+
+        What that divides by is `token_method/mean_weight`.
+
+        Args:
+            samples: this rank's, which were trained on.
+            ranks: the data-parallel ranks.
+        """
+        logged = {} if self.mean_weight is None else {"token_method/mean_weight": self.mean_weight}
+        for k, method in enumerate(self.methods):
+            own = sum((sample.sums[k] for sample in samples), torch.zeros(len(method.passes), 4).double())
+            sums = [WeightSums(*row) for row in ranks.sum_tensor(own).tolist()]
+            if sums[0].tokens:
+                logged |= method.metrics(dict(zip(method.passes, sums, strict=True)), self._statistics[k])
+        return logged
+
+    def _weigh(self, sample: Sample) -> None:
+        tokens = Tokens(*(values[None] for values in _response(sample)))
+        if tokens.mask.numel():
+            of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, self._statistics, strict=True)]
+        else:
+            of_methods = [[torch.zeros_like(tokens.log_probs)] * len(method.passes) for method in self.methods]
+        weights, counted, updated, left_out = _by_pass(self.methods, of_methods, torch.ones_like(tokens.log_probs))
+        if not self.by_token:
+            # The loss divides the response by all of its tokens.
+            weights = weights * (counted.shape[1] / counted.sum(dim=1, keepdim=True).clamp(min=1))
+        sample.weights, sample.updated = _in_place(weights, sample), _in_place(updated, sample)
+        sample.counted, sample.left_out = _in_place(counted, sample), _in_place(left_out, sample)[0]
+        sample.sums = [torch.stack([_sums(w.double()) for w in passes]) for passes in of_methods]
+
+    def _normalize(self, samples: Sequence[Sample], ranks: Ranks) -> None:
         """Divide the weights of a rollout batch by their mean over the tokens of all ranks. A collective call.
 
         The mean is taken as the loss takes its own: over the tokens that it divides by, or over responses. Those of
@@ -77,13 +142,12 @@ class TokenWeights:
             ValueError: the mean is 0.
         """
         own = torch.zeros(2, len(self.labels), dtype=torch.float64)
-        for item in items:
-            weights = self._of_sample(item).double() * self._updated[id(item)]
-            counted = self._counted[id(item)].double()
+        for sample in samples:
+            weights, counted = sample.weights.double() * sample.updated, sample.counted.double()
             if self.by_token:
                 own += torch.stack([weights.sum(dim=1), counted.sum(dim=1)])
             else:  # such weights are scaled already for a division by all tokens of the response
-                tokens = item.action_mask.bool().sum().clamp(min=1)
+                tokens = sample.action_mask.bool().sum().clamp(min=1)
                 own += torch.stack([weights.sum(dim=1) / tokens, counted.amax(dim=1)])
         total, count = ranks.sum_tensor(own).cpu()
         if not count.any():
@@ -97,127 +161,8 @@ class TokenWeights:
                 "weights cannot be divided by it"
             )
         self.mean_weight = mean
-        for item in items:
-            self._weights[id(item)] /= mean
-
-    def learn_entropies(self, samples: Sequence[Experience], output: ModelOutput) -> None:
-        """Keep the entropies of samples that a first pass has computed, if a method asks for them.
-
-        Args:
-            samples: single samples. The idle ones, which the pass did not compute, are known already.
-            output: of the forward pass, with the `statistics` that `SelectiveActor` gives.
-        """
-        if self.distributions is not None:
-            values = torch.stack(output.statistics, dim=1)
-            self.distributions = old_log_probs.rows_by_sample(samples, values) | self.distributions
-
-    def of(self, samples: Sequence[Experience], index: int, like: Tensor) -> Tensor:
-        """Return the factors (B, A) of a micro-batch's advantages in one pass, on the device of `like`."""
-        return pad_sequence([self._of_sample(sample)[index] for sample in samples], batch_first=True).to(like.device)
-
-    def updated(self, samples: Sequence[Experience], index: int, like: Tensor) -> Tensor:
-        """Return the mask (B, A) of the tokens that one pass updates, as `of`."""
-        rows = [self._updated_of(sample)[index] for sample in samples]
-        return pad_sequence(rows, batch_first=True).to(like.device)
-
-    def count(self, mini_batch: MiniBatch, index: int, ranks: Ranks) -> float:
-        """Return how many tokens one pass updates, of the samples of all ranks. Their π_old must be known."""
-        return ranks.sum(float(sum(self._updated_of(sample)[index].sum() for sample in mini_batch.samples)))[0]
-
-    def denominators(self, samples: Sequence[Experience], index: int) -> tuple[int, int]:
-        """Return the tokens of the samples that the loss divides by in one pass, and how many samples have any."""
-        if not self._divides_by_kept:
-            return count_responses(samples)
         for sample in samples:
-            self._of_sample(sample)
-        lengths = [int(self._counted[id(sample)][index].sum()) for sample in samples]
-        return sum(lengths), sum(length > 0 for length in lengths)
-
-    def left_out(self, samples: Sequence[Experience]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that a method leaves out, (N,) each.
-
-        Methods that divide the tokens into groups leave out none in this sense, even where one group alone is trained.
-        None where there are such tokens and their gradient is not known. That is so where no forward pass has shown
-        their distributions, which one does for entropies alone, or where the loss is a mean over responses, in which
-        tokens have a share that depends on the response.
-        """
-        found = [torch.empty(3, 0)]
-        for sample in samples:
-            self._of_sample(sample)
-            is_left_out = self._left_out[id(sample)][0]
-            if not is_left_out.any():
-                continue
-            if self.distributions is None or not self.by_token:
-                return None
-            rows = sample.action_log_probs, sample.advantages, self.distributions[id(sample)][1]
-            found.append(torch.stack([row.cpu().float()[is_left_out] for row in rows]))
-        log_probs, advantages, squared_rest = torch.cat(found, dim=1)
-        return log_probs, advantages, squared_rest
-
-    def metrics(self, samples: Sequence[Experience], ranks: Ranks) -> dict[str, float]:
-        """Return what each method logs of its own weights (`Method.metrics`), before `_normalize`.
-
-        What that divides by is `token_method/mean_weight`.
-
-        Args:
-            samples: this rank's, which were trained on.
-            ranks: the data-parallel ranks.
-        """
-        found: dict[str, float] = {}
-        if self.mean_weight is not None:
-            found["token_method/mean_weight"] = self.mean_weight
-        for k, method in enumerate(self.methods):
-            own = sum((self._sums[id(sample)][k] for sample in samples), torch.zeros(len(method.passes), 4).double())
-            sums = [WeightSums(*row) for row in ranks.sum_tensor(own).tolist()]
-            if sums[0].tokens:
-                found |= method.metrics(dict(zip(method.passes, sums, strict=True)), self._statistics[k])
-        return found
-
-    def _of_sample(self, sample: Experience) -> Tensor:
-        """Return the factors (passes, A) of a sample's advantages, 0 outside its response.
-
-        They are the weights, but for 1 in the other groups: a loss over the sequence has the advantages of all groups.
-        """
-        if id(sample) not in self._weights:
-            self._weigh(sample)
-        return self._weights[id(sample)]
-
-    def _updated_of(self, sample: Experience) -> Tensor:
-        self._of_sample(sample)
-        return self._updated[id(sample)]
-
-    def _weigh(self, sample: Experience) -> None:
-        tokens = Tokens(*(values[None] for values in self._response(sample)))
-        if tokens.mask.numel():
-            of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, self._statistics, strict=True)]
-        else:
-            of_methods = [[torch.zeros_like(tokens.log_probs)] * len(method.passes) for method in self.methods]
-        self._sums[id(sample)] = [torch.stack([_sums(w.double()) for w in passes]) for passes in of_methods]
-        weights, counted, updated, left_out = _by_pass(self.methods, of_methods, torch.ones_like(tokens.log_probs))
-        if not self.by_token:
-            # The loss divides the response by all of its tokens.
-            weights = weights * (counted.shape[1] / counted.sum(dim=1, keepdim=True).clamp(min=1))
-        of_sample = (
-            (self._weights, weights),
-            (self._counted, counted),
-            (self._updated, updated),
-            (self._left_out, left_out),
-        )
-        for rows, values in of_sample:
-            rows[id(sample)] = torch.zeros(len(values), len(sample.action_mask), dtype=values.dtype)
-            rows[id(sample)][:, sample.action_mask.bool().cpu()] = values
-
-    def _response(self, sample: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log π_old, advantages, ones and entropies of a sample's response, (tokens,) each, float32 on the CPU.
-
-        Entropies that no method asks for are zeros.
-        """
-        is_response = sample.action_mask.bool().cpu()
-        log_probs, advantages = (v.cpu().float()[is_response] for v in (sample.action_log_probs, sample.advantages))
-        ones = torch.ones_like(log_probs)
-        if self.distributions is None:
-            return log_probs, advantages, ones, torch.zeros_like(ones)
-        return log_probs, advantages, ones, self.distributions[id(sample)][0].float()[is_response]
+            sample.weights /= mean
 
 
 def _by_pass(
@@ -244,21 +189,41 @@ def _by_pass(
     return torch.cat(combine(factors)), torch.cat(combine(counted)), torch.cat(combine(updated)), left_out
 
 
+def _response(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log π_old, advantages, ones and entropies of a sample's response, (tokens,) each, float32 on the CPU.
+
+    Entropies that no forward pass has shown are zeros.
+    """
+    is_response = sample.action_mask.bool().cpu()
+    log_probs, advantages = (v.cpu().float()[is_response] for v in (sample.action_log_probs, sample.advantages))
+    ones = torch.ones_like(log_probs)
+    entropies = (
+        torch.zeros_like(ones) if sample.distributions is None else sample.distributions[0].float()[is_response]
+    )
+    return log_probs, advantages, ones, entropies
+
+
+def _in_place(values: Tensor, sample: Sample) -> Tensor:
+    """Return the values (K, tokens) of a sample's response among its A positions, (K, A), and 0 elsewhere."""
+    rows = torch.zeros(len(values), len(sample.action_mask), dtype=values.dtype)
+    rows[:, sample.action_mask.bool().cpu()] = values
+    return rows
+
+
 def _sums(weights: Tensor) -> Tensor:
     """Return the number of weights, Σ w, Σ w², and how many are 0, (4,) float64."""
     sums = [weights.numel(), weights.sum(), weights.square().sum(), (weights == 0).sum()]
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def reads_entropies(methods: Sequence[Method], actor: Actor) -> bool:
-    """Return whether a method reads entropies.
+def check_entropies(methods: Sequence[Method], actor: Actor) -> None:
+    """Refuse methods that read entropies where the policy cannot give them without a forward pass more.
 
     Raises:
-        ValueError: the policy cannot give them without a forward pass more.
+        ValueError: it is a vision-language model, or the update is not selective.
     """
     names = [method.name for method in methods if method.needs_entropies]
     if names and (actor.is_vlm or not isinstance(actor, SelectiveActor)):
         raise ValueError(
             f"token methods that read entropies ({', '.join(names)}) need the selective update of a text model"
         )
-    return bool(names)

@@ -1,24 +1,41 @@
 """Trains the policy on a rollout batch, in the passes of its token methods.
 
-docs/architecture.md walks through it. One micro-batch's way is `micro_batch.MicroBatchTrainer.training_step`.
+docs/architecture.md walks through it. A micro-batch goes through `step.micro_batch_loss`.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.logging_utils import init_logger
 from openrlhf.utils.loss_utils import get_loss_batch_info
+from torch import Tensor
 from tqdm import tqdm
+from transformers.utils import ModelOutput
 
-from arlopti_openrlhf.update import lora, old_log_probs, optimizer_steps, partition, passes, token_weights
-from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, rollout_gap
-from arlopti_openrlhf.update.micro_batch import MicroBatchTrainer
-from arlopti_openrlhf.update.passes import MiniBatch, Pass, Place
-from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
+from arlopti_openrlhf import learning_rate, methods, token_method
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.update import lora, mini_batches, old_log_probs, optimizer_steps, partition, token_weights
+from arlopti_openrlhf.update.metrics import (
+    PassMetrics,
+    UpdateMetrics,
+    micro_batch_status,
+    rollout_gap,
+    statistics_metrics,
+)
+from arlopti_openrlhf.update.mini_batches import MiniBatch
+from arlopti_openrlhf.update.policy_forward import policy_forward
+from arlopti_openrlhf.update.ranks import Ranks
+from arlopti_openrlhf.update.sample import Sample
+from arlopti_openrlhf.update.step import MicroBatch, Objective, Result, micro_batch_loss
+from arlopti_openrlhf.update.token_statistics import UpdateStatistics, token_updates
 
 logger = init_logger(__name__)
 
 
-class TokenUpdateTrainer(MicroBatchTrainer):
+class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
     """`ActorPPOTrainer` with token methods, among them AR (Eq. 4) and Lopti (Algorithm 1, lines 11-19).
 
     A method gives a weight to each token, in one or several passes. A pass takes one optimizer step on the tokens of a
@@ -30,20 +47,37 @@ class TokenUpdateTrainer(MicroBatchTrainer):
        the first pass gives log π_old, and idle responses, which have no gradient, are not computed.
     4. LoRA's weights are sent to vLLM merged.
 
-    With all methods, the selective actor and the statistics off, upstream's code runs unchanged.
+    Without a method on upstream's actor, upstream's loop trains. With the statistics off too, nothing of ours runs.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        balances_experts_in_groups = self.aux_loss and any(method.groups for method in self.methods)
+        self.methods = token_method.load(*methods.requested(self.args.algo))
+        token_weights.check_entropies(self.methods, self.actor)
+        self.is_selective = isinstance(self.actor, SelectiveActor)
+        self.observes = self.args.logger.probability_stats != "off"
+        self.is_off = not (self.methods or self.is_selective or self.observes)
+        has_other_gradients = self.args.algo.kl.use_loss or self.args.actor.entropy_coef is not None
+        self.skips_idle = self.is_selective and not has_other_gradients
         self.has_reported = False  # what the selective update saves
+        self.ranks = Ranks(self.strategy)
+        # Of the rollout batch that is being trained.
+        self.statistics: UpdateStatistics | None = None
+        self.steps_before = 0
+        normalizes = self.args.algo.token_method_normalize
+        self.token_weights = token_weights.TokenWeights(self.methods, self.actor_loss_fn.token_level_loss, normalizes)
+        # What counts optimizer steps is shared out between the passes. At equal data the learning rate, the average of
+        # the weights and the balancing loss are those of one pass.
+        self.passes = len(self.token_weights.labels)
+        learning_rate.stretch(self.actor_scheduler, self.passes)
+        self.ema_beta **= 1 / self.passes
+        self.aux_loss_coef = self.args.actor.aux_loss_coef / self.passes if self.aux_loss else None
+        balances_experts_in_groups = self.aux_loss and any(method.groups for method in self.methods)
         can_defer = self.is_selective and old_log_probs.can_defer(self.args, self.actor, balances_experts_in_groups)
-        needs_all = self.token_weights.normalizes or any(m.needs_rollout_batch for m in self.methods)
-        self.first_pass_gives_old_log_probs = can_defer and not needs_all
+        self.first_pass_gives_old_log_probs = can_defer and not self.token_weights.needs_rollout_batch
         # The forward pass that gives π_old gives the entropies too, which upstream's experience maker has no room for.
-        computes_entropies = token_weights.reads_entropies(self.methods, self.actor)
         self.defers_old_log_probs = self.first_pass_gives_old_log_probs or (
-            computes_entropies and not old_log_probs.in_the_reward(self.args)
+            self.token_weights.needs_entropies and not old_log_probs.in_the_reward(self.args)
         )
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
@@ -58,152 +92,194 @@ class TokenUpdateTrainer(MicroBatchTrainer):
             `rollout/gap` compares vLLM's log-probs with the actor's.
         """
         engine = self.actor.model
-        skipped = engine.skipped_steps
-        status = super().ppo_train(kl_ctl) if self.is_off else self._update(kl_ctl)
-        status |= {"skipped_optimizer_steps": engine.skipped_steps - skipped}
-        return status | rollout_gap(self.replay_buffer.items, self.ranks)
-
-    def _update(self, kl_ctl: float) -> dict[str, float]:
-        """Train on the replay buffer in passes, or by upstream's loop where there is no method."""
+        skipped, self.steps_before = engine.skipped_steps, engine.global_steps
         if self.observes:
             by_quartile = self.args.logger.probability_stats == "quartiles"
             self.statistics = UpdateStatistics(torch.cuda.current_device(), by_quartile)
-        items = self.replay_buffer.items
-        self.token_weights = self.token_weights.of_the_next()
-        if self.methods and not self.first_pass_gives_old_log_probs:
-            self.token_weights.look_at_all(self.actor, items, self.args, self.ranks)
-        if self.methods or (self.is_selective and self._fills_mini_batches()):
-            status, items = self._train_in_passes(kl_ctl)
-        else:
-            if self.defers_old_log_probs:
-                old_log_probs.compute(self.actor, items, self.args, self.ranks)
-            status = super().ppo_train(kl_ctl)
-        return status | self.token_weights.metrics(items, self.ranks) | self._statistics_metrics()
+        status = self._train(kl_ctl) if self.methods or self.is_selective else super().ppo_train(kl_ctl)
+        if self.statistics is not None:
+            # GSPO's gradient is spread over the response.
+            is_known = self.args.actor.policy_loss_type != "gspo"
+            before = token_method.name_of_reweighting(self.methods) if is_known else None
+            status |= statistics_metrics(self.statistics, self.ranks, before)
+        status |= {"skipped_optimizer_steps": engine.skipped_steps - skipped}
+        return status | rollout_gap(self.replay_buffer.items, self.ranks)
 
-    def _train_in_passes(self, kl_ctl: float) -> tuple[dict[str, float], list[Experience]]:
-        """Train on each mini-batch in each pass; return the metrics and the samples that were trained on."""
+    def _train(self, kl_ctl: float) -> dict[str, float]:
+        """Train on each mini-batch in each pass."""
+        samples = [Sample(**vars(item)) for item in self.replay_buffer.items]
+        self.replay_buffer.items = [*samples]
+        self.token_weights = self.token_weights.of_the_next()
+        if not self.first_pass_gives_old_log_probs:
+            self.token_weights.look_at_all(self.actor, samples, self.args, self.ranks)
         metrics, trained = UpdateMetrics(self.args), []
         for epoch in range(self.max_epochs):
-            order = passes.in_order(mini_batches := self._mini_batches(), self.passes, self.args.algo.lopti.scope)
-            trained = [sample for mini_batch in mini_batches for sample in mini_batch.samples]
+            batches = self._mini_batches(samples)
+            order = mini_batches.in_order(batches, self.passes, self.args.algo.lopti.scope)
+            trained = [sample for mini_batch in batches for sample in mini_batch.samples]
             # The first pass gives π_old of its own samples. That of the others is computed before θ moves. A later
-            # epoch is shuffled anew, and may train on samples that fill no mini-batch in this one.
+            # epoch has another order, and may train on samples that fill no mini-batch in this one.
             is_deferred = self.first_pass_gives_old_log_probs and epoch == 0 and bool(order)
             if is_deferred:
-                first = set(map(id, order[0][0].samples))
-                needed = trained if self.max_epochs == 1 else self.replay_buffer.items
-                rest = [item for item in needed if id(item) not in first or self.is_idle(item.advantages)]
-                old_log_probs.compute(self.actor, rest, self.args, self.ranks, self.token_weights.distributions)
+                self._learn_old_log_probs(trained if self.max_epochs == 1 else samples, order[0][0])
             bar = tqdm(
                 order, desc=f"Train epoch [{epoch + 1}/{self.max_epochs}]", disable=not self.strategy.is_rank_0()
             )
             for i, (mini_batch, index) in enumerate(bar):
-                this_pass = Pass(index, gives_old_log_probs=is_deferred and i == 0)
-                if not (this_pass.gives_old_log_probs or self.token_weights.count(mini_batch, index, self.ranks)):
-                    self._skip_pass()
-                    continue
-                status = self._train_pass(mini_batch, this_pass, kl_ctl)
-                (num_tokens,) = self.ranks.sum(this_pass.num_tokens)
+                num_tokens, status = self._train_pass(mini_batch, index, kl_ctl, is_deferred and i == 0)
                 if num_tokens:
                     metrics.add(self.token_weights.labels[index], num_tokens, status)
             if self.statistics is not None and self.methods:
                 self.statistics.add_left_out(self.token_weights.left_out(trained))
-        return metrics.summary(), trained
+        return metrics.summary() | self.token_weights.metrics(trained, self.ranks)
 
-    def _skip_pass(self) -> None:
-        """Count a pass without an optimizer step, as the schedule and EMA count data."""
-        optimizer_steps.pass_over(self.actor.model, self.actor_scheduler)
-        self.average_weights(self.actor.model.gradient_accumulation_steps())
+    def _mini_batches(self, samples: list[Sample]) -> list[MiniBatch]:
+        """Return this rank's mini-batches of one epoch, and say once how many tokens are computed."""
+        batches, limit = mini_batches.divide(samples, self.actor, self.replay_buffer, self.strategy, self.ranks)
+        if self.is_selective and not self.has_reported and batches and self.strategy.is_rank_0():
+            self.has_reported = True
+            report = partition.describe(batches[0].micro_batches, limit)
+            logger.info(f"selective update, first mini-batch of this rank: {report}")
+        return batches
 
-    def _train_pass(self, mini_batch: MiniBatch, this_pass: Pass, kl_ctl: float) -> dict[str, float]:
-        """Take the micro-batches of one optimizer step through `training_step`; return the metrics of all ranks."""
-        engine, samples = self.actor.model, mini_batch.samples
-        # DeepSpeed divides each loss by this number, however many micro-batches there are.
+    def _learn_old_log_probs(self, samples: list[Sample], first: MiniBatch) -> None:
+        """Compute log π_old of all samples but those of the first mini-batch whose forward will give it."""
+        given = [sample for sample in first.samples if not self._is_idle(sample.advantages)]
+        rest = [sample for sample in samples if not any(sample is other for other in given)]
+        with_entropies = self.token_weights.needs_entropies
+        old_log_probs.compute(self.actor, rest, self.args, self.ranks, with_distributions=with_entropies)
+        self.token_weights.weigh(rest)
+
+    def _train_pass(
+        self, mini_batch: MiniBatch, index: int, kl_ctl: float, gives_old_log_probs: bool
+    ) -> tuple[float, dict[str, float]]:
+        """Take one optimizer step. Return the tokens that it updates and the metrics, of all ranks.
+
+        A pass without a token takes no step. One that gives π_old learns only on its way that it has none.
+        """
+        engine, samples, weights = self.actor.model, mini_batch.samples, self.token_weights
+        # DeepSpeed divides each loss by this number, however many micro-batches there are. EMA counts them.
         divisor = engine.gradient_accumulation_steps()
-        tokens, responses = self.ranks.sum(*self.token_weights.denominators(samples, this_pass.index))
+        num_tokens = None if gives_old_log_probs else weights.count(samples, index, self.ranks)
+        if num_tokens == 0:
+            optimizer_steps.pass_over(engine, self.actor_scheduler)
+            self._average_weights(divisor)
+            return 0, {}
+        tokens, responses = self.ranks.sum(*weights.denominators(samples, index))
         metrics = PassMetrics(divisor)
-        for i, micro_batch in enumerate(mini_batch.micro_batches):
+        for i, micro_batch in enumerate(mini_batch.micro_batches, 1):
+            is_last = i == len(mini_batch.micro_batches)
+            optimizer_steps.announce(engine, is_last)
             experience = make_experience_batch(micro_batch, self.args.ds.packing_samples)
             experience.to_device(torch.cuda.current_device())
-            is_last = i == len(mini_batch.micro_batches) - 1
-            place = Place(is_last, divisor * len(micro_batch) / len(samples), counts=divisor * is_last)
-            loss_batch_info = get_loss_batch_info(
-                self.strategy,
-                experience.action_mask,
-                batch_num_tokens=tokens / divisor,
-                global_batch_size=responses / divisor,
+            response = experience.action_mask
+            known = (response, response) if gives_old_log_probs else weights.of(micro_batch, index, response.device)
+            batch = MicroBatch(
+                experience,
+                gives_old_log_probs,
+                *known,
+                is_idle=self._is_idle(experience.advantages),
+                denominators=get_loss_batch_info(
+                    self.strategy,
+                    response,
+                    batch_num_tokens=tokens / divisor,
+                    global_batch_size=responses / divisor,
+                ),
+                share=divisor * len(micro_batch) / len(samples),
             )
-            optimizer_steps.announce(engine, place)
-            metrics.add(self.training_step(experience, kl_ctl, i, loss_batch_info, this_pass, place, micro_batch))
-        optimizer_steps.count(engine, place)
-        return metrics.reduce(self.ranks)
+            result = self._backward(batch, kl_ctl, functools.partial(self._learn, micro_batch, index))
+            if is_last and num_tokens is None:
+                num_tokens = weights.count(samples, index, self.ranks)
+            if is_last and not num_tokens:
+                optimizer_steps.skip(engine, self.actor_scheduler)
+                self._average_weights(divisor)
+            figures = self._optimizer_step(divisor) if is_last and num_tokens else self._learning_rate()
+            metrics.add(micro_batch_status(experience, result.logged, figures, float(result.group.sum())))
+        optimizer_steps.count(engine)
+        return num_tokens or 0, metrics.reduce(self.ranks)
 
-    def _mini_batches(self) -> list[MiniBatch]:
-        """Return this rank's mini-batches of one epoch, in micro-batches that share prompts where the model can."""
-        items, size, args = self.replay_buffer.items, self._mini_batch_size(), self.args
-        reason = self._reason_not_to_share()
-        if reason is None:
-            longest = self.ranks.max(max((len(item.sequences) for item in items), default=0))
-            costliest = self.ranks.max(max(map(partition.cost, partition.by_prompt(items)), default=0))
-            budget = partition.token_budget(args, self.actor.hf_config, longest, costliest)
-            # Upstream shuffles, but not dynamic batches.
-            samples = passes.mini_batches(items, size, not args.train.dynamic_batch_enable, self.ranks)
-            mini_batches = [passes.by_cost(mini_batch, budget, self.ranks) for mini_batch in samples]
-        elif args.train.dynamic_batch_enable:
-            self.replay_buffer.setup_dynamic_batch(self.strategy)
-            mini_batches = passes.dynamic_mini_batches(self.replay_buffer, size)
-        else:
-            is_sharded = self.strategy.ring_attn_group is not None or args.ds.tensor_parallel_size > 1
-            samples = passes.mini_batches(items, size, not is_sharded, self.ranks)
-            mini_batches = [
-                passes.by_count(mini_batch, self.replay_buffer.sample_batch_size) for mini_batch in samples
-            ]
-        if self.is_selective and not self.has_reported and mini_batches and self.strategy.is_rank_0():
-            self.has_reported = True
-            report = partition.describe(mini_batches[0].micro_batches, budget if reason is None else reason)
-            logger.info(f"selective update, first mini-batch of this rank: {report}")
-        return mini_batches
+    def training_step(
+        self, experience: Experience, kl_ctl: float, step: int, loss_batch_info: dict | None = None
+    ) -> dict:
+        """Take a micro-batch of upstream's loop, which trains without a method on upstream's actor.
 
-    def _reason_not_to_share(self) -> str | None:
-        """Return why the ranks do not share prompts, or None where they do. A collective call."""
-        if not self.is_selective:
-            return "the update is OpenRLHF's"
-        if self.actor.is_vlm:
-            return "vision models are computed as OpenRLHF does"
-        if self.aux_loss:
-            return "the experts' balancing loss counts every token (--actor.aux_loss_coef)"
-        lengths = [len(item.sequences) for item in self.replay_buffer.items]
-        longest = self.replay_buffer.items[lengths.index(max(lengths))] if lengths else old_log_probs.stand_in()
-        reason = self.actor.check(longest.sequences[None].to(torch.cuda.current_device())).reason_not_to_share
-        return None if self.ranks.min(reason is None) else reason or "another rank's model does not"
-
-    def _mini_batch_size(self) -> int:
-        return self.args.train.batch_size // self.ranks.count
-
-    def _fills_mini_batches(self) -> bool:
-        """Return whether this rollout batch is a number of whole mini-batches, on every rank, and begins with one.
-
-        Upstream carries the micro-batches that fill none over to the next rollout batch's first optimizer step.
+        The gradient and the metrics are upstream's bit for bit. The statistics by probability come with them.
         """
-        engine = self.actor.model
-        rest = len(self.replay_buffer.items) % self._mini_batch_size()
-        return not self.ranks.max(rest + engine.micro_steps % engine.gradient_accumulation_steps())
+        if self.is_off:
+            return super().training_step(experience, kl_ctl, step, loss_batch_info)
+        buffer, response, is_dynamic = self.replay_buffer, experience.action_mask, self.replay_buffer.dynamic_batch
+        if loss_batch_info is None:
+            loss_batch_info = get_loss_batch_info(
+                self.strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic
+            )
+        share = buffer.dynamic_sample_loss_scale[step] if is_dynamic else 1.0
+        weights = torch.ones_like(experience.advantages)
+        is_idle = self._is_idle(experience.advantages)
+        batch = MicroBatch(experience, False, weights, response, is_idle, loss_batch_info, share)
+        result = self._backward(batch, kl_ctl, functools.partial(self._learn, [], 0))
+        # DeepSpeed and EMA count all micro-batches but dynamic ones.
+        steps = not is_dynamic or buffer.dynamic_optimizer_step[step]
+        figures = self._optimizer_step(1) if steps else self._learning_rate()
+        return micro_batch_status(experience, result.logged, figures, float(response.sum()))
 
-    def _statistics_metrics(self) -> dict:
-        if self.statistics is None:
-            return {}
-        if self.statistics.by_quartile:
-            log_probs = self.statistics.log_probs()[None]
-            self.statistics.set_quartiles(self.ranks.quantiles(log_probs, [0.25, 0.5, 0.75]))
-        self.statistics.sums = self.ranks.sum_tensor(self.statistics.sums)
-        histograms = self.ranks.sum_tensor(self.statistics.histograms)
-        # GSPO's gradient is spread over the response, and some methods leave out tokens whose gradient nobody knows.
-        is_known = self.args.actor.policy_loss_type != "gspo" and not self.ranks.max(self.statistics.lacks_tokens)
-        reweighting = [method for method in self.methods if not method.groups]
-        is_one = len(reweighting) == 1 and reweighting[0].has_metrics
-        before = (reweighting[0].name if is_one else "methods") if is_known and reweighting else None
-        by_bin = self.statistics.metrics(before)
-        return by_bin | dict(zip(HISTOGRAMS, histograms.tolist(), strict=True))
+    def _backward(self, batch: MicroBatch, kl_ctl: float, weigh: Callable) -> Result:
+        """Take a micro-batch through the step, and add its gradient to that of the others."""
+        gives_entropies = batch.gives_old_log_probs and self.token_weights.needs_entropies
+        forward = functools.partial(
+            policy_forward,
+            self.actor,
+            ring_attn_group=self.strategy.ring_attn_group,
+            with_entropy=self.args.actor.entropy_coef is not None,
+            with_statistics=self.statistics is not None or gives_entropies,
+            with_aux_loss=self.aux_loss,
+        )
+        self.actor.train()
+        objective = Objective(self.actor_loss_fn, self.args, kl_ctl, self.aux_loss_coef)
+        result = micro_batch_loss(forward, objective, batch, weigh)
+        if self.statistics is not None:
+            updates = token_updates(
+                result.loss,
+                result.log_probs,
+                result.policy_log_probs,
+                old_log_probs=result.old_log_probs,
+                advantages=batch.experience.advantages,
+                token_weights=result.weights,
+                group=result.group,
+                selected=result.selected,
+                distributions=result.output.statistics,
+                # The loss is a mean over the optimizer step's tokens, times the ranks.
+                num_tokens=batch.denominators["batch_num_tokens"] / batch.denominators["dp_size"],
+            )
+            self.statistics.add(updates, is_moved=self.actor.model.global_steps > self.steps_before)
+        self.strategy.backward(result.loss, self.actor, self.actor_optim)
+        return result
+
+    def _learn(self, samples: list[Sample], index: int, old: Tensor, output: ModelOutput) -> tuple[Tensor, Tensor]:
+        """Keep what a first forward pass has shown of its samples. Return their weights as `TokenWeights.of`."""
+        old_log_probs.store(samples, old)
+        if self.token_weights.needs_entropies:
+            old_log_probs.store_distributions(samples, output.statistics)
+        self.token_weights.weigh(samples)
+        return self.token_weights.of(samples, index, old.device)
+
+    def _is_idle(self, advantages: Tensor) -> Tensor:
+        """Return (...,) whether nothing in a response with these advantages (..., A) has a gradient."""
+        return (advantages == 0).all(dim=-1) if self.skips_idle else torch.zeros_like(advantages[..., 0]).bool()
+
+    def _optimizer_step(self, micro_batches: int) -> dict[str, float]:
+        """Step the optimizer and average the weights, as so many micro-batches count. Return what is logged."""
+        self.strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
+        self._average_weights(micro_batches)
+        return self._learning_rate() | {"actor_grad_norm": self.strategy.get_grad_norm(self.actor)}
+
+    def _learning_rate(self) -> dict[str, float]:
+        return {"actor_lr": self.actor_scheduler.get_last_lr()[0]}
+
+    def _average_weights(self, micro_batches: int) -> None:
+        """Let EMA count so many micro-batches. It averages once for each `gradient_accumulation_steps` of them."""
+        if self.ema_model:
+            for _ in range(micro_batches):
+                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
 
     def broadcast_to_vllm(self) -> None:
         """Send the weights to vLLM, as upstream; a LoRA model's are sent merged, under its base model's names."""

@@ -232,27 +232,48 @@ def watched(probe):
     embedding = probe.actor.model.module.get_input_embeddings()
     hook = embedding.register_forward_hook(watched_embedding)
     strategy, trainer = probe.strategy, probe.trainer
-    optimizer_step, training_step = strategy.optimizer_step, trainer.training_step
+    optimizer_step, label = strategy.optimizer_step, ""
+    is_ours = not getattr(trainer, "is_off", True)  # else upstream's step is at work
 
     def watched_optimizer_step(optimizer, model, scheduler, **kwargs):
         if strategy.args.train.dynamic_batch_enable or model.model.is_gradient_accumulation_boundary():
             gradients.append([safe_get_full_grad(p).clone() for p in model.model.module.parameters()])
         optimizer_step(optimizer, model, scheduler, **kwargs)
 
-    def watched_training_step(experience, kl_ctl, step, info=None, *this_pass):
+    def saw(experience, updated):
         uids = [int(uid) for uid in experience.info["uid"]]
-        status = training_step(experience, kl_ctl, step, info, *this_pass)
-        label = trainer.token_weights.labels[this_pass[0].index] if this_pass else ""
         group = label.rpartition("/")[2] or None
-        seen.append((group, uids, experience.action_mask.sum().item(), status["num_action_tokens"]))
+        seen.append((group, uids, experience.action_mask.sum().item(), updated))
+
+    def watched_training_step(experience, *rest):
+        status = training_step(experience, *rest)
+        saw(experience, status["num_action_tokens"])
         return status
 
-    strategy.optimizer_step, trainer.training_step = watched_optimizer_step, watched_training_step
+    def watched_backward(batch, *rest):
+        result = backward(batch, *rest)
+        saw(batch.experience, result.group.sum().item())
+        return result
+
+    def watched_pass(mini_batch, index, *rest):
+        nonlocal label
+        label = trainer.token_weights.labels[index]
+        return train_pass(mini_batch, index, *rest)
+
+    strategy.optimizer_step = watched_optimizer_step
+    if is_ours:
+        backward, train_pass = trainer._backward, trainer._train_pass
+        trainer._backward, trainer._train_pass = watched_backward, watched_pass
+    else:
+        training_step = trainer.training_step
+        trainer.training_step = watched_training_step
     try:
         yield seen, gradients, forwards
     finally:
         hook.remove()
-        del strategy.optimizer_step, trainer.training_step
+        del strategy.optimizer_step
+        for name in ("_backward", "_train_pass", "training_step"):
+            vars(trainer).pop(name, None)
 
 
 def full_parameters(probe, averaged=False):

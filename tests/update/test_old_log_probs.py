@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience
 
 from arlopti_openrlhf.update import old_log_probs
+from arlopti_openrlhf.update.sample import Sample
 
 NAN = torch.nan
 
@@ -57,6 +57,14 @@ def test_from_a_first_forward():
 
 
 def test_store_gives_each_sample_its_row_without_padding():
-    samples = [Experience(action_mask=torch.ones(n, dtype=torch.long)) for n in (3, 1)]
+    samples = [Sample(action_mask=torch.ones(n, dtype=torch.long)) for n in (3, 1)]
     old_log_probs.store(samples, torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0]]))
     assert [sample.action_log_probs.tolist() for sample in samples] == [[-1.0, -2.0, -3.0], [-4.0]]
+
+
+def test_distributions_that_are_known_stay():
+    """An idle response has been computed before the first pass, which leaves it out."""
+    samples = [Sample(action_mask=torch.ones(n, dtype=torch.long)) for n in (2, 1)]
+    samples[1].distributions = known = torch.ones(2, 1)
+    old_log_probs.store_distributions(samples, (torch.tensor([[1.0, 2.0], [9, 9]]), torch.tensor([[3.0, 4], [9, 9]])))
+    assert samples[0].distributions.tolist() == [[1, 2], [3, 4]] and samples[1].distributions is known

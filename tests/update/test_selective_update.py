@@ -330,16 +330,16 @@ def test_mini_batches_keep_prompts_together(tiny_model):
 
 
 def test_a_rollout_batch_that_fills_no_mini_batch(tiny_model):
-    """Six samples per rank, mini-batches of four: upstream's own loop, on old log-probs computed before it."""
+    """Six samples per rank, mini-batches of four: upstream's loop carries the rest over, and ours leaves it out."""
     results = []
     for group in pair(tiny_model, "--train.batch_size", str(SAMPLES // 2)):
         results.append(group.run(experiences(seed=4, samples_per_prompt=4)[:12], PLAIN_GRPO, on_policy=True))
     assert results[0].steps == results[1].steps == 1
-    assert len(results[1].seen) == 3
+    trained = [sum(len(uids) for _, uids, *_ in result.seen) for result in results]
+    assert trained == [6, 4]
     assert_no_nan(results[1].status)
-    # The next one's first optimizer step takes in what was left over: no pass of its own begins with it.
     following = group.run(experiences(seed=7, samples_per_prompt=2), PLAIN_GRPO, on_policy=True)
-    assert following.steps == 2 and len(following.seen) == 4
+    assert following.steps == 2 and sum(len(uids) for _, uids, *_ in following.seen) == 8
     assert_no_nan(following.status)
 
 

@@ -26,7 +26,7 @@ def tokens(**changes) -> TokenUpdates:
 
 def test_metrics_by_hand():
     statistics = UpdateStatistics()
-    statistics.add(tokens())
+    statistics.add(tokens(), is_moved=False)
     found = statistics.metrics(before="ar")
     # Norms: sqrt(0.8² + 0.36) = 1; sqrt(0.6²) = 0.6; 2 · 0.05 = 0.1. Together 1.7, before AR 2.7.
     assert found["tokens/p0.00-0.25/logit_grad_norm"] == pytest.approx(1.0)
@@ -48,9 +48,8 @@ def test_metrics_by_hand():
 
 def test_change_since_the_rollout():
     statistics = UpdateStatistics(by_quartile=True)
-    statistics.add(tokens())  # tells nothing of change
-    statistics.is_moved = True
-    statistics.add(tokens(log_probs=torch.tensor([0.05, 0.7, 0.95, 1.0]).log()))
+    statistics.add(tokens(), is_moved=False)  # tells nothing of change
+    statistics.add(tokens(log_probs=torch.tensor([0.05, 0.7, 0.95, 1.0]).log()), is_moved=True)
     assert statistics.log_probs().exp().tolist() == pytest.approx(2 * [0.1, 0.5, 0.9, 0.9])
     statistics.set_quartiles((0.3, 0.6, 0.8))
     found = statistics.metrics()
@@ -65,11 +64,9 @@ def test_ranks_add_up():
     """Sums of two halves are those of the whole; certain tokens, π = 1, lie in the last bin."""
     certain = tokens(old_log_probs=torch.tensor([0.0, math.log(0.25), -50.0, 0.0]))
     whole, *halves = (UpdateStatistics() for _ in range(3))
-    for statistics in (whole, *halves):
-        statistics.is_moved = True
-    whole.add(certain)
+    whole.add(certain, is_moved=True)
     for i, half in enumerate(halves):
-        half.add(TokenUpdates(*(values[2 * i : 2 * i + 2] for values in certain)))
+        half.add(TokenUpdates(*(values[2 * i : 2 * i + 2] for values in certain)), is_moved=True)
     halves[0].sums += halves[1].sums
     halves[0].histograms += halves[1].histograms
     assert halves[0].metrics("ar") == pytest.approx(whole.metrics("ar"))

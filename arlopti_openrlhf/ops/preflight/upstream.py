@@ -23,9 +23,9 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 # fmt: off
 RESTATED = (
     (_ACTOR, "ActorPPOTrainer.ppo_train", "318e39fde0e3c042",
-     "update.trainer.TokenUpdateTrainer._train_in_passes"),
+     "update.trainer.TokenUpdateTrainer._train"),
     (_ACTOR, "ActorPPOTrainer.training_step", "8f2c662e0539abbf",
-     "update.micro_batch.MicroBatchTrainer.training_step"),
+     "update.step.micro_batch_loss"),
     (_SAMPLES, "SamplesGenerator.generate_samples", "331f36c2a75a56d2",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
     (_SAMPLES, "SamplesGenerator._generate_vllm", "504b87e90b4bd9ee",

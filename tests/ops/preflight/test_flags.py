@@ -37,6 +37,7 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         # Samples, steps and ranks.
         ("--algo.ar.alpha 0.3 --train.batch_size 24", "--train.batch_size", "= 32"),
         ("--algo.ar.alpha 0.3 --train.batch_size 64", "--train.batch_size", "= 32"),
+        ("--algo.ar.alpha 0.3 --actor.update stock --train.batch_size 64", "--train.batch_size", "= 32"),
         ("--train.micro_batch_size 3", "--train.batch_size", "multiple of 3"),
         (
             "--actor.num_gpus_per_node 3 --ref.num_gpus_per_node 3 --vllm.num_engines 3 --train.batch_size 48",

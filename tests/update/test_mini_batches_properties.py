@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from openrlhf.trainer.ppo_utils.experience import Experience
 
-from arlopti_openrlhf.update import partition, passes
+from arlopti_openrlhf.update import mini_batches, partition
+from arlopti_openrlhf.update.sample import Sample
 
 LOG_PROBS = st.one_of(st.floats(-30, 0), st.just(float("-inf")))
 
@@ -21,7 +21,7 @@ def samples(draw):
     log_probs = torch.tensor(draw(st.lists(LOG_PROBS, min_size=len(mask), max_size=len(mask))))
     first = draw(st.integers(0, 2))  # few prompts, so that several samples share one
     sequence = torch.tensor([first] * prompt + [7] * response)
-    return Experience(sequences=sequence, action_mask=mask, action_log_probs=log_probs)
+    return Sample(sequences=sequence, action_mask=mask, action_log_probs=log_probs)
 
 
 class Ranks(SimpleNamespace):
@@ -33,13 +33,13 @@ class Ranks(SimpleNamespace):
 
 @given(st.lists(samples(), max_size=12), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.integers(0, 12))
 def test_mini_batches_are_whole_and_hold_no_sample_twice(items, micro, mini, shuffle, other):
-    made = passes.mini_batches(items, mini, shuffle, Ranks(other=other))
+    made = mini_batches.mini_batches(items, mini, shuffle, Ranks(other=other))
     assert len(made) == min(len(items) // mini, other)
     taken = Counter(id(sample) for batch in made for sample in batch)
     assert set(taken.values()) <= {1} and taken.keys() <= set(map(id, items))
     for batch in made:
         assert len(batch) == mini
-        mini_batch = passes.by_count(batch, micro)
+        mini_batch = mini_batches.by_count(batch, micro)
         assert mini_batch.samples == batch
         assert all(len(micro_batch) == micro for micro_batch in mini_batch.micro_batches[:-1])
 
@@ -63,5 +63,5 @@ def test_samples_are_grouped_by_prompt_and_none_is_lost(items):
 
 @given(st.sampled_from(["batch", "minibatch"]), st.integers(0, 5), st.integers(1, 3))
 def test_every_mini_batch_takes_every_pass_once(scope, count, number):
-    made = passes.in_order(range(count), number, scope)
+    made = mini_batches.in_order(range(count), number, scope)
     assert Counter(made) == Counter((batch, i) for batch in range(count) for i in range(number))
