@@ -125,7 +125,7 @@ class Method(NamedTuple):
 
         Raises:
             ValueError: the method returns something else than finite weights of at least 0 in that shape, or not as
-                many tensors as before.
+                many tensors as before. Where the batch itself is not finite, weights need not be.
         """
         weights = self._by_pass(self._ask(tokens, statistic))
         if len(weights) != len(self.passes):
@@ -187,7 +187,10 @@ class Method(NamedTuple):
         if weights.shape != tokens.mask.shape:
             raise self._error(f"returned the shape {tuple(weights.shape)} for tokens of the shape {shape}")
         weights = weights.to(tokens.log_probs.dtype)
-        for wrong, what in ((~weights.isfinite(), "not finite"), (weights < 0, "negative, which would turn signs")):
+        # What is not finite in the batch is not the method's fault. The loss shows it, and the step is refused.
+        is_given = tokens.log_probs.isfinite() & tokens.advantages.isfinite()
+        is_broken = ~weights.isfinite() & is_given
+        for wrong, what in ((is_broken, "not finite"), (weights < 0, "negative, which would turn signs")):
             if (wrong & mask).any():
                 at = tuple((wrong & mask).nonzero()[0])
                 probability, advantage = tokens.probabilities[at].item(), tokens.advantages[at].item()
