@@ -104,7 +104,7 @@ def test_another_value_of_the_variable_is_refused_in_one_line():
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_vllm_is_patched_only_where_a_run_of_ours_has_started_it(is_ours):
     """vLLM calls the plugin in every process of every project. Its engine process inherits the environment."""
-    child = "from arlopti_openrlhf import cpu, cpu_patches; cpu.enable_in_vllm(); print(cpu_patches.are_made())"
+    child = "from arlopti_openrlhf import cpu; cpu.enable_in_vllm(); print(cpu.patches.are_made())"
     result = python(f"""
 import subprocess, sys
 from arlopti_openrlhf import cpu

@@ -174,13 +174,13 @@ def test_no_actor_class_carries_a_patch_of_the_driver():
     from openrlhf.utils.deepspeed import deepspeed
 
     # That a captured patch would be seen:
-    assert b"cpu_patches" in ray.cloudpickle.dumps(deepspeed.init_device_mesh)
+    assert b"cpu.patches" in ray.cloudpickle.dumps(deepspeed.init_device_mesh)
     seen = []
     for module in (ppo_trainer, ppo_trainer_async, launcher, ppo_actor, ppo_critic, vllm_engine):
         for name, value in vars(module).items():
             if isinstance(value, ray.actor.ActorClass):
                 seen.append(name)
-                assert b"cpu_patches" not in ray.cloudpickle.dumps(value.__ray_metadata__.modified_class), name
+                assert b"cpu.patches" not in ray.cloudpickle.dumps(value.__ray_metadata__.modified_class), name
     assert {"PPOTrainer", "PolicyModelActor", "CriticModelActor", "ReferenceModelActor"} <= set(seen)
 
 
