@@ -11,6 +11,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from arlopti_openrlhf.ops import controller
 from arlopti_openrlhf.ops.rollouts import experience_maker
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, fill_missing_metrics
+from arlopti_openrlhf.patching import plain_class
 
 GROUP, LENGTH = 8, 5
 # Rewards of four prompts: 0.1 has no exact mean, the third group differs by one rounding, the last has an exact mean.
@@ -128,7 +129,7 @@ def test_both_trainers_have_it():
     groups = maker.actor_model_group, maker.critic_model_group, maker.reward_model_group, maker.initial_model_group
     assert (*groups, maker.tokenizer) == ("actor", "critic", "reward", "reference", "tokenizer")
     for actor in (controller.PPOTrainer, controller.TrainingActor):
-        assert issubclass(controller._plain(actor), controller.Controller)
+        assert issubclass(plain_class(actor), controller.Controller)
 
 
 def make_sample(**info: float) -> Experience:
