@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from unittest.mock import patch
 
 import torch
 from hardware import synchronize
@@ -9,7 +10,8 @@ from rollouts import SHAPES
 from update_bench import LOW_SHARE, Bench
 
 from arlopti_openrlhf.patching import replaced_attribute
-from arlopti_openrlhf.update import policy_forward
+from arlopti_openrlhf.update import policy_forward, trainer
+from arlopti_openrlhf.update.token_statistics import UpdateStatistics
 
 
 def seconds_of_statistics(bench: Bench) -> dict[str, float]:
@@ -29,7 +31,7 @@ def seconds_of_statistics(bench: Bench) -> dict[str, float]:
 
 def seconds_of_observing(bench: Bench, variant: str) -> float:
     """What follows the forward pass in one update: derivatives and sums, and on stock's logits their statistics."""
-    trainer, seconds = bench.trainers[variant], [0.0]
+    seconds = [0.0]
 
     def timed(function):
         def call(*args, **kwargs):
@@ -43,7 +45,8 @@ def seconds_of_observing(bench: Bench, variant: str) -> float:
         return call
 
     with (
-        replaced_attribute(trainer, "_observe", timed(trainer._observe)),
+        replaced_attribute(trainer, "token_updates", timed(trainer.token_updates)),
+        patch.object(UpdateStatistics, "add", timed(UpdateStatistics.add)),
         replaced_attribute(policy_forward, "statistics_of_logits", timed(policy_forward.statistics_of_logits)),
     ):
         bench.step(variant)
