@@ -43,9 +43,11 @@ def summarize(run: Run, scalars: Scalars) -> dict:
         curves["entropy"] = over_bins(scalars, LOW_BINS + HIGH_BINS, "entropy")
     # Of a token method, before its weights are normalized. Each run has one at most.
     for short in ("mean_weight", "zero_share"):
-        of_ar = [f"train/ar/{short}"] if "--algo.token_method ar" in run.flags else []
-        for name in fnmatch.filter(scalars, f"train/token_method/*/{short}") or of_ar:
+        for name in fnmatch.filter(scalars, f"train/token_method/*/{short}"):
             curves[short] = along(scalars, name)
+    if "--algo.token_method ar" in run.flags and "train/ar/mean_weight" in scalars:
+        curves["mean_weight"] = along(scalars, "train/ar/mean_weight")
+        curves["zero_share"] = [0.0] * len(curves["mean_weight"])  # AR leaves out no token
     norms = {short: list(scalars[name].values()) for name, short in NORMS.items() if name in scalars}
     return {
         "run": run.name,

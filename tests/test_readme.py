@@ -106,7 +106,7 @@ def test_every_name_from_the_paper_to_the_code_exists():
 
 def test_the_tree_of_files_is_there():
     paths = tree_paths(re.search(r"```\n(.*?)```", section("docs/architecture.md", "The house"), re.DOTALL)[1])
-    assert "arlopti_openrlhf/update/micro_batch.py" in paths
+    assert "arlopti_openrlhf/update/step.py" in paths
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"the tree has {', '.join(missing)}"
     rooms = {path.parent.name for path in (ROOT / "arlopti_openrlhf").glob("*/__init__.py")}
