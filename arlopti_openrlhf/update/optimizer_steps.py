@@ -1,20 +1,8 @@
-"""Controls when DeepSpeed steps and by what upstream's loop divides, and how to skip an empty step."""
+"""Controls when DeepSpeed takes an optimizer step, and how to skip an empty one."""
 
 import deepspeed
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
-from openrlhf.utils.deepspeed import DeepspeedStrategy
-from openrlhf.utils.loss_utils import get_loss_batch_info
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
-
-
-def upstreams_denominators(
-    strategy: DeepspeedStrategy, buffer: NaiveReplayBuffer, step: int, response: Tensor
-) -> dict[str, Tensor]:
-    """Return the denominators of micro-batch `step` of upstream's loop, with the response tokens `response` (B, A)."""
-    is_dynamic = strategy.args.train.dynamic_batch_enable
-    return get_loss_batch_info(strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic)
 
 
 def announce(engine: deepspeed.DeepSpeedEngine, ends_mini_batch: bool) -> None:
