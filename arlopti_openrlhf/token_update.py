@@ -8,8 +8,6 @@ nonzero on response tokens and zero on padding. Equations are those of arXiv 250
 
 import torch
 
-LOW, HIGH = "low", "high"
-
 
 def token_probabilities(action_log_probs: torch.Tensor) -> torch.Tensor:
     """Return π_old of each token, shape as given, in at least float32.
@@ -21,30 +19,21 @@ def token_probabilities(action_log_probs: torch.Tensor) -> torch.Tensor:
     return action_log_probs.to(dtype).exp()
 
 
-def reweight_advantages(advantages: torch.Tensor, action_log_probs: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Scale each advantage by its token's probability (Eq. 4): Â[i,t] = (α · π_old(o[i,t]) + (1 − α)) · A[i,t].
+def advantage_weights(action_log_probs: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Return the factor by which AR scales each advantage (Eq. 4): Â[i,t] = (α · π_old(o[i,t]) + (1 − α)) · A[i,t].
 
     Args:
-        advantages: (B, A), as the estimator left them (normalised, of either sign).
-        action_log_probs: (B, A) log π_old.
-        alpha: α in [0, 1]; 0 returns the advantages bit for bit.
+        action_log_probs: (...,) log π_old.
+        alpha: α in [0, 1]; 0 leaves the advantages as they are. Below 0 rare tokens count more.
 
     Returns:
-        (B, A), dtype of `advantages`.
+        (...,), in at least float32.
 
     Raises:
-        ValueError: the shapes differ or are not (B, A), or `alpha` lies outside [0, 1].
+        ValueError: `alpha` is no number in [−1, 1].
     """
-    _check_same_shape(advantages=advantages, action_log_probs=action_log_probs)
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
-    if alpha == 0:
-        return advantages
-    return (advantage_weights(action_log_probs, alpha) * advantages).to(advantages.dtype)
-
-
-def advantage_weights(action_log_probs: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Return Eq. 4's factor α · π_old + (1 − α), shape as given, in at least float32."""
+    if not isinstance(alpha, int | float) or not -1 <= alpha <= 1:
+        raise ValueError(f"alpha must lie in [-1, 1], got {alpha}")
     return alpha * token_probabilities(action_log_probs) + (1 - alpha)
 
 
@@ -68,18 +57,12 @@ def low_probability_mask(action_log_probs: torch.Tensor, action_mask: torch.Tens
     return (token_probabilities(action_log_probs) < eta) & action_mask.bool()
 
 
-def group_mask(group: str, action_log_probs: torch.Tensor, action_mask: torch.Tensor, eta: float) -> torch.BoolTensor:
-    """Select the tokens that one stage of Lopti updates: `LOW`, or `HIGH`, the rest. Returns a BoolTensor (B, A)."""
-    low = low_probability_mask(action_log_probs, action_mask, eta)
-    return low if group == LOW else action_mask.bool() & ~low
-
-
 def probability_quantile(action_log_probs: torch.Tensor, action_mask: torch.Tensor, q: float) -> float:
     """Return the η below which a share `q` of the response tokens lies, the linearly interpolated q-quantile of π_old.
 
     With N distinct probabilities the share of tokens that `low_probability_mask` then selects differs from `q` by less
-    than 1/N. Tied probabilities are selected all together or not at all. The η is one that `group_mask` takes, even
-    where rounding puts π_old at 0 or above 1.
+    than 1/N. Tied probabilities are selected all together or not at all. The η lies in (0, 1], even where rounding
+    puts π_old at 0 or above 1.
 
     Args:
         action_log_probs: (B, A) log π_old.

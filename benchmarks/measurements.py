@@ -42,12 +42,12 @@ def growth(bench: Bench, variants: Sequence[str], sizes: Sequence[float]) -> dic
 
 def seconds_of_reweighting(bench: Bench) -> float:
     """Of all AR does to one rollout batch."""
-    from arlopti_openrlhf.token_update import reweight_advantages
+    from arlopti_openrlhf.token_update import advantage_weights
 
     rows = [(s.advantages, s.base_action_log_probs) for s in bench.rollout]
     start = time.perf_counter()
     for advantages, log_probs in rows:
-        reweight_advantages(advantages, log_probs, 0.3)
+        advantage_weights(log_probs, 0.3) * advantages
     return time.perf_counter() - start
 
 

@@ -10,7 +10,7 @@ from rollouts import SHAPES
 from update_bench import LOW_SHARE, Bench
 
 from arlopti_openrlhf.patching import replaced_attribute
-from arlopti_openrlhf.update import policy_forward, trainer
+from arlopti_openrlhf.update import step, trainer
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics
 
 
@@ -47,7 +47,7 @@ def seconds_of_observing(bench: Bench, variant: str) -> float:
     with (
         replaced_attribute(trainer, "token_updates", timed(trainer.token_updates)),
         patch.object(UpdateStatistics, "add", timed(UpdateStatistics.add)),
-        replaced_attribute(policy_forward, "statistics_of_logits", timed(policy_forward.statistics_of_logits)),
+        replaced_attribute(step, "statistics_of_logits", timed(step.statistics_of_logits)),
     ):
         bench.step(variant)
     return seconds[0]

@@ -111,7 +111,7 @@ def test_no_page_loads_anything_from_elsewhere(site):
 
 
 def test_the_api_has_the_public_functions(site):
-    assert "reweight_advantages" in (site / "api/token_update.html").read_text("utf-8")
+    assert "advantage_weights" in (site / "api/token_update.html").read_text("utf-8")
     assert "reward_func" in (site / "api/rewards.html").read_text("utf-8")
 
 

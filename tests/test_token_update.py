@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
+from arlopti_openrlhf.methods import lopti
+from arlopti_openrlhf.token_method import Tokens
 from arlopti_openrlhf.token_update import (
-    HIGH,
-    LOW,
-    group_mask,
+    advantage_weights,
     low_probability_mask,
     probability_quantile,
-    reweight_advantages,
 )
 
 
@@ -28,7 +27,7 @@ def test_reweighting_by_hand():
     log_probs = torch.tensor([[0.0, math.log(0.5), math.log(0.1)]], dtype=torch.float64)
     advantages = torch.tensor([[2.0, -2.0, 1.0]], dtype=torch.float64)
     expected = torch.tensor([[2.0, -1.7, 0.73]], dtype=torch.float64)
-    torch.testing.assert_close(reweight_advantages(advantages, log_probs, 0.3), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(advantage_weights(log_probs, 0.3) * advantages, expected, rtol=1e-12, atol=0)
 
 
 def test_alpha_one_multiplies_by_the_probability():
@@ -40,22 +39,21 @@ def test_alpha_one_multiplies_by_the_probability():
         ],
         dtype=torch.float64,
     )
-    torch.testing.assert_close(reweight_advantages(advantages, log_probs, 1), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(advantage_weights(log_probs, 1) * advantages, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_alpha_zero_is_bitwise_the_identity(dtype):
     advantages, log_probs, _ = random_batch(dtype=dtype)
     advantages[0, 0], advantages[0, 1], log_probs[0, 2] = -0.0, float("inf"), -float("inf")
-    result = reweight_advantages(advantages, log_probs, 0.0)
-    assert torch.equal(result, advantages) and result.dtype == dtype
+    result = advantage_weights(log_probs, 0.0) * advantages
+    assert torch.equal(result, advantages.to(result.dtype))
     assert torch.equal(torch.signbit(result), torch.signbit(advantages))
 
 
-def test_reweighting_keeps_the_advantages_dtype_and_computes_in_float32():
-    advantages, log_probs, _ = random_batch(dtype=torch.bfloat16)
-    expected = ((0.3 * log_probs.float().exp() + 0.7) * advantages.float()).bfloat16()
-    assert torch.equal(reweight_advantages(advantages, log_probs, 0.3), expected)
+def test_weights_are_computed_in_float32():
+    _, log_probs, _ = random_batch(dtype=torch.bfloat16)
+    assert torch.equal(advantage_weights(log_probs, 0.3), 0.3 * log_probs.float().exp() + 0.7)
 
 
 def test_low_group_is_strictly_below_eta_and_never_padding():
@@ -70,8 +68,7 @@ def test_low_group_is_strictly_below_eta_and_never_padding():
 @pytest.mark.parametrize("eta", [0.05, 0.3, 0.5, 0.9])
 def test_groups_partition_the_response(eta, mask_dtype):
     _, log_probs, mask = random_batch(seed=int(eta * 100), shape=(16, 33))
-    low = group_mask(LOW, log_probs, mask.to(mask_dtype), eta)
-    high = group_mask(HIGH, log_probs, mask.to(mask_dtype), eta)
+    low, high = lopti.weigh(Tokens(log_probs, log_probs, mask.to(mask_dtype)), None, eta=eta).values()
     assert low.dtype == high.dtype == torch.bool
     assert torch.equal(low | high, mask) and not (low & high).any()
 
@@ -107,11 +104,9 @@ def test_quantile_where_most_tokens_are_certain():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda a, x, m: reweight_advantages(a, x, 1.1), "alpha must lie in"),
-        (lambda a, x, m: reweight_advantages(a, x, -0.1), "alpha must lie in"),
-        (lambda a, x, m: reweight_advantages(a, x, float("nan")), "alpha must lie in"),
-        (lambda a, x, m: reweight_advantages(a[0], x[0], 0.5), "one shape"),
-        (lambda a, x, m: reweight_advantages(a, x[:, :-1], 0.5), "one shape"),
+        (lambda a, x, m: advantage_weights(x, 1.1), "alpha must lie in"),
+        (lambda a, x, m: advantage_weights(x, -1.1), "alpha must lie in"),
+        (lambda a, x, m: advantage_weights(x, float("nan")), "alpha must lie in"),
         (lambda a, x, m: low_probability_mask(x, m, 0.0), "eta must lie in"),
         (lambda a, x, m: low_probability_mask(x, m, 1.5), "eta must lie in"),
         (lambda a, x, m: low_probability_mask(x, m[:2], 0.5), "one shape"),

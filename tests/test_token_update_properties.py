@@ -4,14 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arlopti_openrlhf.methods import lopti
+from arlopti_openrlhf.token_method import Tokens
 from arlopti_openrlhf.token_update import (
-    HIGH,
-    LOW,
     advantage_weights,
-    group_mask,
     low_probability_mask,
     probability_quantile,
-    reweight_advantages,
     token_probabilities,
 )
 
@@ -36,10 +34,15 @@ def batches(draw, min_tokens=0):
     return log_probs.reshape(rows, columns), mask.reshape(rows, columns)
 
 
+def groups(log_probs, mask, eta):
+    """Return Lopti's two groups."""
+    return lopti.weigh(Tokens(log_probs, log_probs, mask), None, eta=eta).values()
+
+
 @given(batches(), INSIDE)
 def test_the_two_groups_partition_the_response(batch, eta):
     log_probs, mask = batch
-    low, high = (group_mask(group, log_probs, mask, eta) for group in (LOW, HIGH))
+    low, high = groups(log_probs, mask, eta)
     assert low.dtype == high.dtype == torch.bool
     assert not (low & high).any() and torch.equal(low | high, mask.bool())
 
@@ -60,11 +63,11 @@ def test_ar_weights_lie_between_one_minus_alpha_and_one(batch, alpha):
 
 
 @given(batches(), UNIT, st.sampled_from(DTYPES), st.floats(-6e4, 6e4))
-def test_reweighting_shrinks_no_further_than_alpha_and_keeps_the_sign(batch, alpha, dtype, advantage):
+def test_reweighting_enlarges_nothing_and_keeps_the_sign(batch, alpha, dtype, advantage):
     log_probs = batch[0].clamp(max=0)
     advantages = torch.full(log_probs.shape, advantage, dtype=dtype)
-    result = reweight_advantages(advantages, log_probs, alpha)
-    assert result.dtype == dtype and result.isfinite().all()
+    result = (advantage_weights(log_probs, alpha) * advantages).to(dtype)
+    assert result.isfinite().all()
     assert (result * advantages.sign() >= 0).all()
     slack = 1 + 4 * torch.finfo(dtype).eps
     assert (result.abs() <= advantages.abs() * slack).all()
@@ -74,7 +77,7 @@ def test_reweighting_shrinks_no_further_than_alpha_and_keeps_the_sign(batch, alp
 def test_a_quantile_is_a_threshold_that_the_groups_take(batch, q):
     log_probs, mask = batch
     eta = probability_quantile(log_probs, mask, q)
-    low, high = (group_mask(group, log_probs, mask, eta) for group in (LOW, HIGH))
+    low, high = groups(log_probs, mask, eta)
     assert torch.equal(low | high, mask.bool())
     probabilities = token_probabilities(log_probs)[mask.bool()]
     number = len(probabilities)

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.utils import ModelOutput
 
 from arlopti_openrlhf.forward import packed_attention, self_check
-from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs, statistics_of_logits
+from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch, pack
 from arlopti_openrlhf.patching import replaced_attribute
 
@@ -77,13 +77,7 @@ class SelectiveActor(Actor):
         """
         if action_mask is None or ring_attn_group is not None or self.is_vlm:
             upstreams |= {"ring_attn_group": ring_attn_group, "return_entropy": return_entropy}
-            result = super().forward(sequences, action_mask, attention_mask, return_output, **upstreams)
-            if return_statistics and return_output and action_mask is not None and ring_attn_group is None:
-                output = result[1]
-                output.statistics = statistics_of_logits(
-                    output["logits"], sequences, action_mask, attention_mask, packed=self.packing_samples
-                )
-            return result
+            return super().forward(sequences, action_mask, attention_mask, return_output, **upstreams)
         packed, columns, output = self._forward_selected(
             sequences,
             action_mask,

@@ -16,18 +16,14 @@ from torch import Tensor
 from arlopti_openrlhf.token_method import Tokens, check_range
 
 
-def weigh(tokens: Tokens, *, positive: float = 2.0, negative: float = 2.0, share: float = 0.2) -> Tensor:
-    """Return s⁺, s⁻ or 1, (B, A). A row is a response.
-
-    Args:
-        tokens: (B, A).
-        positive: s⁺ ≥ 0, for the rarest tokens with A > 0.
-        negative: s⁻ ≥ 0, for the most probable ones with A < 0.
-        share: in [0, 1].
-
-    Raises:
-        ValueError: a constant is out of range.
-    """
+def weigh(
+    tokens: Tokens,
+    *,
+    positive: float = 2.0,  # s⁺ ≥ 0, for the rarest tokens with A > 0
+    negative: float = 2.0,  # s⁻ ≥ 0, for the most probable ones with A < 0
+    share: float = 0.2,  # of a response's tokens, in [0, 1]
+) -> Tensor:
+    """Return s⁺, s⁻ or 1, (B, A). A row is a response."""
     for name, value in {"positive": positive, "negative": negative}.items():
         check_range(name, value, 0, torch.inf)
     check_range("share", share, 0, 1)

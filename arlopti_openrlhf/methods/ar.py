@@ -12,21 +12,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from arlopti_openrlhf.token_method import Tokens, WeightSums, check_range
+from arlopti_openrlhf.token_method import Tokens, WeightSums
 from arlopti_openrlhf.token_update import advantage_weights
 
 
 def weigh(tokens: Tokens, *, alpha: float = 0.3) -> Tensor:
-    """Return α · π_old + 1 − α, (B, A).
-
-    Args:
-        tokens: (B, A).
-        alpha: in [−1, 1]. Above 0 rare tokens count less (AR), below 0 they count more (Direction).
-
-    Raises:
-        ValueError: `alpha` is out of range.
-    """
-    check_range("alpha", alpha, -1, 1)
+    """Return α · π_old + 1 − α, (B, A). Above 0 α makes rare tokens count less (AR), below 0 more (Direction)."""
     return advantage_weights(tokens.log_probs, alpha)
 
 

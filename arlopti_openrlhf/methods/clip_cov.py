@@ -19,7 +19,7 @@ from arlopti_openrlhf.token_method import Tokens, check_range
 
 
 class Drawn(NamedTuple):
-    """Holds the means, and the covariances of the tokens that are left out."""
+    """The means, and the covariances of the tokens that are left out."""
 
     advantage: float
     log_prob: float
@@ -39,16 +39,15 @@ def statistic(tokens: Tokens, *, share: float, low: float, high: float) -> Drawn
     return Drawn(advantage, log_prob, candidates[order[:count].to(candidates.device)])
 
 
-def weigh(tokens: Tokens, statistic: Drawn, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
-    """Return 0 on the tokens drawn, else 1, (B, A).
-
-    Args:
-        tokens: (B, A).
-        statistic: the tokens drawn.
-        share: of all tokens, in [0, 1]; at least one is drawn.
-        low: the covariance above which tokens may be drawn; inf draws none.
-        high: the one below which they may.
-    """
+def weigh(
+    tokens: Tokens,
+    statistic: Drawn,
+    *,
+    share: float = 2e-4,  # of all tokens, in [0, 1]; at least one is drawn
+    low: float = 1.0,  # the covariance above which tokens may be drawn; inf draws none
+    high: float = 5.0,  # the one below which they may
+) -> Tensor:
+    """Return 0 on the tokens drawn, else 1, (B, A)."""
     covariances = _covariances(tokens, statistic.advantage, statistic.log_prob)
     return ~torch.isin(covariances, statistic.covariances.to(covariances.device))
 

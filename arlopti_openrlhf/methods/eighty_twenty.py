@@ -24,11 +24,5 @@ def statistic(tokens: Tokens, *, share: float) -> float:
 
 
 def weigh(tokens: Tokens, statistic: float, *, share: float = 0.2) -> Tensor:
-    """Return 1 where the entropy is at least the threshold, (B, A).
-
-    Args:
-        tokens: (B, A).
-        statistic: the threshold, in nats.
-        share: ρ in (0, 1].
-    """
+    """Return 1 where the entropy is at least the threshold, (B, A). The share is ρ in (0, 1]."""
     return tokens.entropies >= statistic

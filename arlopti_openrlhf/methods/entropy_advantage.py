@@ -17,16 +17,7 @@ NEEDS_ENTROPIES = True
 
 
 def weigh(tokens: Tokens, *, alpha: float = 0.4, kappa: float = 2.0) -> Tensor:
-    """Return 1 + sign(A) · min(αH / |A|, 1 / κ), (B, A).
-
-    Args:
-        tokens: (B, A).
-        alpha: α ≥ 0.
-        kappa: κ ≥ 1, so that no advantage changes its sign.
-
-    Raises:
-        ValueError: a constant is out of range.
-    """
+    """Return 1 + sign(A) · min(αH / |A|, 1 / κ), (B, A). With κ ≥ 1 no advantage changes its sign."""
     check_range("alpha", alpha, 0, 1e6)
     check_range("kappa", kappa, 1, torch.inf)
     size = tokens.advantages.abs().clamp(min=torch.finfo(tokens.advantages.dtype).tiny)

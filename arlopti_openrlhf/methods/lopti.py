@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from arlopti_openrlhf.token_method import Tokens, WeightSums
-from arlopti_openrlhf.token_update import HIGH, LOW, group_mask, probability_quantile
+from arlopti_openrlhf.token_update import low_probability_mask, probability_quantile
 
+LOW, HIGH = "low", "high"
 ORDERS = {"low_first": (LOW, HIGH), "high_first": (HIGH, LOW)}
 
 
@@ -27,29 +28,21 @@ def weigh(
     tokens: Tokens,
     statistic: float | None,
     *,
-    eta: float = 0.5,
-    quantile: float | None = None,
+    eta: float = 0.5,  # η in (0, 1]
+    quantile: float | None = None,  # share of the tokens in the low group, in (0, 1), in place of η
     order: str = "low_first",
-    groups: str = "both",
+    groups: str = "both",  # or one alone: low, high
 ) -> dict[str, Tensor]:
     """Return the low group and the high group by name, (B, A) each, in the order of their passes.
 
-    Args:
-        tokens: (B, A).
-        statistic: η where it follows from the quantile.
-        eta: η in (0, 1].
-        quantile: share of the tokens in the low group, in (0, 1), in place of η.
-        order: `low_first` or `high_first`.
-        groups: `both`, or `low` or `high` alone.
-
-    Raises:
-        ValueError: a constant is out of range.
+    `statistic` is η where it follows from the quantile.
     """
     if order not in ORDERS or groups not in ("both", LOW, HIGH):
         raise ValueError(f"order must be low_first or high_first, and groups both, low or high: {order}, {groups}")
     threshold = eta if statistic is None else statistic
-    selected = [group for group in ORDERS[order] if groups in ("both", group)]
-    return {group: group_mask(group, tokens.log_probs, tokens.mask, threshold) for group in selected}
+    low = low_probability_mask(tokens.log_probs, tokens.mask, threshold)
+    masks = {LOW: low, HIGH: tokens.mask.bool() & ~low}
+    return {group: masks[group] for group in ORDERS[order] if groups in ("both", group)}
 
 
 def metrics(sums: Mapping[str, WeightSums], statistic: float | None, *, eta: float) -> dict[str, float]:

@@ -14,14 +14,6 @@ from arlopti_openrlhf.token_method import Tokens, check_range
 
 
 def weigh(tokens: Tokens, *, positive: float = 0.1) -> Tensor:
-    """Return λ where A > 0, else 1, (B, A).
-
-    Args:
-        tokens: (B, A).
-        positive: λ ≥ 0.
-
-    Raises:
-        ValueError: `positive` is out of range.
-    """
+    """Return λ where A > 0, else 1, (B, A)."""
     check_range("positive", positive, 0, torch.inf)
     return torch.where(tokens.advantages > 0, positive, torch.ones_like(tokens.log_probs))

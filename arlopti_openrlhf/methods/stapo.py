@@ -23,15 +23,14 @@ def statistic(tokens: Tokens, *, tau: float, kappa: float) -> float:
     return smallest(tokens.entropies[_is_rare_and_right(tokens, tau)], kappa)
 
 
-def weigh(tokens: Tokens, statistic: float, *, tau: float = 0.002, kappa: float = 0.75) -> Tensor:
-    """Return 0 on rare tokens with A > 0 and an entropy below the threshold, else 1, (B, A).
-
-    Args:
-        tokens: (B, A).
-        statistic: the threshold, in nats.
-        tau: τ in [0, 1]: tokens with π_old < τ are rare.
-        kappa: κ in [0, 1], the share of them that is left out.
-    """
+def weigh(
+    tokens: Tokens,
+    statistic: float,
+    *,
+    tau: float = 0.002,  # τ in [0, 1]: tokens with π_old < τ are rare
+    kappa: float = 0.75,  # κ in [0, 1], the share of them that is left out
+) -> Tensor:
+    """Return 0 on rare tokens with A > 0 and an entropy below the threshold, else 1, (B, A)."""
     return ~(_is_rare_and_right(tokens, tau) & (tokens.entropies < statistic))
 
 

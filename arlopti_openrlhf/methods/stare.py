@@ -34,21 +34,12 @@ def weigh(
     tokens: Tokens,
     statistic: tuple[float, float],
     *,
-    positive: float = 1.1,
-    negative: float = 1.0,
-    share: float = 0.1,
-    entropy: float = 0.3,
+    positive: float = 1.1,  # w⁺ ≥ 0
+    negative: float = 1.0,  # w⁻ ≥ 0; 0.9 is variant C2
+    share: float = 0.1,  # of the tokens of each sign, in [0, 1]
+    entropy: float = 0.3,  # the mean below which the method works, in nats
 ) -> Tensor:
-    """Return w⁺, w⁻ or 1, (B, A).
-
-    Args:
-        tokens: (B, A).
-        statistic: the log-probs up to which tokens are rare.
-        positive: w⁺ ≥ 0.
-        negative: w⁻ ≥ 0; 0.9 is variant C2.
-        share: of the tokens of each sign, in [0, 1].
-        entropy: the mean entropy below which the method works, in nats.
-    """
+    """Return w⁺, w⁻ or 1, (B, A). `statistic` is the log-probs up to which tokens are rare."""
     for name, value in {"positive": positive, "negative": negative}.items():
         check_range(name, value, 0, math.inf)
     right, wrong = (tokens.log_probs <= rare for rare in statistic)

@@ -25,16 +25,7 @@ def statistic(tokens: Tokens) -> float:
 
 
 def weigh(tokens: Tokens, statistic: float, *, w_min: float = 0.8) -> Tensor:
-    """Return clamp(exp(−kΩ), w_min, 1), (B, A).
-
-    Args:
-        tokens: (B, A).
-        statistic: the greatest Ω.
-        w_min: the weight of the token of the greatest Ω, in (0, 1].
-
-    Raises:
-        ValueError: `w_min` is out of range.
-    """
+    """Return clamp(exp(−kΩ), w_min, 1), (B, A). The token of the greatest Ω, `statistic`, has the weight w_min."""
     check_range("w_min", w_min, 1e-6, 1)
     k = -math.log(w_min) / max(statistic, _LEAST_MAXIMUM)
     return (-k * _change(tokens)).exp().clamp(w_min, 1)

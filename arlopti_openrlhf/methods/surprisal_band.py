@@ -19,13 +19,7 @@ NEEDS_ENTROPIES = True
 def weigh(tokens: Tokens, *, lo: float, hi: float) -> Tensor:
     """Return 1 where the ratio lies in the band, (B, A). A certain token, π_old = 1 and H = 0, has the ratio 0.
 
-    Args:
-        tokens: (B, A).
-        lo: the least ratio, at least 0.
-        hi: the greatest, at least `lo`; inf for none.
-
-    Raises:
-        ValueError: a constant is out of range.
+    `lo` is at least 0, and `hi` at least `lo`; inf is no bound.
     """
     check_range("lo", lo, 0, torch.inf)
     check_range("hi", hi, lo, torch.inf)

@@ -49,18 +49,6 @@ def unknown(action_mask: Tensor) -> Tensor:
     return torch.full(action_mask.shape, torch.nan)
 
 
-def from_first_forward(log_probs: Tensor, selected: Tensor, old_log_probs: Tensor, response: Tensor) -> Tensor:
-    """Return log π_old (B, A) of a micro-batch whose forward pass was the first one.
-
-    Args:
-        log_probs: (B, A) of that forward.
-        selected: (B, A), nonzero on the tokens that it computed.
-        old_log_probs: (B, A) what was known before, for the others.
-        response: (B, A), nonzero on response tokens; elsewhere the result is 0.
-    """
-    return torch.where(selected.bool(), log_probs.detach(), old_log_probs).masked_fill(~response.bool(), 0.0)
-
-
 def store(samples: Sequence[Sample], old_log_probs: Tensor) -> None:
     """Give single samples their rows of a micro-batch's log π_old (B, A), on the CPU, without padding."""
     for sample, row in zip(samples, old_log_probs.cpu(), strict=True):

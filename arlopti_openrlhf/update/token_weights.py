@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from openrlhf.models import Actor
@@ -16,8 +17,15 @@ from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample, count_responses
 
 
+class Known(NamedTuple):
+    """What the methods know of a whole rollout batch."""
+
+    statistics: Sequence[Any]  # of each method (`Method.statistic`), or None
+    mean_weight: float | None = None  # what the weights have been divided by; None where they have not
+
+
 class TokenWeights:
-    """Weighs the tokens of one rollout batch for each pass. Each sample is weighed by itself.
+    """Weighs the tokens of a rollout batch for each pass. Each sample is weighed by itself.
 
     Args:
         methods: the token methods. Their weights multiply; without a method they are 1.
@@ -27,7 +35,6 @@ class TokenWeights:
 
     Attributes:
         labels: the names of the passes in metrics.
-        mean_weight: what the weights have been divided by; None where they have not.
     """
 
     def __init__(self, methods: Sequence[Method], by_token: bool, normalizes: bool = False) -> None:
@@ -35,34 +42,29 @@ class TokenWeights:
         self.labels = pass_labels(methods)
         self.needs_entropies = any(method.needs_entropies for method in methods)
         self.needs_rollout_batch = normalizes or any(method.needs_rollout_batch for method in methods)
-        self.mean_weight: float | None = None
-        self._statistics: list = [None] * len(methods)
+        self.knows_nothing = Known([None] * len(methods))
         self._divides_by_kept = any(method.divides_by_kept for method in methods)
 
-    def of_the_next(self) -> "TokenWeights":
-        """Return the same for the next rollout batch, of which nothing is known yet."""
-        return TokenWeights(self.methods, self.by_token, self.normalizes)
-
-    def look_at_all(self, actor: Actor, samples: list[Sample], args: SimpleNamespace, ranks: Ranks) -> None:
+    def look_at_all(self, actor: Actor, samples: list[Sample], args: SimpleNamespace, ranks: Ranks) -> Known:
         """Weigh a whole rollout batch, with what the methods have to know of it. A collective call.
 
         Entropies are taken from a forward pass that gives log π_old too. Log π_old of all samples is known then.
         """
         if self.needs_entropies:
             old_log_probs.compute(actor, samples, args, ranks, with_distributions=True)
+        known = self.knows_nothing
         if any(method.has_statistic for method in self.methods):
             columns = torch.cat([torch.empty(4, 0), *(torch.stack(_response(s)) for s in samples)], dim=1)
             tokens = Tokens(*ranks.gather(columns)[:, None])
             if tokens.mask.numel():
-                self._statistics = [method.statistic(tokens) for method in self.methods]
-        self.weigh(samples)
-        if self.normalizes:
-            self._normalize(samples, ranks)
+                known = Known([method.statistic(tokens) for method in self.methods])
+        self.weigh(samples, known)
+        return known._replace(mean_weight=self._normalize(samples, ranks)) if self.normalizes else known
 
-    def weigh(self, samples: Sequence[Sample]) -> None:
+    def weigh(self, samples: Sequence[Sample], known: Known | None = None) -> None:
         """Give each sample its weights. Its log π_old must be known, and its entropies if a method asks for them."""
         for sample in samples:
-            self._weigh(sample)
+            self._weigh(sample, known or self.knows_nothing)
 
     @staticmethod
     def of(samples: Sequence[Sample], index: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -101,27 +103,23 @@ class TokenWeights:
         log_probs, advantages, squared_rest = torch.cat(found, dim=1)
         return log_probs, advantages, squared_rest
 
-    def metrics(self, samples: Sequence[Sample], ranks: Ranks) -> dict[str, float]:
+    def metrics(self, samples: Sequence[Sample], known: Known, ranks: Ranks) -> dict[str, float]:
         """Return what each method logs of its own weights (`Method.metrics`), before `_normalize`.
 
-        What that divides by is `token_method/mean_weight`.
-
-        Args:
-            samples: this rank's, which were trained on.
-            ranks: the data-parallel ranks.
+        What that divides by is `token_method/mean_weight`. The samples are this rank's, which were trained on.
         """
-        logged = {} if self.mean_weight is None else {"token_method/mean_weight": self.mean_weight}
+        logged = {} if known.mean_weight is None else {"token_method/mean_weight": known.mean_weight}
         for k, method in enumerate(self.methods):
             own = sum((sample.sums[k] for sample in samples), torch.zeros(len(method.passes), 4).double())
             sums = [WeightSums(*row) for row in ranks.sum_tensor(own).tolist()]
             if sums[0].tokens:
-                logged |= method.metrics(dict(zip(method.passes, sums, strict=True)), self._statistics[k])
+                logged |= method.metrics(dict(zip(method.passes, sums, strict=True)), known.statistics[k])
         return logged
 
-    def _weigh(self, sample: Sample) -> None:
+    def _weigh(self, sample: Sample, known: Known) -> None:
         tokens = Tokens(*(values[None] for values in _response(sample)))
         if tokens.mask.numel():
-            of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, self._statistics, strict=True)]
+            of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, known.statistics, strict=True)]
         else:
             of_methods = [[torch.zeros_like(tokens.log_probs)] * len(method.passes) for method in self.methods]
         weights, counted, updated, left_out = _by_pass(self.methods, of_methods, torch.ones_like(tokens.log_probs))
@@ -132,11 +130,14 @@ class TokenWeights:
         sample.counted, sample.left_out = _in_place(counted, sample), _in_place(left_out, sample)[0]
         sample.sums = [torch.stack([_sums(w.double()) for w in passes]) for passes in of_methods]
 
-    def _normalize(self, samples: Sequence[Sample], ranks: Ranks) -> None:
+    def _normalize(self, samples: Sequence[Sample], ranks: Ranks) -> float | None:
         """Divide the weights of a rollout batch by their mean over the tokens of all ranks. A collective call.
 
         The mean is taken as the loss takes its own: over the tokens that it divides by, or over responses. Those of
         several passes add up. So masks whose loss divides by what they keep, and Lopti, have a mean of 1 already.
+
+        Returns:
+            The mean, or None where there is no token.
 
         Raises:
             ValueError: the mean is 0.
@@ -151,7 +152,7 @@ class TokenWeights:
                 own += torch.stack([weights.sum(dim=1) / tokens, counted.amax(dim=1)])
         total, count = ranks.sum_tensor(own).cpu()
         if not count.any():
-            return
+            return None
         # In float32 it does not show in which order the ranks' sums were added.
         mean = (total / count.clamp(min=1)).sum().float().item()
         if not 0 < mean < math.inf:
@@ -160,9 +161,9 @@ class TokenWeights:
                 f"--algo.token_method_normalize: the mean weight of {names} is {mean:g} in this rollout batch, and "
                 "weights cannot be divided by it"
             )
-        self.mean_weight = mean
         for sample in samples:
             sample.weights /= mean
+        return mean
 
 
 def _by_pass(

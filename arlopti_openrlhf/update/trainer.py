@@ -26,10 +26,9 @@ from arlopti_openrlhf.update.metrics import (
     statistics_metrics,
 )
 from arlopti_openrlhf.update.mini_batches import MiniBatch
-from arlopti_openrlhf.update.policy_forward import policy_forward
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample
-from arlopti_openrlhf.update.step import MicroBatch, Objective, Result, micro_batch_loss
+from arlopti_openrlhf.update.step import MicroBatch, Objective, Result, micro_batch_loss, policy_forward
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics, token_updates
 
 logger = init_logger(__name__)
@@ -109,9 +108,9 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         """Train on each mini-batch in each pass."""
         samples = [Sample(**vars(item)) for item in self.replay_buffer.items]
         self.replay_buffer.items = [*samples]
-        self.token_weights = self.token_weights.of_the_next()
+        known = self.token_weights.knows_nothing
         if not self.first_pass_gives_old_log_probs:
-            self.token_weights.look_at_all(self.actor, samples, self.args, self.ranks)
+            known = self.token_weights.look_at_all(self.actor, samples, self.args, self.ranks)
         metrics, trained = UpdateMetrics(self.args), []
         for epoch in range(self.max_epochs):
             batches = self._mini_batches(samples)
@@ -131,7 +130,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
                     metrics.add(self.token_weights.labels[index], num_tokens, status)
             if self.statistics is not None and self.methods:
                 self.statistics.add_left_out(self.token_weights.left_out(trained))
-        return metrics.summary() | self.token_weights.metrics(trained, self.ranks)
+        return metrics.summary() | self.token_weights.metrics(trained, known, self.ranks)
 
     def _mini_batches(self, samples: list[Sample]) -> list[MiniBatch]:
         """Return this rank's mini-batches of one epoch, and say once how many tokens are computed."""

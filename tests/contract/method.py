@@ -22,7 +22,7 @@ ENTRIES = (
      "update.trainer.TokenUpdateTrainer.broadcast_to_vllm"),
     (signature, LOSS, "PolicyLoss.forward",
      "self log_probs old_log_probs advantages action_mask rollout_log_probs dp_size batch_num_tokens "
-     "global_batch_size", "update.group_loss.group_policy_loss"),
+     "global_batch_size", "update.step.group_policy_loss"),
     (signature, "openrlhf.utils.loss_utils", "get_loss_batch_info",
      "strategy loss_mask *, replay_buffer step dynamic_batch batch_num_tokens global_batch_size",
      "update.trainer.TokenUpdateTrainer.training_step"),
@@ -56,7 +56,7 @@ ENTRIES = (
     (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.ema_beta =", "update.trainer.TokenUpdateTrainer"),
     (text, PPO_ACTOR, "ActorPPOTrainer.__init__", "self.vllm_engines =", "update.trainer.TokenUpdateTrainer"),
     (text, LOSS, "PolicyLoss.forward", "return loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio",
-     "update.group_loss.group_policy_loss"),
+     "update.step.group_policy_loss"),
     (text, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "for n, p in model.named_parameters() if",
      "update.lora.merged_parameters"),
     (text, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm",

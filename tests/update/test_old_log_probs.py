@@ -8,8 +8,6 @@ import torch
 from arlopti_openrlhf.update import old_log_probs
 from arlopti_openrlhf.update.sample import Sample
 
-NAN = torch.nan
-
 
 def actor(dropout: float = 0.0, is_vlm: bool = False, **config) -> SimpleNamespace:
     modules = [torch.nn.Linear(1, 1), torch.nn.Dropout(dropout)]
@@ -43,17 +41,6 @@ def test_what_allows_to_defer(args, policy, balances, expected):
 def test_unknown_log_probs_are_nan():
     found = old_log_probs.unknown(torch.ones(2, 3))
     assert found.shape == (2, 3) and found.isnan().all()
-
-
-def test_from_a_first_forward():
-    """A response whose log-probs the forward gives, with a gap as agents have; an idle one, known before."""
-    log_probs = torch.tensor([[-1.0, 0.0, -3.0], [0.0, 0.0, 0.0]], requires_grad=True)
-    selected = torch.tensor([[1, 0, 1], [0, 0, 0]])
-    response = torch.tensor([[1, 0, 1], [1, 1, 0]])
-    before = torch.tensor([[NAN, NAN, NAN], [-4.0, -5.0, NAN]])
-    found = old_log_probs.from_first_forward(log_probs, selected, before, response)
-    assert found.tolist() == [[-1.0, 0.0, -3.0], [-4.0, -5.0, 0.0]]
-    assert not found.requires_grad
 
 
 def test_store_gives_each_sample_its_row_without_padding():

@@ -9,7 +9,7 @@ import torch
 from arlopti_openrlhf import methods, token_method
 from arlopti_openrlhf.update import token_weights
 from arlopti_openrlhf.update.sample import Sample
-from arlopti_openrlhf.update.token_weights import TokenWeights
+from arlopti_openrlhf.update.token_weights import Known, TokenWeights
 
 ARGUMENTS = {
     "stapo": ["stapo.tau=0.5"],
@@ -92,8 +92,7 @@ def test_denominators():
     items[0].distributions, items[1].distributions = torch.zeros(2, 5), TWO_OF_FOUR
     for names, expected in ((["ar"], (7, 2)), (["eighty_twenty"], (2, 1)), (["ar", "eighty_twenty"], (2, 1))):
         weights = TokenWeights(token_method.load(names, []), by_token=True)
-        weights._statistics = [2.0 if name == "eighty_twenty" else None for name in names]
-        weights.weigh(items)
+        weights.weigh(items, Known([2.0 if name == "eighty_twenty" else None for name in names]))
         assert weights.denominators(items, 0) == expected
         assert weights.count(items, 0, SimpleNamespace(sum=lambda n: [2 * n])) == 2 * expected[0]
 
@@ -102,28 +101,26 @@ def test_a_mean_over_responses_divides_each_by_its_kept_tokens():
     """Two of four tokens are kept: weights of 2, since the loss divides by four."""
     items = with_entropies(samples(36)[4:5], TWO_OF_FOUR)
     weights = TokenWeights(token_method.load(["eighty_twenty"], []), by_token=False)
-    weights._statistics = [2.0]
-    weights.weigh(items)
+    weights.weigh(items, Known([2.0]))
     assert product(items, 0).tolist() == [[0, 0, 0, 2, 0, 2]]
 
 
 def raw(names: list[str], items: list[Sample], arguments=(), by_token=True, normalizes=False) -> TokenWeights:
     """The weights of samples, before they are normalized."""
     made = TokenWeights(token_method.load(names, arguments), by_token, normalizes)
-    made._statistics = [2.0 if name in ("eighty_twenty", "stapo") else None for name in names]
-    made.weigh(with_entropies(items, TWO_OF_FOUR) if made.needs_entropies else items)
+    known = Known([2.0 if name in ("eighty_twenty", "stapo") else None for name in names])
+    made.weigh(with_entropies(items, TWO_OF_FOUR) if made.needs_entropies else items, known)
     return made
 
 
-def normalized(names: list[str], items: list[Sample], arguments=(), by_token=True, others=None) -> TokenWeights:
-    """The normalized weights of a rank's `items`, where another rank has those in `others`."""
+def mean_weight(names: list[str], items: list[Sample], arguments=(), by_token=True, others=None) -> float | None:
+    """Normalize the weights of a rank's `items`, where another rank has those in `others`. Return their mean."""
     theirs: list[torch.Tensor] = []
     if others is not None:
         ranks = SimpleNamespace(sum_tensor=lambda own: theirs.append(own) or own)
         raw(names, others, arguments, by_token, True)._normalize(others, ranks)
     weights = raw(names, items, arguments, by_token, True)
-    weights._normalize(items, SimpleNamespace(sum_tensor=lambda own: sum(theirs, own)))
-    return weights
+    return weights._normalize(items, SimpleNamespace(sum_tensor=lambda own: sum(theirs, own)))
 
 
 def test_the_mean_weight_is_one():
@@ -132,29 +129,29 @@ def test_the_mean_weight_is_one():
     """
     items = samples(36)[1:4:2]
     items[0].action_log_probs[2:], items[1].action_log_probs[2:] = math.log(0.1), math.log(0.5)
-    weights = normalized(["ar"], items, ["ar.alpha=0.5"])
-    assert weights.mean_weight == pytest.approx(0.7)
+    mean = mean_weight(["ar"], items, ["ar.alpha=0.5"])
+    assert mean == pytest.approx(0.7)
     found = product(items, 0)
     assert found[:, 2:].flatten().tolist() == pytest.approx([0.55 / 0.7, 0, 0] + [0.75 / 0.7] * 3)
     # What is logged of a method is its own. Over responses, the mean is (0.75 + 0.55) / 2.
-    figures = weights.metrics(items, ALONE)
-    assert figures["token_method/mean_weight"] == weights.mean_weight == pytest.approx(0.7)
+    figures = raw(["ar"], items, ["ar.alpha=0.5"]).metrics(items, Known([None], mean), ALONE)
+    assert figures["token_method/mean_weight"] == mean
     assert figures["ar/mean_weight"] == pytest.approx(0.7)
-    assert normalized(["ar"], items, ["ar.alpha=0.5"], by_token=False).mean_weight == pytest.approx(0.65)
+    assert mean_weight(["ar"], items, ["ar.alpha=0.5"], by_token=False) == pytest.approx(0.65)
 
 
 def test_the_mean_weight_is_that_of_all_ranks():
     items = samples(36)
-    mean = normalized(["ar", "positive_weight"], items).mean_weight
+    mean = mean_weight(["ar", "positive_weight"], items)
     whole = [product([item], 0) for item in items]
     assert mean != 1
     for mine in (slice(0, 36, 2), slice(0, 1)):
         own = items[mine]
         others = [item for item in items if all(item is not other for other in own)]
-        assert normalized(["ar", "positive_weight"], own, others=others).mean_weight == mean
+        assert mean_weight(["ar", "positive_weight"], own, others=others) == mean
         for item, weights in zip(own, whole[mine], strict=True):
             assert torch.equal(product([item], 0), weights)
-    assert normalized(["ar", "positive_weight"], items[::2]).mean_weight != mean
+    assert mean_weight(["ar", "positive_weight"], items[::2]) != mean
 
 
 @pytest.mark.parametrize("by_token", [True, False])
@@ -174,27 +171,25 @@ def test_a_mean_weight_of_one_changes_no_bit(names, arguments, by_token):
     before = raw(names, items, arguments, by_token)
     of_passes = range(len(before.labels))
     weights = [product(items, i) for i in of_passes], [before.denominators(items, i) for i in of_passes]
-    after = normalized(names, items, arguments, by_token)
-    assert after.mean_weight == 1
+    assert mean_weight(names, items, arguments, by_token) == 1
     assert all(torch.equal(product(items, i), weights[0][i]) for i in of_passes)
-    assert [after.denominators(items, i) for i in of_passes] == weights[1]
+    assert [before.denominators(items, i) for i in of_passes] == weights[1]
 
 
 def test_a_mean_weight_of_zero_is_refused():
     items = samples(36)[4:5]
     with pytest.raises(ValueError, match="--algo.token_method_normalize: the mean weight of surprisal_band is 0 in"):
-        normalized(["surprisal_band"], items, ["surprisal_band.lo=1e6", "surprisal_band.hi=1e7"])
+        mean_weight(["surprisal_band"], items, ["surprisal_band.lo=1e6", "surprisal_band.hi=1e7"])
 
 
 def test_no_response_has_a_token():
     items = samples(1)
     weights = TokenWeights(token_method.load(["clip_cov"], []), by_token=True)
-    weights.look_at_all(None, items, None, SimpleNamespace(gather=lambda columns: columns))
+    known = weights.look_at_all(None, items, None, SimpleNamespace(gather=lambda columns: columns))
     assert product(items, 0).tolist() == [[0, 0]]
-    assert weights.metrics(items, ALONE) == {}
+    assert weights.metrics(items, known, ALONE) == {}
     normalized = TokenWeights(token_method.load(["ar"], []), by_token=True, normalizes=True)
-    normalized.look_at_all(None, items, None, ALONE)
-    assert normalized.metrics(items, ALONE) == {}
+    assert normalized.metrics(items, normalized.look_at_all(None, items, None, ALONE), ALONE) == {}
 
 
 def test_the_tokens_that_are_left_out():
@@ -228,6 +223,6 @@ def test_a_group_keeps_the_factors_of_the_others_advantages():
 def test_without_a_method_every_response_token_has_the_weight_one():
     items = samples(5)
     weights = raw([], items)
-    assert weights.labels == [""] and weights.metrics(items, ALONE) == {}
+    assert weights.labels == [""] and weights.metrics(items, weights.knows_nothing, ALONE) == {}
     assert torch.equal(product(items[3:], 0)[1], items[4].action_mask.float())
     assert weights.count(items, 0, SimpleNamespace(sum=lambda n: [n])) == 10

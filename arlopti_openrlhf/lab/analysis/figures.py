@@ -10,7 +10,7 @@ from arlopti_openrlhf.evaluation.measures import Z_95
 from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, micro_batches
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 from arlopti_openrlhf.lab.analysis.updates import log_probs_after_update
-from arlopti_openrlhf.token_update import HIGH, LOW, group_mask, reweight_advantages, token_probabilities
+from arlopti_openrlhf.token_update import advantage_weights, low_probability_mask, token_probabilities
 from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
 
 # Most tokens of a trained policy have a probability above 0.99. In one bin with the rest they would hide it.
@@ -245,10 +245,11 @@ def figure_3(
     before = policy.log_probs(batch)
     variants = [("GRPO", batch.advantages, [batch.action_mask])]
     for alpha in alphas:
-        advantages = reweight_advantages(batch.advantages, tokens.log_probs, alpha)
+        advantages = advantage_weights(tokens.log_probs, alpha) * batch.advantages
         variants.append((f"AR α={alpha:g}", advantages, [batch.action_mask]))
     for eta in etas:
-        stages = [group_mask(group, tokens.log_probs, batch.action_mask, eta) for group in (LOW, HIGH)]
+        low = low_probability_mask(tokens.log_probs, batch.action_mask, eta)
+        stages = [low, batch.action_mask & ~low]
         variants.append((f"Lopti η={eta:g}", batch.advantages, [stage for stage in stages if stage.any()]))
     results = {}
     for name, advantages, stages in variants:

@@ -5,11 +5,12 @@ import torch
 from arlopti_testing.analysis_fakes import flat
 
 from arlopti_openrlhf.lab.analysis.updates import learning_rate_of, log_probs_after_update
-from arlopti_openrlhf.token_update import HIGH, LOW, group_mask
+from arlopti_openrlhf.token_update import low_probability_mask
 
 
 def test_an_update_is_undone_and_lopti_takes_two_steps(policy, batch, tokens):
-    stages = [group_mask(group, tokens.log_probs, batch.action_mask, 0.1) for group in (LOW, HIGH)]
+    low = low_probability_mask(tokens.log_probs, batch.action_mask, 0.1)
+    stages = [low, batch.action_mask & ~low]
     both = log_probs_after_update(policy, batch, tokens.log_probs, batch.advantages, stages, 1e-3)
     assert torch.equal(flat(policy.parameters), flat(policy.start))
     moments = [policy.zeros(), policy.zeros()]

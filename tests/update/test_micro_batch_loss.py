@@ -1,9 +1,15 @@
-"""The loss of a group of tokens by hand."""
+"""The loss of a micro-batch, and of a group of its tokens, by hand."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from openrlhf.models import PolicyLoss
 
-from arlopti_openrlhf.update.group_loss import group_policy_loss
+from arlopti_openrlhf.update.step import MicroBatch, Objective, group_policy_loss, micro_batch_loss
+
+NAN = torch.nan
+DENOMINATORS = {"batch_num_tokens": 5.0, "global_batch_size": 2.0}
 
 RESPONSE = torch.tensor([[1, 1, 1], [1, 1, 0]])
 OLD = torch.full((2, 3), -1.0)
@@ -12,13 +18,11 @@ OLD = torch.full((2, 3), -1.0)
 @pytest.mark.parametrize("token_mean", [True, False])
 def test_by_hand(token_mean):
     """Two responses of 3 and 2 tokens, ratios 1, 2, 1/2 | 1, 2: value, clip ratio and ppo_kl of the group alone."""
-    from openrlhf.models import PolicyLoss
-
     group = torch.tensor([[1, 1, 0], [0, 1, 0]])
     log_ratio = torch.tensor([[1.0, 2.0, 0.5], [1.0, 2.0, 1.0]]).log()
     advantages = torch.tensor([[1.0, 3.0, 1.0], [1.0, -1.0, 5.0]])
     # The actor gives 0 outside the group.
-    loss, clip_ratio, ppo_kl, *_ = group_policy_loss(
+    loss, logged = group_policy_loss(
         PolicyLoss(0.2, 0.24, token_level_loss=token_mean),
         (OLD + log_ratio) * group,
         OLD,
@@ -27,23 +31,21 @@ def test_by_hand(token_mean):
         selected=group,
         response=RESPONSE,
         rollout_log_probs=None,
-        loss_batch_info={"batch_num_tokens": 5.0, "global_batch_size": 2.0},
+        loss_batch_info=DENOMINATORS,
     )
     # Of the group: -1·1, clipped -1.24·3, and -(2·-1) = 2, over all 5 tokens or over each response's 3 and 2.
     expected = (-1 - 3.72 + 2) / 5 if token_mean else ((-1 - 3.72) / 3 + 2 / 2) / 2
     assert loss.item() == pytest.approx(expected, rel=1e-6)
-    assert clip_ratio.item() == pytest.approx(1 / 3)
+    assert logged["ppo_clip_ratio"].item() == pytest.approx(1 / 3)
     log2 = log_ratio[0, 1].item()
-    assert ppo_kl.item() == pytest.approx(-2 * log2 / 3, rel=1e-6)
+    assert logged["ppo_kl"].item() == pytest.approx(-2 * log2 / 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", ["ppo", "gspo"])
 def test_an_idle_response_counts_as_unmoved(loss_type):
     """The second response is not computed: it has no gradient, and the means are over both."""
-    from openrlhf.models import PolicyLoss
-
     log_probs = torch.tensor([[-1.0, -0.5, -1.5], [0.0, 0.0, 0.0]], requires_grad=True)
-    loss, _, ppo_kl, *_ = group_policy_loss(
+    loss, logged = group_policy_loss(
         PolicyLoss(0.2, 0.24, policy_loss_type=loss_type),
         log_probs,
         OLD,
@@ -52,24 +54,22 @@ def test_an_idle_response_counts_as_unmoved(loss_type):
         selected=torch.tensor([[1, 1, 1], [0, 0, 0]]),
         response=RESPONSE,
         rollout_log_probs=None,
-        loss_batch_info={"batch_num_tokens": 5.0, "global_batch_size": 2.0},
+        loss_batch_info=DENOMINATORS,
     )
     loss.backward()
     assert log_probs.grad[1].tolist() == [0, 0, 0] and log_probs.grad[0].abs().sum() > 0
     # -(0 + 0.5 - 0.5) over 5 tokens.
-    assert ppo_kl.item() == pytest.approx(0.0, abs=1e-7)
+    assert logged["ppo_kl"].item() == pytest.approx(0.0, abs=1e-7)
 
 
 def test_gspo_holds_the_rest_of_the_sequence_constant():
     """Both groups have the loss of the sequence, and a part of its gradient each."""
-    from openrlhf.models import PolicyLoss
-
     torch.manual_seed(0)
     new = (OLD + 0.1 * torch.randn(2, 3)).requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, 1.0], [-2.0, -2.0, -2.0]])
 
     def gradient(group):
-        loss = group_policy_loss(
+        loss, _ = group_policy_loss(
             PolicyLoss(0.2, 0.24, policy_loss_type="gspo"),
             new,
             OLD,
@@ -78,8 +78,8 @@ def test_gspo_holds_the_rest_of_the_sequence_constant():
             selected=RESPONSE,
             response=RESPONSE,
             rollout_log_probs=None,
-            loss_batch_info={"batch_num_tokens": 5.0, "global_batch_size": 2.0},
-        ).loss
+            loss_batch_info=DENOMINATORS,
+        )
         return loss.item(), torch.autograd.grad(loss, new)[0]
 
     low = torch.tensor([[1, 0, 0], [0, 1, 0]])
@@ -90,10 +90,8 @@ def test_gspo_holds_the_rest_of_the_sequence_constant():
 
 
 def test_means_over_no_tokens_are_zero():
-    from openrlhf.models import PolicyLoss
-
     nothing = torch.zeros(2, 3, dtype=torch.long)
-    terms = group_policy_loss(
+    _, logged = group_policy_loss(
         PolicyLoss(0.2, 0.24, is_correction_level="seq"),
         torch.zeros(2, 3),
         OLD,
@@ -102,6 +100,43 @@ def test_means_over_no_tokens_are_zero():
         selected=nothing,
         response=nothing,
         rollout_log_probs=OLD,
-        loss_batch_info={"batch_num_tokens": 5.0, "global_batch_size": 2.0},
+        loss_batch_info=DENOMINATORS,
     )
-    assert [float(term) for term in terms] == [0, 0, 0, 0, 0]
+    assert [float(term) for term in logged.values()] == [0, 0, 0, 0, 0]
+
+
+def test_a_first_forward_gives_what_is_not_known_of_old_log_probs():
+    """A response whose log-probs the forward gives, with a gap as agents have; an idle one, known before."""
+    response = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    experience = SimpleNamespace(
+        action_mask=response,
+        action_log_probs=torch.tensor([[NAN, NAN, NAN], [-4.0, -5.0, NAN]]),
+        advantages=torch.tensor([[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]]),
+        rollout_log_probs=None,
+    )
+    log_probs = torch.tensor([[-1.0, 0.0, -3.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    seen = []
+
+    def forward(experience, selected):
+        seen.append(selected.tolist())
+        return log_probs, {}
+
+    def weigh(old, output):
+        assert not old.requires_grad
+        return torch.full((2, 3), 0.5), torch.tensor([[1, 0, 0], [1, 1, 0]])
+
+    args = SimpleNamespace(
+        algo=SimpleNamespace(kl=SimpleNamespace(use_loss=False)),
+        actor=SimpleNamespace(policy_loss_type="ppo", entropy_coef=None),
+    )
+    batch = MicroBatch(experience, True, response, response, torch.tensor([False, True]), DENOMINATORS, 1.0)
+    result = micro_batch_loss(forward, Objective(PolicyLoss(0.2, 0.24), args, 0.0, None), batch, weigh)
+    assert seen == [[[1, 0, 1], [0, 0, 0]]]
+    assert result.old_log_probs.tolist() == [[-1.0, 0.0, -3.0], [-4.0, -5.0, 0.0]]
+    assert result.group.tolist() == [[1, 0, 0], [1, 1, 0]]
+    # One token of advantage 2 and weight 1/2, over five tokens.
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-0.2) and log_probs.grad.tolist() == [
+        [pytest.approx(-0.2), 0, 0],
+        [0] * 3,
+    ]
