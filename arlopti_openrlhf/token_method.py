@@ -34,7 +34,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +46,12 @@ _LARGEST = 1e6  # weight of a made-up token, whose probability is at least 1e-3
 
 
 class Tokens(NamedTuple):
-    """Holds what a token method sees of responses, (B, A) each."""
+    """What a token method sees of responses, (B, A) each."""
 
     log_probs: Tensor  # log π_old, at the sampling temperature
     advantages: Tensor
     mask: Tensor  # nonzero on response tokens
-    entropies: Any = None  # Tensor of nats, of the distributions that gave the tokens; None for who does not ask
+    entropies: Any = None  # Tensor of nats, of the tokens' distributions; None unless NEEDS_ENTROPIES is set
 
     @property
     def probabilities(self) -> Tensor:
@@ -61,7 +60,7 @@ class Tokens(NamedTuple):
 
 
 class WeightSums(NamedTuple):
-    """Holds sums over the weights that a method gives in one pass. Those of several responses or ranks add up."""
+    """Sums over the weights that a method gives in one pass. Those of several responses or ranks add up."""
 
     tokens: float
     weights: float
@@ -86,39 +85,22 @@ class Method(NamedTuple):
     """A token method with its constants."""
 
     name: str
-    module: ModuleType
-    constants: dict[str, Any]
+    ask: Callable[[Tokens, Any], Any]  # the file's `weigh`
+    find: Callable[[Tokens], Any] | None  # its `statistic`; None where there is nothing to compute
+    log: Callable[[Mapping[str, WeightSums], Any], dict[str, float]] | None  # its `metrics`
+    needs_entropies: bool
+    divides_by_kept: bool
     passes: tuple[str, ...] = ()  # names of its optimizer passes over a mini-batch; "" where there is one
     groups: bool = False  # whether `weigh` names the passes, which divide the tokens into groups then
 
     @property
-    def needs_entropies(self) -> bool:
-        return vars(self.module).get("NEEDS_ENTROPIES", False)
-
-    @property
-    def divides_by_kept(self) -> bool:
-        return vars(self.module).get("DIVIDES_BY_KEPT", False)
-
-    @property
-    def has_statistic(self) -> bool:
-        """Return whether there is a statistic to compute."""
-        function = vars(self.module).get("statistic")
-        if function is None:
-            return False
-        constants = self._named_by(function)
-        return not constants or any(value is not None for value in constants.values())
-
-    @property
     def needs_rollout_batch(self) -> bool:
         """Return whether log π_old of all tokens must be known before the first pass."""
-        return self.has_statistic or self.divides_by_kept
+        return self.find is not None or self.divides_by_kept
 
     def statistic(self, tokens: Tokens) -> Any:
         """Return what the method has to know of the tokens of all ranks (1, N), or None where that is nothing."""
-        if not self.has_statistic:
-            return None
-        function = self.module.statistic
-        return function(self._seen(tokens), **self._named_by(function))
+        return None if self.find is None else self.find(self._seen(tokens))
 
     def weigh(self, tokens: Tokens, statistic: Any) -> list[Tensor]:
         """Return the weights (B, A) of each pass in the dtype of `log_probs`, 0 outside the mask.
@@ -127,15 +109,15 @@ class Method(NamedTuple):
             ValueError: the method returns something else than finite weights of at least 0 in that shape, or not as
                 many tensors as before. Where the batch itself is not finite, weights need not be.
         """
-        weights = self._by_pass(self._ask(tokens, statistic))
+        weights = _by_pass(self.ask(self._seen(tokens), statistic))
         if len(weights) != len(self.passes):
             raise self._error(f"returned {len(weights)} tensors, and {len(self.passes)} before")
         return [self._checked(weight, tokens) for weight in weights.values()]
 
     def with_passes(self, tokens: Tokens, statistic: Any) -> "Method":
         """Return the method with the passes that `weigh` makes of some tokens."""
-        result = self._ask(tokens, statistic)
-        return self._replace(passes=tuple(self._by_pass(result)), groups=isinstance(result, Mapping))
+        result = self.ask(self._seen(tokens), statistic)
+        return self._replace(passes=tuple(_by_pass(result)), groups=isinstance(result, Mapping))
 
     def metrics(self, sums: Mapping[str, WeightSums], statistic: Any) -> dict[str, float]:
         """Return what to log of the weights: by default mean, share of zeros and effective share of each pass.
@@ -144,38 +126,14 @@ class Method(NamedTuple):
             sums: of each pass, by name.
             statistic: what the method has to know of the tokens of all ranks.
         """
-        function = vars(self.module).get("metrics")
-        if function is not None:
-            return function(sums, statistic, **self._named_by(function))
+        if self.log is not None:
+            return self.log(sums, statistic)
         logged: dict[str, float] = {}
-        for name, found in sums.items():
+        for name, of_pass in sums.items():
             path = "/".join(filter(None, ("token_method", self.name, name)))
-            logged |= {f"{path}/mean_weight": found.mean, f"{path}/zero_share": found.zero_share}
-            logged[f"{path}/effective_share"] = found.effective_share
+            logged |= {f"{path}/mean_weight": of_pass.mean, f"{path}/zero_share": of_pass.zero_share}
+            logged[f"{path}/effective_share"] = of_pass.effective_share
         return logged
-
-    @property
-    def has_metrics(self) -> bool:
-        """Return whether the method logs under names of its own, and not under `token_method/`."""
-        return "metrics" in vars(self.module)
-
-    def _ask(self, tokens: Tokens, statistic: Any) -> Any:
-        known = (statistic,) if "statistic" in vars(self.module) else ()
-        return self.module.weigh(self._seen(tokens), *known, **self.constants)
-
-    @staticmethod
-    def _by_pass(result: Any) -> dict[str, Any]:
-        """Return what `weigh` has returned by the names of the passes, unchecked."""
-        if isinstance(result, Mapping):
-            return dict(result)
-        if not isinstance(result, list | tuple):
-            return {"": result}
-        return {f"pass{i}": weights for i, weights in enumerate(result, 1)} if len(result) != 1 else {"": result[0]}
-
-    def _named_by(self, function: Callable) -> dict[str, Any]:
-        """Return the constants that a function of the method takes."""
-        parameters = inspect.signature(function).parameters
-        return {name: value for name, value in self.constants.items() if name in parameters}
 
     def _seen(self, tokens: Tokens) -> Tokens:
         return tokens if self.needs_entropies else tokens._replace(entropies=None)
@@ -202,6 +160,15 @@ class Method(NamedTuple):
         return ValueError(f"token method {self.name}: weigh {problem}")
 
 
+def _by_pass(result: Any) -> dict[str, Any]:
+    """Return what `weigh` has returned by the names of the passes, unchecked."""
+    if isinstance(result, Mapping):
+        return dict(result)
+    if not isinstance(result, list | tuple):
+        return {"": result}
+    return {f"pass{i}": weights for i, weights in enumerate(result, 1)} if len(result) != 1 else {"": result[0]}
+
+
 def combine(weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Multiply the weights of several methods: a tensor for each combination of their passes, the last one fastest."""
     return [functools.reduce(torch.mul, passes) for passes in itertools.product(*weights)]
@@ -224,7 +191,7 @@ def name_of_reweighting(methods: Sequence[Method]) -> str | None:
     None where there is none. Groups have the gradient that there is without them, in parts.
     """
     reweighting = [method for method in methods if not method.groups]
-    if len(reweighting) == 1 and reweighting[0].has_metrics:
+    if len(reweighting) == 1 and reweighting[0].log:
         return reweighting[0].name
     return "methods" if reweighting else None
 
@@ -303,30 +270,51 @@ def _load_one(source: str, name: str, given: dict[str, Any]) -> Method:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        if not callable(vars(module).get("weigh")):
-            raise ValueError("it has no function `weigh`")
-        return _probed(Method(name, module, _constants(module, given)))
+        return _probed(_bound(name, vars(module), _constants(vars(module), given)))
     except (Exception, SystemExit) as error:
-        said = (str(error).splitlines() or [""])[0]
+        message = (str(error).splitlines() or [""])[0].removeprefix(f"token method {name}: ")
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{name}: {kind}{said.removeprefix(f'token method {name}: ')}") from error
+        raise ValueError(f"{name}: {kind}{message}") from error
 
 
-def _constants(module: ModuleType, given: dict[str, Any]) -> dict[str, Any]:
+def _bound(name: str, file: Mapping[str, Any], constants: Mapping[str, Any]) -> Method:
+    """Return the method of a file's functions, each with those of the constants that it takes."""
+
+    def bound(function: Callable) -> functools.partial:
+        parameters = inspect.signature(function).parameters
+        return functools.partial(function, **{key: constants[key] for key in constants if key in parameters})
+
+    weigh = bound(file["weigh"])
+    find = bound(file["statistic"]) if "statistic" in file else None
+    if find and find.keywords and all(value is None for value in find.keywords.values()):
+        find = None
+    return Method(
+        name,
+        ask=weigh if "statistic" in file else lambda tokens, statistic: weigh(tokens),
+        find=find,
+        log=bound(file["metrics"]) if "metrics" in file else None,
+        needs_entropies=file.get("NEEDS_ENTROPIES", False),
+        divides_by_kept=file.get("DIVIDES_BY_KEPT", False),
+    )
+
+
+def _constants(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the keyword arguments of `weigh`: those given, and else the defaults.
 
     Raises:
-        ValueError: `weigh` or `statistic` is not called like that, or an argument is unknown or missing.
+        ValueError: `weigh` is not there or not called like that, or an argument is unknown or missing.
     """
-    parameters = inspect.signature(module.weigh).parameters
+    if not callable(file.get("weigh")):
+        raise ValueError("it has no function `weigh`")
+    parameters = inspect.signature(file["weigh"]).parameters
     keywords = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    called = ["tokens", "statistic"] if "statistic" in vars(module) else ["tokens"]
+    called = ["tokens", "statistic"] if "statistic" in file else ["tokens"]
     if len(parameters) - len(keywords) != len(called):
         raise ValueError(f"weigh is called as weigh({', '.join(called)}, *, ...), and takes {tuple(parameters)}")
     if unknown := given.keys() - keywords.keys():
         takes = ", ".join(keywords) or "none"
         raise ValueError(f"weigh has no keyword argument {min(unknown)}; it takes {takes}")
-    constants = keywords | given
+    constants = {**keywords, **given}
     if missing := [name for name, value in constants.items() if value is inspect.Parameter.empty]:
         raise ValueError(f"needs {', '.join(missing)}: give --algo.token_method_args NAME.{missing[0]}=VALUE")
     return constants

@@ -53,7 +53,7 @@ class TokenWeights:
         if self.needs_entropies:
             old_log_probs.compute(actor, samples, args, ranks, with_distributions=True)
         known = self.knows_nothing
-        if any(method.has_statistic for method in self.methods):
+        if any(method.find for method in self.methods):
             columns = torch.cat([torch.empty(4, 0), *(torch.stack(_response(s)) for s in samples)], dim=1)
             tokens = Tokens(*ranks.gather(columns)[:, None])
             if tokens.mask.numel():
