@@ -77,7 +77,16 @@ def compute(
         ranks: the data-parallel ranks.
         with_distributions: whether each sample gets its `distributions` too.
     """
-    batches = _batches([item for prompt in by_prompt(items) for item in prompt], args)
+    # As upstream's experience maker: by count, or with dynamic batches by tokens. Prompts stay together.
+    size, room = args.rollout.micro_batch_size, 0
+    batches: list[list[Sample]] = []
+    for i, item in enumerate(item for prompt in by_prompt(items) for item in prompt):
+        is_full = len(item.sequences) > room if args.train.dynamic_batch_enable else i % size == 0
+        if is_full:
+            batches.append([])
+            room = args.rollout.max_tokens_per_gpu
+        batches[-1].append(item)
+        room -= len(item.sequences)
     actor.eval()
     for i in range(ranks.max(len(batches))):
         samples = batches[i] if i < len(batches) else [stand_in()]
@@ -90,19 +99,3 @@ def compute(
             log_probs = actor(*inputs)
         store(samples, log_probs)
     actor.train()
-
-
-def _batches(items: list[Sample], args: SimpleNamespace) -> list[list[Sample]]:
-    """Divide samples as the user allows for the rollout's log-probs: by count, or with dynamic batches by tokens."""
-    if not args.train.dynamic_batch_enable:
-        size = args.rollout.micro_batch_size
-        return [items[i : i + size] for i in range(0, len(items), size)]
-    batches: list[list[Sample]] = []
-    room = 0
-    for item in items:
-        if len(item.sequences) > room:
-            batches.append([])
-            room = args.rollout.max_tokens_per_gpu
-        batches[-1].append(item)
-        room -= len(item.sequences)
-    return batches

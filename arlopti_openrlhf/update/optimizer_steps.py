@@ -5,15 +5,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch.optim.lr_scheduler import LRScheduler
 
 
-def announce(engine: deepspeed.DeepSpeedEngine, ends_mini_batch: bool) -> None:
-    """Tell DeepSpeed, before a micro-batch's backward, whether its mini-batch ends with it.
-
-    Left alone, DeepSpeed takes each `gradient_accumulation_steps` micro-batches for a mini-batch. For dynamic batches
-    OpenRLHF sets that to 1, and ZeRO-2 then keeps the gradient of the last micro-batch alone.
-    """
-    engine.set_gradient_accumulation_boundary(ends_mini_batch)
-
-
 def count(engine: deepspeed.DeepSpeedEngine) -> None:
     """Let DeepSpeed count micro-batches by itself again, from the end of a mini-batch on."""
     engine.set_gradient_accumulation_boundary(None)

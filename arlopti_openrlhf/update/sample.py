@@ -1,6 +1,5 @@
 """A sample of the rollout batch, with what the update learns of it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ class Sample(Experience):
     updated: Any = None  # (passes, A) bool, the tokens of a weight above 0
     counted: Any = None  # (passes, A) bool, the tokens that the loss divides by
     left_out: Any = None  # (A,) bool, the tokens that a method leaves out of all its passes
-    sums: Any = None  # for each token method (its passes, 4): tokens, Σ w, Σ w², tokens of weight 0
+    sums: Any = None  # (passes of the first method, then of the next, 4): tokens, Σ w, Σ w², tokens of weight 0
 
 
 def stand_in() -> Sample:
@@ -31,9 +30,3 @@ def stand_in() -> Sample:
     return Sample(
         sequences=tokens, attention_mask=torch.ones_like(tokens), action_mask=torch.zeros(63, dtype=torch.long)
     )
-
-
-def count_responses(samples: Sequence[Experience]) -> tuple[int, int]:
-    """Return the response tokens of the samples, and how many samples have any: upstream's denominators."""
-    lengths = [int(sample.action_mask.sum()) for sample in samples]
-    return sum(lengths), sum(length > 0 for length in lengths)

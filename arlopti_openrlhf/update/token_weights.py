@@ -14,7 +14,7 @@ from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.token_method import Method, Tokens, WeightSums, combine, pass_labels
 from arlopti_openrlhf.update import old_log_probs
 from arlopti_openrlhf.update.ranks import Ranks
-from arlopti_openrlhf.update.sample import Sample, count_responses
+from arlopti_openrlhf.update.sample import Sample
 
 
 class Known(NamedTuple):
@@ -54,7 +54,7 @@ class TokenWeights:
             old_log_probs.compute(actor, samples, args, ranks, with_distributions=True)
         known = self.knows_nothing
         if any(method.find for method in self.methods):
-            columns = torch.cat([torch.empty(4, 0), *(torch.stack(_response(s)) for s in samples)], dim=1)
+            columns = torch.cat([torch.empty(4, 0), *map(_response, samples)], dim=1)
             tokens = Tokens(*ranks.gather(columns)[:, None])
             if tokens.mask.numel():
                 known = Known([method.statistic(tokens) for method in self.methods])
@@ -79,9 +79,9 @@ class TokenWeights:
 
     def denominators(self, samples: Sequence[Sample], index: int) -> tuple[int, int]:
         """Return the tokens of the samples that the loss divides by in one pass, and how many samples have any."""
-        if not self._divides_by_kept:
-            return count_responses(samples)
-        lengths = [int(sample.counted[index].sum()) for sample in samples]
+        # Where no method divides by what it keeps, the weights need not be known yet.
+        counted = [sample.counted[index] if self._divides_by_kept else sample.action_mask for sample in samples]
+        lengths = [int(mask.sum()) for mask in counted]
         return sum(lengths), sum(length > 0 for length in lengths)
 
     def left_out(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -109,26 +109,41 @@ class TokenWeights:
         What that divides by is `token_method/mean_weight`. The samples are this rank's, which were trained on.
         """
         logged = {} if known.mean_weight is None else {"token_method/mean_weight": known.mean_weight}
-        for k, method in enumerate(self.methods):
-            own = sum((sample.sums[k] for sample in samples), torch.zeros(len(method.passes), 4).double())
-            sums = [WeightSums(*row) for row in ranks.sum_tensor(own).tolist()]
-            if sums[0].tokens:
-                logged |= method.metrics(dict(zip(method.passes, sums, strict=True)), known.statistics[k])
+        none = torch.zeros(sum(len(method.passes) for method in self.methods), 4).double()
+        sums = iter(ranks.sum_tensor(sum((sample.sums for sample in samples), none)).tolist())
+        for method, statistic in zip(self.methods, known.statistics, strict=True):
+            of_passes = {name: WeightSums(*next(sums)) for name in method.passes}
+            if of_passes[method.passes[0]].tokens:
+                logged |= method.metrics(of_passes, statistic)
         return logged
 
     def _weigh(self, sample: Sample, known: Known) -> None:
-        tokens = Tokens(*(values[None] for values in _response(sample)))
+        tokens = Tokens(*_response(sample)[:, None])  # (1, tokens) each
+        ones = torch.ones_like(tokens.log_probs)
         if tokens.mask.numel():
             of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, known.statistics, strict=True)]
         else:
-            of_methods = [[torch.zeros_like(tokens.log_probs)] * len(method.passes) for method in self.methods]
-        weights, counted, updated, left_out = _by_pass(self.methods, of_methods, torch.ones_like(tokens.log_probs))
+            of_methods = [[ones] * len(method.passes) for method in self.methods]
+        every = [weights.double() for passes in of_methods for weights in passes]
+        sums = [[w.numel(), w.sum(), w.square().sum(), (w == 0).sum()] for w in every]
+        sample.sums = torch.tensor(sums, dtype=torch.float64).view(-1, 4)
+
+        # A pass scales advantages by the methods' weights, updates the tokens whose weights are all above 0, and
+        # divides by all tokens or by those that a method keeps. The advantages of other groups stay as they are.
+        factors, updated, counted = [[ones]], [[ones.bool()]], [[ones.bool()]]
+        left_out = torch.zeros_like(ones).bool()
+        for method, passes in zip(self.methods, of_methods, strict=True):
+            factors.append([torch.where(w == 0, ones, w) if method.groups else w for w in passes])
+            updated.append([w != 0 for w in passes])
+            counted.append([w != 0 if method.divides_by_kept else ones.bool() for w in passes])
+            if not method.groups:
+                left_out |= (torch.cat(passes) == 0).all(dim=0)
+        weights, is_updated, is_counted = (torch.cat(combine(rows)) for rows in (factors, updated, counted))
         if not self.by_token:
             # The loss divides the response by all of its tokens.
-            weights = weights * (counted.shape[1] / counted.sum(dim=1, keepdim=True).clamp(min=1))
-        sample.weights, sample.updated = _in_place(weights, sample), _in_place(updated, sample)
-        sample.counted, sample.left_out = _in_place(counted, sample), _in_place(left_out, sample)[0]
-        sample.sums = [torch.stack([_sums(w.double()) for w in passes]) for passes in of_methods]
+            weights = weights * (is_counted.shape[1] / is_counted.sum(dim=1, keepdim=True).clamp(min=1))
+        sample.weights, sample.updated = _in_place(weights, sample), _in_place(is_updated, sample)
+        sample.counted, sample.left_out = _in_place(is_counted, sample), _in_place(left_out, sample)[0]
 
     def _normalize(self, samples: Sequence[Sample], ranks: Ranks) -> float | None:
         """Divide the weights of a rollout batch by their mean over the tokens of all ranks. A collective call.
@@ -166,42 +181,15 @@ class TokenWeights:
         return mean
 
 
-def _by_pass(
-    methods: Sequence[Method], of_methods: Sequence[Sequence[Tensor]], ones: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combine the weights that each method gives in each of its passes, (1, tokens) each.
-
-    Args:
-        methods: the token methods.
-        of_methods: their weights.
-        ones: the weights without a method.
-
-    Returns:
-        (passes, tokens) each: the factors of the advantages, the tokens that the loss divides by, and the tokens that
-        the pass updates. (1, tokens) the tokens that a method leaves out of all its passes.
-    """
-    factors, counted, updated, left_out = [[ones]], [[ones.bool()]], [[ones.bool()]], torch.zeros_like(ones).bool()
-    for method, passes in zip(methods, of_methods, strict=True):
-        factors.append([torch.where(w == 0, ones, w) if method.groups else w for w in passes])
-        counted.append([w != 0 if method.divides_by_kept else ones.bool() for w in passes])
-        updated.append([w != 0 for w in passes])
-        if not method.groups:
-            left_out |= (torch.cat(list(passes)) == 0).all(dim=0)
-    return torch.cat(combine(factors)), torch.cat(combine(counted)), torch.cat(combine(updated)), left_out
-
-
-def _response(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log π_old, advantages, ones and entropies of a sample's response, (tokens,) each, float32 on the CPU.
+def _response(sample: Sample) -> Tensor:
+    """Return log π_old, advantages, ones and entropies of a sample's response, (4, tokens) float32 on the CPU.
 
     Entropies that no forward pass has shown are zeros.
     """
-    is_response = sample.action_mask.bool().cpu()
-    log_probs, advantages = (v.cpu().float()[is_response] for v in (sample.action_log_probs, sample.advantages))
+    log_probs, advantages = sample.action_log_probs.cpu().float(), sample.advantages.cpu().float()
     ones = torch.ones_like(log_probs)
-    entropies = (
-        torch.zeros_like(ones) if sample.distributions is None else sample.distributions[0].float()[is_response]
-    )
-    return log_probs, advantages, ones, entropies
+    entropies = torch.zeros_like(ones) if sample.distributions is None else sample.distributions[0].float()
+    return torch.stack([log_probs, advantages, ones, entropies])[:, sample.action_mask.bool().cpu()]
 
 
 def _in_place(values: Tensor, sample: Sample) -> Tensor:
@@ -209,12 +197,6 @@ def _in_place(values: Tensor, sample: Sample) -> Tensor:
     rows = torch.zeros(len(values), len(sample.action_mask), dtype=values.dtype)
     rows[:, sample.action_mask.bool().cpu()] = values
     return rows
-
-
-def _sums(weights: Tensor) -> Tensor:
-    """Return the number of weights, Σ w, Σ w², and how many are 0, (4,) float64."""
-    sums = [weights.numel(), weights.sum(), weights.square().sum(), (weights == 0).sum()]
-    return torch.tensor(sums, dtype=torch.float64)
 
 
 def check_entropies(methods: Sequence[Method], actor: Actor) -> None:

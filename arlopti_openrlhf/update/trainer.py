@@ -168,7 +168,9 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         metrics = PassMetrics(divisor)
         for i, micro_batch in enumerate(mini_batch.micro_batches, 1):
             is_last = i == len(mini_batch.micro_batches)
-            optimizer_steps.announce(engine, is_last)
+            # Left alone, DeepSpeed takes each `gradient_accumulation_steps` micro-batches for a mini-batch. OpenRLHF
+            # sets that to 1 for dynamic batches, and ZeRO-2 would keep the gradient of the last micro-batch alone.
+            engine.set_gradient_accumulation_boundary(is_last)
             experience = make_experience_batch(micro_batch, self.args.ds.packing_samples)
             experience.to_device(torch.cuda.current_device())
             response = experience.action_mask

@@ -6,7 +6,7 @@ import torch
 
 from arlopti_openrlhf.update import mini_batches
 from arlopti_openrlhf.update.mini_batches import MiniBatch
-from arlopti_openrlhf.update.sample import Sample, count_responses
+from arlopti_openrlhf.update.sample import Sample
 
 
 def sample(prompt: list[int], response: list[int], probabilities: list[float] | None = None) -> Sample:
@@ -76,10 +76,3 @@ def test_dynamic_mini_batches_end_where_upstream_says():
     first, second = mini_batches.dynamic_mini_batches(buffer, items, 2)
     assert first == MiniBatch([[items[0]], [items[2], items[1]]])
     assert second == MiniBatch([[items[3]]])
-
-
-def test_count_responses():
-    """Upstream's denominators: response tokens, and samples that have any."""
-    items = [sample([1, 2], [3, 4]), sample([1], [2]), sample([1, 2], [])]
-    items[2].action_mask = torch.zeros(1)
-    assert count_responses(items) == (3, 2)

@@ -49,7 +49,7 @@ def of_rank(name: str, items: list[Sample], everything: list[Sample]) -> TokenWe
 
     def all_columns(columns):
         others = [item for item in everything if all(item is not own for own in items)]
-        return torch.cat([columns, *(torch.stack(token_weights._response(item)) for item in others)], dim=1)
+        return torch.cat([columns, *(token_weights._response(item) for item in others)], dim=1)
 
     weights = TokenWeights(token_method.load([name], ARGUMENTS.get(name, [])), by_token=True)
     weights.look_at_all(None, items, None, SimpleNamespace(gather=all_columns))
@@ -86,14 +86,14 @@ def test_neither_ranks_nor_micro_batches_change_a_weight(name):
 
 
 def test_denominators():
-    """Two kept tokens in one of two responses; with AR, which divides by all, nothing changes."""
-    items = samples(36)[3:5]
+    """Two kept tokens in one of two responses; with AR, which divides by all, nothing changes. A third is empty."""
+    nothing, items = samples(1), samples(36)[3:5]
     items[0].action_log_probs[2:], items[1].action_log_probs[2:] = -1.0, -1.0
     items[0].distributions, items[1].distributions = torch.zeros(2, 5), TWO_OF_FOUR
     for names, expected in ((["ar"], (7, 2)), (["eighty_twenty"], (2, 1)), (["ar", "eighty_twenty"], (2, 1))):
         weights = TokenWeights(token_method.load(names, []), by_token=True)
-        weights.weigh(items, Known([2.0 if name == "eighty_twenty" else None for name in names]))
-        assert weights.denominators(items, 0) == expected
+        weights.weigh(items + nothing, Known([2.0 if name == "eighty_twenty" else None for name in names]))
+        assert weights.denominators(items, 0) == weights.denominators([*items, *nothing], 0) == expected
         assert weights.count(items, 0, SimpleNamespace(sum=lambda n: [2 * n])) == 2 * expected[0]
 
 
