@@ -8,7 +8,7 @@ needs no change.
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ class Segment(NamedTuple):
 
 @dataclass(eq=False)
 class PackedBatch:
-    """Holds a batch as `pack` lays it out."""
+    """A batch as `pack` lays it out."""
 
     tokens: Tensor  # (1, L) token ids
     positions: Tensor  # (1, L) position of each token in its own sequence
@@ -47,12 +47,13 @@ class PackedBatch:
         First the (K,) index in the row of each key: a segment's keys are its prefix's and its own. Then keyword
         arguments of transformers' `flash_attention_forward`.
         """
-        spans = [range(stop - s.length, stop) for s, stop in zip(self.segments, self.stops, strict=True)]
-        prefixes = [range(0) if s.prefix is None else spans[s.prefix] for s in self.segments]
-        keys = [[*prefix, *own] for prefix, own in zip(prefixes, spans, strict=True)]
+        spans = [slice(stop - s.length, stop) for s, stop in zip(self.segments, self.stops, strict=True)]
+        steps = torch.arange(self.stops[-1])
+        own, prefixes = [steps[span] for span in spans], [s.prefix for s in self.segments]
+        keys = [k if p is None else torch.cat([own[p], k]) for p, k in zip(prefixes, own, strict=True)]
         key_lengths = [len(k) for k in keys]
         device = self.tokens.device
-        return torch.tensor([i for k in keys for i in k], device=device), dict(
+        return torch.cat(keys).to(device), dict(
             cu_seq_lens_q=torch.tensor([0, *self.stops], device=device, dtype=torch.int32),
             cu_seq_lens_k=torch.tensor([0, *accumulate(key_lengths)], device=device, dtype=torch.int32),
             max_length_q=max(s.length for s in self.segments),
@@ -93,99 +94,73 @@ def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: 
     Returns:
         The packed batch. Where nothing is selected it holds one token, so that a model can run.
     """
-    length, width, device = sequences.shape[1], action_mask.shape[1], sequences.device
-    start, stop = _needed_spans(attention_mask, action_mask, share)
+    device = sequences.device
+    # On the CPU, by slices. On a GPU each of these small steps would wait for the one before.
+    sequences, attention_mask, action_mask = sequences.cpu(), attention_mask.cpu(), action_mask.bool().cpu()
+    (count, length), width = sequences.shape, action_mask.shape[1]
 
-    # Move every sequence to the left edge: there, beginnings compare column by column.
-    steps = torch.arange(length, device=device)
-    needed = steps < (stop - start)[:, None]
-    aligned = torch.where(needed, sequences.gather(1, (start[:, None] + steps).clamp(max=length - 1)), -1)
-    rows, lengths = aligned.tolist(), needed.sum(dim=1).tolist()
+    # What each sequence has to compute. Position t predicts token t + 1.
+    first = attention_mask.long().argmax(dim=1)
+    stop = first + attention_mask.long().sum(dim=1)
+    if share:
+        last = torch.where(action_mask, torch.arange(length - width, length), 0).amax(dim=1) if width else 0 * first
+        stop = torch.maximum(first, last)
+        if not last.any():
+            stop[0] = first[0] + 1
+    starts, lengths = first.tolist(), (stop - first).tolist()
+    rows = [sequences[i, start : start + n] for i, (start, n) in enumerate(zip(starts, lengths, strict=True))]
 
-    order = [row for row in range(len(rows)) if lengths[row]]
-    groups = _sharing_groups(aligned, rows, order) if share else [([row], 0) for row in order]
-    layout = _lay_out(rows, lengths, groups)
-
-    # Find where in the row each selected token is predicted: in the shared prefix, or in the sequence's own segment.
-    row, column = action_mask.bool().nonzero(as_tuple=True)
-    target = length - width + column
-    position = target - 1 - start[row]
-    shared, prefix_at, own_at = (
-        torch.tensor(x, device=device)[row] for x in (layout.shared, layout.prefix_at, layout.own_at)
-    )
-    return PackedBatch(
-        tokens=torch.tensor(layout.tokens, device=device)[None],
-        positions=torch.tensor(layout.positions, device=device)[None],
-        segments=layout.segments,
-        rows=torch.where(position < shared, prefix_at, own_at) + position,
-        targets=sequences[row, target],
-        places=row * width + column,
-    )
-
-
-def _needed_spans(attention_mask: Tensor, action_mask: Tensor, share: bool) -> tuple[Tensor, Tensor]:
-    """Return the (B,) first columns of the tokens to compute and the (B,) columns behind the last of them."""
-    start = attention_mask.long().argmax(dim=1)
-    if not share:
-        return start, start + attention_mask.long().sum(dim=1)
-    (batch, length), width = attention_mask.shape, action_mask.shape[1]
-    # Position t predicts token t + 1. A sequence with nothing selected needs no token.
-    columns = torch.arange(width, device=start.device)
-    last = torch.where(action_mask.bool(), columns, -1).amax(dim=1) if width else start.new_full((batch,), -1)
-    stop = torch.where(last >= 0, length - width + last, start)
-    if not (last >= 0).any():
-        stop[0] = start[0] + 1
-    return start, stop
-
-
-def _sharing_groups(aligned: Tensor, rows: list[list[int]], order: list[int]) -> list[tuple[list[int], int]]:
-    """Divide the rows named by `order` into groups that share a beginning.
-
-    Args:
-        aligned: (B, T) token ids from the left edge, -1 behind the last.
-        rows: The same as lists.
-        order: Indices of the rows that have tokens.
-
-    Returns:
-        The groups as (indices of the rows, length of their shared beginning, 0 for a row on its own).
-    """
     # In lexicographic order the rows that share most are neighbours.
-    order = sorted(order, key=rows.__getitem__)
-    above, below = aligned[order[:-1]], aligned[order[1:]]
-    common = ((above == below) & (above >= 0)).long().cumprod(dim=1).sum(dim=1).tolist()
-    return [([order[i] for i in group], prefix) for group, prefix in _best_groups(common)]
+    order = [i for i in range(count) if lengths[i]]
+    groups = [([i], 0) for i in order]
+    if share:
+        order.sort(key=lambda i: rows[i].numpy().astype(">i8").tobytes())
+        common = [_common_length(rows[i], rows[j]) for i, j in pairwise(order)]
+        groups = [([order[i] for i in group], prefix) for group, prefix in _best_groups(common)]
 
-
-class _Layout(NamedTuple):
-    """The packed row, and where each sequence lies in it."""
-
-    tokens: list[int]
-    positions: list[int]
-    segments: list[Segment]
-    shared: list[int]  # per sequence: how many of its tokens lie in a prefix
-    prefix_at: list[int]  # where its token 0 lies in the row, if it lies in a prefix
-    own_at: list[int]  # where token 0 would lie if the sequence's own segment began with it
-
-
-def _lay_out(rows: list[list[int]], lengths: list[int], groups: list[tuple[list[int], int]]) -> _Layout:
-    """Put the groups one after the other: the beginning that a group shares, then what each sequence adds to it."""
+    # One group after the other: the beginning that it shares, then what each sequence adds to it. Of each sequence,
+    # note how many tokens lie in a prefix, and where its first token lies, or would lie, in the prefix and in its own
+    # segment.
     segments: list[Segment] = []
-    tokens: list[int] = []
-    positions: list[int] = []
-    shared, prefix_at, own_at = ([0] * len(rows) for _ in range(3))
+    tokens, positions, steps, total = [], [], torch.arange(length), 0
+    places = torch.zeros(3, count, dtype=torch.long)
+
+    def add(row: int, start: int, stop: int, prefix: int | None) -> None:
+        nonlocal total
+        segments.append(Segment(stop - start, prefix))
+        tokens.append(rows[row][start:stop])
+        positions.append(steps[start:stop])
+        total += stop - start
+
     for group, prefix in groups:
-        prefix_index, group_at = len(segments), len(tokens)
+        prefix_index, prefix_at = len(segments) if prefix else None, total
         if prefix:
-            segments.append(Segment(prefix, None))
-            tokens += rows[group[0]][:prefix]
-            positions += range(prefix)
-        for row in group:
-            shared[row], prefix_at[row], own_at[row] = prefix, group_at, len(tokens) - prefix
-            if lengths[row] > prefix:
-                segments.append(Segment(lengths[row] - prefix, prefix_index if prefix else None))
-                tokens += rows[row][prefix : lengths[row]]
-                positions += range(prefix, lengths[row])
-    return _Layout(tokens, positions, segments, shared, prefix_at, own_at)
+            add(group[0], 0, prefix, None)
+        for i in group:
+            places[:, i] = torch.tensor([prefix, prefix_at, total - prefix])
+            if lengths[i] > prefix:
+                add(i, prefix, lengths[i], prefix_index)
+
+    # Where in the row each selected token is predicted: in the shared prefix, or in the sequence's own segment.
+    row, column = action_mask.nonzero(as_tuple=True)
+    target = length - width + column
+    position = target - 1 - first[row]
+    shared, prefix_at, own_at = places[:, row]
+    return PackedBatch(
+        tokens=torch.cat(tokens)[None].to(device),
+        positions=torch.cat(positions)[None].to(device),
+        segments=segments,
+        rows=(torch.where(position < shared, prefix_at, own_at) + position).to(device),
+        targets=sequences[row, target].to(device),
+        places=(row * width + column).to(device),
+    )
+
+
+def _common_length(a: Tensor, b: Tensor) -> int:
+    """Return how many tokens two rows begin with in common."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.byte().argmax()) if differs.any() else length
 
 
 def _best_groups(common: list[int]) -> list[tuple[range, int]]:
