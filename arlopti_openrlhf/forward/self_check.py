@@ -1,7 +1,7 @@
 """Asks a model once whether the selective forward pass computes what the model means.
 
 The selective pass leaves tokens out and moves them, which is exact for the architectures it was written for. Another
-one may mix tokens in a way that nobody thought of. So before its first pass each model computes some log-probs both
+one may mix tokens in an unforeseen way. So before its first pass each model computes some log-probs both
 ways.
 """
 

@@ -1,4 +1,4 @@
-"""Lower right answers beside wrong ones (λ-weighted GRPO, after W-REINFORCE).
+"""Lower right answers against wrong ones (λ-weighted GRPO, after W-REINFORCE).
 
 - Paper: arXiv 2506.01347.
 - Formula: w = λ where A > 0, else 1.

@@ -3,7 +3,7 @@
 - Paper: arXiv 2606.31575.
 - Formula: w = 1[lo ≤ −ln π_old / H ≤ hi].
 - Code read: four ports, which agree on the ratio and on nothing else.
-- Constants: open, so that both have to be given.
+- Constants: open. Both have to be given.
 - Deviations: unknown. The loss divides by all tokens, which is our choice.
 - Open: lo, hi and the denominator.
 """

@@ -150,7 +150,7 @@ def statistics_metrics(statistics: UpdateStatistics, ranks: Ranks, before: str |
         statistics.set_quartiles(ranks.quantiles(statistics.log_probs()[None], [0.25, 0.5, 0.75]))
     statistics.sums = ranks.sum_tensor(statistics.sums)
     histograms = ranks.sum_tensor(statistics.histograms)
-    # Some methods leave out tokens whose gradient nobody knows.
+    # Some methods leave out tokens whose gradient is unknown.
     is_known = before is not None and not ranks.max(statistics.lacks_tokens)
     by_bin = statistics.metrics(before if is_known else None)
     return by_bin | dict(zip(HISTOGRAMS, histograms.tolist(), strict=True))

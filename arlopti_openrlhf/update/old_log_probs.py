@@ -45,7 +45,7 @@ def _is_random(actor: Actor) -> bool:
 
 
 def unknown(action_mask: Tensor) -> Tensor:
-    """Return the (B, A) log-probs that stand for those nobody knows yet: NaN."""
+    """Return (B, A) NaN, which stands for log-probs that are not known yet."""
     return torch.full(action_mask.shape, torch.nan)
 
 

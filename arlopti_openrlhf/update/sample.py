@@ -25,7 +25,7 @@ class Sample(Experience):
 
 
 def stand_in() -> Sample:
-    """Return a short sample, of whose tokens none is asked for. It is long enough for `self_check`."""
+    """Return a short sample without a response token. It is long enough for `self_check`."""
     tokens = torch.arange(64)
     return Sample(
         sequences=tokens, attention_mask=torch.ones_like(tokens), action_mask=torch.zeros(63, dtype=torch.long)

@@ -131,7 +131,7 @@ class UpdateStatistics:
             (`set_quartiles`). Else the bins are those of `EDGES`.
 
     Attributes:
-        lacks_tokens: whether a method has left out tokens whose gradient nobody knows.
+        lacks_tokens: whether a method has left out tokens whose gradient is unknown.
         sums: (bins, sums) and `histograms`: (2, 50) counts and gradient norms, float64, to be added up over the ranks.
     """
 
