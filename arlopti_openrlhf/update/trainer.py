@@ -60,7 +60,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.skips_idle = self.is_selective and not has_other_gradients
         self.has_reported = False  # what the selective update saves
         self.ranks = Ranks(self.strategy)
-        # Of the rollout batch that is being trained.
+        # Of the rollout batch that is being trained. Upstream's loop calls `training_step`, which reads them here.
         self.statistics: UpdateStatistics | None = None
         self.steps_before = 0
         normalizes = self.args.algo.token_method_normalize
