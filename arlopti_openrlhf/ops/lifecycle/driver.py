@@ -47,11 +47,16 @@ class Driver:
     Args:
         console: shows the run. None where standard output gets everything.
         closing: returns what to say once the run is complete, from what it has reported.
+        stall_minutes: how long the controllers may take to save a checkpoint after a signal.
     """
 
-    def __init__(self, console: Console | None = None, closing: Callable[[Progress], str] | None = None) -> None:
-        self.console, self.closing = console, closing
-        self.stall_minutes = 10.0
+    def __init__(
+        self,
+        console: Console | None = None,
+        closing: Callable[[Progress], str] = lambda found: "",
+        stall_minutes: float = 10.0,
+    ) -> None:
+        self.console, self.closing, self.stall_minutes = console, closing, stall_minutes
         self.folder: Path | None = None
         self._asked: int | None = None  # the first signal
         self._cause: BaseException | None = None  # what `end` was called with
@@ -59,14 +64,11 @@ class Driver:
         self._is_ending = False  # the main thread ends the run, and needs no waking
         self._has_said_last = threading.Event()
 
-    def start(self, stall_minutes: float, secrets: dict[str, str]) -> None:
+    def start(self, secrets: dict[str, str]) -> None:
         """Prepare for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
 
-        Args:
-            stall_minutes: how long the controllers may take to save a checkpoint after a signal.
-            secrets: what `ops.lifecycle.credentials` has hidden, by variable.
+        The workers get the secrets that `ops.lifecycle.credentials` has hidden, by variable.
         """
-        self.stall_minutes = stall_minutes
         os.umask(0o077)
         run = uuid.uuid4().hex
         self.folder = reaper.start(run)
@@ -143,9 +145,7 @@ class Driver:
         sys.exit(_exit_code(cause))
 
     def _what_came_out(self) -> str:
-        """Return the closing text. Where there is none, the run is complete all the same."""
-        if not self.closing:
-            return ""
+        """Return the closing text. If that fails, the run is complete all the same."""
         try:
             return self.closing(progress.read() if ray.is_initialized() else Progress())
         except Exception as error:

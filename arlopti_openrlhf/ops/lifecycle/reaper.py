@@ -32,13 +32,9 @@ _GIVE_UP = 60.0  # seconds; a process that the kernel holds cannot be ended
 
 
 def start(run: str) -> Path:
-    """Start the watcher of this process, and mark all processes that this one will start.
+    """Start the watcher of this process, and mark all processes that this one will start with the run's unique name.
 
-    Args:
-        run: the run's name, which no other run on this machine has.
-
-    Returns:
-        A new folder for the run's temporary files that only this user can enter. The watcher removes it.
+    Return a new folder for the run's temporary files, which only this user can enter. The watcher removes it.
     """
     base = _base()
     folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
@@ -99,12 +95,7 @@ def end_processes(run: str, folder: Path) -> None:
 
 
 def processes(run: str, folder: Path) -> Iterator[int]:
-    """Yield this user's processes that belong to a run. Each is looked at just before it is yielded.
-
-    Args:
-        run: the run's name.
-        folder: the run's folder, with Ray's session in it.
-    """
+    """Yield this user's processes that belong to the run. Each is examined just before it is yielded."""
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -117,13 +108,13 @@ def processes(run: str, folder: Path) -> Iterator[int]:
 
 
 def _is_marked(process: Path, run: str) -> bool:
-    """Return whether a process, a folder of /proc, has the run's name in its environment."""
+    """Return whether a process, given as its folder in /proc, has the run's name in its environment."""
     # What is left of an overwritten environment need not begin with a variable.
     return f"\0{MARKER}={run}\0".encode() in b"\0" + (process / "environ").read_bytes() + b"\0"
 
 
 def _logs_to(process: Path, folder: Path) -> bool:
-    """Return whether a process, a folder of /proc, has such a title and an open file in the run's folder.
+    """Return whether a process, given as its folder in /proc, has such a title and an open file in the run's folder.
 
     Without the title it may be the user, who reads a log.
     """

@@ -31,12 +31,7 @@ _COLOURS = re.compile(r"\x1b\[\d*m")
 
 
 def start(end: Callable[[BaseException], Any], seconds: float) -> None:
-    """Watch the job that this process starts or has started, in a thread, until this process ends.
-
-    Args:
-        end: ends the run with its cause, from any thread.
-        seconds: how long an actor may have no heartbeat, and the run may make no progress.
-    """
+    """Watch the job of this process in a thread. It calls `end` with the cause once the run cannot continue."""
     threading.Thread(target=_watch, args=(end, seconds), daemon=True).start()
 
 
@@ -143,12 +138,7 @@ def _actors(in_state: str) -> dict[str, dict[str, Any]]:
 
 
 def death(name: str, cause: Any) -> RunStopped | None:
-    """Return why an actor is dead, or None if it was no longer needed.
-
-    Args:
-        name: the actor's, for the message.
-        cause: its `ActorDeathCause`, from Ray's table of actors.
-    """
+    """Return why an actor is dead, by its `ActorDeathCause` in Ray's table, or None if it was no longer needed."""
     kind = cause.WhichOneof("context")
     if kind == "creation_task_failure_context":
         return RunStopped(f"{name}: {_last_error(cause.creation_task_failure_context.formatted_exception_string)}")

@@ -77,7 +77,7 @@ def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """Let wandb write to tmp_path alone."""
-    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_INIT_TIMEOUT", "ARLOPTI_REWARD_SECRET_0_USER"):
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_INIT_TIMEOUT", "ARLOPTI_REWARD_SECRET_0_0"):
         monkeypatch.setenv(name, "")  # so that what the test leaves there is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -87,36 +87,24 @@ def offline(tmp_path, monkeypatch):
     wandb.teardown()  # it would keep the folder for the next test
 
 
-def test_wandb_goes_on_in_the_same_run(offline, tmp_path):
-    """Offline, wandb says which run it would go on in."""
-    args = arguments(tmp_path, "mine", True, key="0" * 40)
-    run_id = trackers.identify(args)
-    tracker = trackers.ResumableWandb(args, run_id)
-    run = tracker.handle.run
-    try:
-        assert (run.id, run.name, run.settings.resume) == (run_id, "mine", "allow")
-    finally:
-        tracker.close()
-
-
-def test_wandbs_config_is_nested_and_holds_no_secret(offline, tmp_path):
-    """Runs can be filtered by α, because it is a number, and not a part of a namespace's text."""
+def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret(offline, tmp_path):
+    """Offline, wandb says which run it would go on in. α is a number there, by which runs can be filtered."""
     key, password = "0123456789abcdef" * 2, "pass-w0rd"
-    flags = (
-        f"--logger.wandb.key {key} --reward.remote_url http://user:{password}@host/get --actor.model_name_or_path m"
-    )
-    flags += " --algo.ar.alpha 0.3 --algo.lopti.eta 0.5 --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1"
+    flags = f"--logger.wandb.key {key} --logger.wandb.run_name mine --actor.model_name_or_path m"
+    flags += f" --reward.remote_url http://user:{password}@host/get --algo.ar.alpha 0.3 --algo.lopti.eta 0.5"
+    flags += " --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1"
     flat = train_ppo_ray.parse(flags.split())
     credentials.hide(flat)
     args, _ = command_line.check(flat)
     tracker = trackers.ResumableWandb(args, "an-id")
-    config = dict(tracker.handle.run.config)
+    run = tracker.handle.run
+    config, settings = dict(run.config), (run.id, run.name, run.settings.resume)
     tracker.close()
+    assert settings == ("an-id", "mine", "allow")
     assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5
     assert config["eval"]["sampling"] == [["*", 4, 0.6], ["a", 2, 1.0]] and "namespace(" not in str(config)
-    assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY" and config["reward"]["remote_url"][0].endswith(
-        "@host/get"
-    )
+    assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY"
+    assert config["reward"]["remote_url"][0].endswith("@host/get")
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"alpha" in written and key.encode() not in written and password.encode() not in written
 

@@ -71,8 +71,7 @@ def test_a_cause_that_comes_late_changes_nothing(monkeypatch):
 RUN = """
 import sys, threading
 from arlopti_openrlhf.ops.lifecycle import driver, stopping
-run = driver.Driver()
-run.stall_minutes = %s
+run = driver.Driver(stall_minutes=%s)
 TRAINING = %s
 driver.ray.is_initialized = lambda: True
 stopping.is_training = lambda: TRAINING

@@ -212,50 +212,38 @@ def test_actors_that_wait_for_their_place_have_nothing_to_do_and_end_are_no_caus
     assert wait_for_cause(LONG)[0] is None
 
 
-@pytest.mark.parametrize("work", [Work.modules, Work.gradients, Work.writing])
-def test_a_rank_that_works_for_long_is_no_cause(work, actors):
-    call = actors.controller.fit.remote(actors.rank, work, LONG)
+WORKS = {
+    "modules": lambda actors: actors.controller.fit.remote(actors.rank, Work.modules, LONG),
+    "gradients": lambda actors: actors.controller.fit.remote(actors.rank, Work.gradients, LONG),
+    "writing": lambda actors: actors.controller.fit.remote(actors.rank, Work.writing, LONG),
+    "the first call of a method, as a compiler": lambda actors: actors.rank.compile.remote(LONG),
+    "tokens": lambda actors: actors.engine.generate_responses.remote(LONG, 5),
+    "a reward, which has a limit of its own": lambda actors: actors.engine.reward.remote(LONG),
+}
+
+
+@pytest.mark.parametrize("call", WORKS.values(), ids=WORKS)
+def test_an_actor_that_works_for_long_is_no_cause(call, actors):
+    call = call(actors)
     assert wait_for_cause(LONG)[0] is None
     ray.get(call)
 
 
-def test_the_first_call_of_a_method_may_use_the_cpu_for_long(actors):
-    """As a compiler does."""
-    call = actors.rank.compile.remote(LONG)
-    assert wait_for_cause(LONG)[0] is None
-    ray.get(call)
+HANGS = {
+    "sleep": ("policy", "sleep", lambda a: a.controller.fit.remote(a.rank, Work.sleep, 2 * LIMIT)),
+    "loop": ("policy", "use_the_cpu", lambda a: a.controller.fit.remote(a.rank, Work.loop, 2 * LIMIT)),
+    "a tracker": ("controller", "log", lambda a: a.controller.log.remote(2 * LIMIT)),
+    "no token comes": ("vLLM engine", None, lambda a: a.engine.generate_responses.remote(2 * LIMIT, 0)),
+}
 
 
-@pytest.mark.parametrize("work, innermost", [(Work.sleep, "sleep"), (Work.loop, "use_the_cpu")])
-def test_a_rank_that_hangs_is_named_with_its_place_and_not_the_controller_that_waits(work, innermost, actors):
-    pid = ray.get(actors.rank.pid.remote())
-    call = actors.controller.fit.remote(actors.rank, work, 2 * LIMIT)
+@pytest.mark.parametrize(("who", "innermost", "call"), HANGS.values(), ids=HANGS)
+def test_an_actor_that_hangs_is_named_with_its_place_and_not_the_controller_that_waits(who, innermost, call, actors):
+    call = call(actors)
     cause, seconds = wait_for_cause(2 * LIMIT)
-    assert isinstance(cause, NotResponding) and seconds >= LIMIT
-    assert str(cause).startswith(f"policy (process {pid} on") and "controller" not in str(cause)
-    assert f", in {innermost} (test_watch.py:" in str(cause) and "no progress for" in str(cause)
-    ray.get(call)
-
-
-def test_a_controller_that_hangs_is_named(actors):
-    """As in a tracker, or in what draws prompts."""
-    call = actors.controller.log.remote(2 * LIMIT)
-    cause, seconds = wait_for_cause(2 * LIMIT)
-    assert "controller (process" in str(cause) and ", in log (test_watch.py:" in str(cause)
-    ray.get(call)
-
-
-@pytest.mark.parametrize("tokens, is_cause", [(5, False), (0, True)])
-def test_a_long_generation_is_a_cause_where_no_token_comes(tokens, is_cause, actors):
-    call = actors.engine.generate_responses.remote(2 * LIMIT, tokens)
-    cause, seconds = wait_for_cause(2 * LIMIT)
-    assert ("vLLM engine (process" in str(cause) and "no progress" in str(cause)) if is_cause else cause is None
-    ray.get(call)
-
-
-def test_a_call_for_a_reward_has_a_limit_of_its_own(actors):
-    call = actors.engine.reward.remote(LONG)
-    assert wait_for_cause(LONG)[0] is None
+    assert isinstance(cause, NotResponding) and seconds >= LIMIT and "no progress for" in str(cause)
+    assert str(cause).startswith(f"{who} (process ") and str(cause).count("(process ") == 1
+    assert innermost is None or f", in {innermost} (test_watch.py:" in str(cause)
     ray.get(call)
 
 
