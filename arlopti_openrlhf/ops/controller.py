@@ -61,8 +61,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         credentials.receive()  # the trackers are built next
         with trackers.resumable(strategy.args):
             super().__init__(pretrain, strategy, *args, **kwargs)
-        alarm = self.args.alarm
-        self.alarms = alarms.Alarms(alarm.flat_reward_steps, alarm.grad_norm_factor, alarm.rollout_gap)
+        self.alarms = alarms.Alarms(self.args.alarm)
         self.bad_steps: list[str] = []  # what was bad about each of the last steps in a row
         # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
         self.experience_maker = ExperienceMaker(

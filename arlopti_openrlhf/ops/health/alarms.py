@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -15,18 +16,10 @@ _LOSSES = ("policy_loss", "critic_loss", "kl", "entropy_loss", "ppo_kl")
 
 
 class Alarms:
-    """Compares each step's figures with the limits. It knows the steps since the process began.
+    """Compares each step's figures with the limits, `--alarm.*`. It knows the steps since the process began."""
 
-    Args:
-        flat_reward_steps: `--alarm.flat_reward_steps`.
-        grad_norm_factor: `--alarm.grad_norm_factor`.
-        rollout_gap: `--alarm.rollout_gap`, in nats.
-    """
-
-    def __init__(self, flat_reward_steps: int, grad_norm_factor: float, rollout_gap: float) -> None:
-        self.flat_reward_steps = flat_reward_steps
-        self.grad_norm_factor = grad_norm_factor
-        self.rollout_gap = rollout_gap
+    def __init__(self, limits: SimpleNamespace) -> None:
+        self.limits = limits
         self._active: set[str] = set()
         self._lowest_reward = math.inf
         self._flat_steps = 0
@@ -51,9 +44,9 @@ class Alarms:
             "zero_advantages": not status.get("rollout/zero_advantage_groups", 0.0) < 1
             and "no sample of the rollout batch has an advantage, so nothing is learned from it",
             "flat_reward": self._flat_reward(status),
-            "rollout_gap": not self._gap <= self.rollout_gap
+            "rollout_gap": not self._gap <= self.limits.rollout_gap
             and f"the log-probs of vLLM and of the actor differ by {self._gap:.3g} nats per token on average, and "
-            f"--alarm.rollout_gap is {self.rollout_gap:g}",
+            f"--alarm.rollout_gap is {self.limits.rollout_gap:g}",
             "grad_norm": self._grad_norm(status),
             "truncated": not status.get("rollout/truncated_rate", 0.0) < 1
             and "every response was cut off at its greatest length",
@@ -70,7 +63,7 @@ class Alarms:
         self._lowest_reward = min(self._lowest_reward, status["rollout/reward_min"])
         is_flat = status["rollout/reward_max"] <= self._lowest_reward
         self._flat_steps = self._flat_steps + 1 if is_flat else 0
-        if self._flat_steps < self.flat_reward_steps:
+        if self._flat_steps < self.limits.flat_reward_steps:
             return None
         return f"{self._flat_steps} steps in a row without a reward above the lowest one, {self._lowest_reward:g}"
 
@@ -81,10 +74,11 @@ class Alarms:
             if not name.endswith("actor_grad_norm") or not math.isfinite(norm) or not norm:
                 continue
             norms = self._norms.setdefault(name, deque(maxlen=_STEPS))
-            if len(norms) >= _FEWEST_STEPS and norm > self.grad_norm_factor * (median := statistics.median(norms)):
+            median = statistics.median(norms) if len(norms) >= _FEWEST_STEPS else math.inf
+            if norm > self.limits.grad_norm_factor * median:
                 cause = (
                     f"{name} is {norm:.3g}, {norm / median:.3g} times its median over the last {len(norms)} steps, "
-                    f"and --alarm.grad_norm_factor is {self.grad_norm_factor:g}"
+                    f"and --alarm.grad_norm_factor is {self.limits.grad_norm_factor:g}"
                 )
             norms.append(norm)
         return cause

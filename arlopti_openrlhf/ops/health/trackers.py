@@ -82,49 +82,46 @@ class Lenient:
         self._tracker: Any = None
         self._failure: Exception | None = None  # the first one
         self._has_just_failed = False
-        self._try(lambda: setattr(self, "_tracker", make(args)))
+        try:
+            self._tracker = make(args)
+        except Exception as error:
+            self._note(error)
 
     def log_train(self, step: int, logs: dict[str, Any]) -> None:
-        self._log("log_train", step, logs)
+        self._call("log_train", step, logs)
 
     def log_eval(self, step: int, logs: dict[str, Any]) -> None:
-        self._log("log_eval", step, logs)
+        self._call("log_eval", step, logs)
 
     def log_histogram(self, name: str, weights: Sequence[float], step: int) -> None:
-        self._log("log_histogram", name, weights, step)
+        self._call("log_histogram", name, weights, step)
 
     def drop_from(self, step: int) -> None:
-        if self._tracker:
-            self._try(lambda: self._tracker.drop_from(step))
+        self._call("drop_from", step)
 
     def close(self) -> None:
         """Do nothing. Upstream closes the trackers after the last step, and another evaluation follows."""
 
     def close_for_good(self) -> None:
-        if self._tracker:
-            self._try(self._tracker.close)
+        self._call("close")
         if self._failure:
             _say(f"{self.name}: {self.lost} entries are missing, since {self._failure}")
 
-    def _log(self, method: str, *entry: Any) -> None:
-        def log() -> None:
-            if self._has_just_failed:
-                self._tracker.reopen()
-            getattr(self._tracker, method)(*entry)
+    def _call(self, method: str, *args: Any) -> None:
+        if self._tracker:
+            try:
+                if self._has_just_failed:
+                    self._tracker.reopen()
+                getattr(self._tracker, method)(*args)
+                self._has_just_failed = False
+            except Exception as error:
+                self._note(error)
+        self.lost += self._has_just_failed and method.startswith("log_")
 
-        self.lost += not (self._tracker and self._try(log))
-
-    def _try(self, action: Callable[[], Any]) -> bool:
-        """Return whether the action raised nothing."""
-        try:
-            action()
-        except Exception as error:
-            if not self._failure:
-                _say(f"{self.name}: {type(error).__name__}: {error}. The run goes on, and what is lost is counted.")
-            self._failure, self._has_just_failed = self._failure or error, True
-            return False
-        self._has_just_failed = False
-        return True
+    def _note(self, error: Exception) -> None:
+        if not self._failure:
+            _say(f"{self.name}: {type(error).__name__}: {error}. The run continues, and what is lost is counted.")
+        self._failure, self._has_just_failed = self._failure or error, True
 
 
 class ResumableTensorboard(TensorboardLogger):

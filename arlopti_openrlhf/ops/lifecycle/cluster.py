@@ -58,7 +58,7 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
 
 
 def _close_to_others() -> None:
-    """Let the cluster that starts next listen to this machine alone, and there only to who knows a secret."""
+    """Let the cluster that starts next listen to this machine alone, and there only to those that know a secret."""
     # With Ray's clusters of several machines off, its node has the address 127.0.0.1. `_node_ip_address` cannot say
     # so: Ray replaces a local address there by one that others reach. The variable reaches all processes of the node.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"

@@ -144,7 +144,7 @@ class Console:
 
 
 def for_the_user(line: str) -> str | None:
-    """Return what a line of the output says to the user, without who has printed it; or None."""
+    """Return what a line of the output says to the user, without the name of its process, or None."""
     text = _COLOURS.sub("", line).rstrip()
     if _FROM_RAY.match(text):
         return _OURS + text

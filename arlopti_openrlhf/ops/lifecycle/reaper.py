@@ -87,24 +87,19 @@ def end_processes(run: str, folder: Path) -> None:
             return
         for pid in found:
             is_late = look * _POLL > _GRACE
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
-            except ProcessLookupError:
-                pass
         time.sleep(_POLL)
 
 
 def processes(run: str, folder: Path) -> Iterator[int]:
     """Yield this user's processes that belong to the run. Each is examined just before it is yielded."""
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            process = Path(entry.path)
-            if entry.stat().st_uid == os.getuid() and (_is_marked(process, run) or _logs_to(process, folder)):
-                yield int(entry.name)
-        except OSError:  # it has ended, or belongs to another user
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
+        is_ours = False
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            is_ours = process.stat().st_uid == os.getuid() and (_is_marked(process, run) or _logs_to(process, folder))
+        if is_ours and int(process.name) != os.getpid():
+            yield int(process.name)
 
 
 def _is_marked(process: Path, run: str) -> bool:
@@ -125,7 +120,7 @@ def _logs_to(process: Path, folder: Path) -> bool:
 
 
 def _remove_oldest(base: Path) -> None:
-    """Remove the folders of runs that failed, but for the last few and those of runs that go on."""
+    """Remove the folders of runs that failed, except for the last few and those of runs that have not ended."""
     folders = []
     for folder in base.glob(f"{_prefix()}*"):
         with contextlib.suppress(FileNotFoundError):  # another run's watcher has removed it
@@ -133,12 +128,9 @@ def _remove_oldest(base: Path) -> None:
             if status.st_uid == os.getuid():
                 folders.append((status.st_mtime, folder))
     for _, folder in sorted(folders)[:-_KEPT]:
-        try:
-            with open(folder / _WATCHED) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), open(folder / _WATCHED) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ BAD = {
 }
 
 
-def alarms() -> Alarms:
-    return Alarms(flat_reward_steps=1, grad_norm_factor=10, rollout_gap=0.1)
+def alarms(flat_reward_steps: int = 1) -> Alarms:
+    limits = SimpleNamespace(flat_reward_steps=flat_reward_steps, grad_norm_factor=10, rollout_gap=0.1)
+    return Alarms(limits)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -59,7 +60,7 @@ def test_a_gap_that_is_no_number_is_an_alarm_until_another_is_measured():
 
 
 def test_a_flat_reward_takes_steps_in_a_row():
-    watch = Alarms(flat_reward_steps=3, grad_norm_factor=10, rollout_gap=0.1)
+    watch = alarms(flat_reward_steps=3)
     flat = GOOD | {"rollout/reward_max": 0.0}
     seen = [watch.check(figures)[0]["alarm/flat_reward"] for figures in (flat, flat, GOOD, flat, flat, flat, GOOD)]
     assert seen == [0, 0, 0, 0, 0, 1, 0]
