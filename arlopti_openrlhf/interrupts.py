@@ -22,7 +22,7 @@ def handled() -> list[signal.Signals]:
 
 
 def answer() -> None:
-    """End this process at the next of `SIGNALS`, until somebody else handles them. Call it in the main thread."""
+    """End this process at the next of `SIGNALS`, until other handlers take its place. Call it in the main thread."""
     stderr = 2
     with suppress(OSError):  # there may be none
         stderr = os.dup(2)  # DeepSpeed's import leads standard error away while it tries a compiler
@@ -70,7 +70,7 @@ def _children() -> Iterator[int]:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether a process that this one has started still runs. One that has ended is gone after this."""
+    """Return whether a process that this one has started still runs. One that has ended is reaped."""
     with suppress(OSError):
         return os.waitpid(pid, os.WNOHANG) == (0, 0)
     return False

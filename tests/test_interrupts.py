@@ -53,8 +53,9 @@ def test_the_first_statement_of_a_command_answers(command, tmp_path):
     assert process.returncode == 130 and said == "arlopti_openrlhf: SIGINT received\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("seconds", [0.5, 1.5, 3.0])
+@pytest.mark.parametrize(
+    ("signum", "seconds"), [(signal.SIGINT, 0.5), (signal.SIGTERM, 0.5), (signal.SIGTERM, 1.5), (signal.SIGHUP, 3.0)]
+)
 def test_a_command_is_interrupted_at_an_early_moment(signum, seconds, tmp_path):
     with start([sys.executable, *COMMANDS["data"].format(tmp_path).split()]) as process:
         time.sleep(seconds)

@@ -119,9 +119,10 @@ def _train(args: SimpleNamespace, console: "Console | None") -> None:
 
     if args.algo.kl.init_coef > 0 and not combinations.loads_reference(args):
         lora_reference.install(upstream)
-    run = driver.Driver(console, partial(closing.text, args, log=console.log if console else None))
+    text = partial(closing.text, args, log=console.log if console else None)
+    run = driver.Driver(console, text, args.train.stall_minutes)
     with run.ending():
-        run.start(args.train.stall_minutes, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
+        run.start(credentials.collect(args.logger.wandb.key, args.reward.remote_url))
         watch.start(run.end, 60 * args.train.stall_minutes)
         upstream.train(args)
 

@@ -1,22 +1,22 @@
-"""Leads a run in place of OpenRLHF's single controller.
+"""Leads a run in place of OpenRLHF's single controller, in synchronous and in asynchronous training."""
 
-It evaluates before the first step and after the last too, chooses the best checkpoint by accuracy, logs histograms,
-makes experience with `ops.rollouts.experience_maker`, and answers requests to stop (`ops.lifecycle.stopping`) with a
-checkpoint.
-"""
-
+import pickle
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.utils.logging_utils import init_logger
 from ray.util.queue import Full
+from transformers import set_seed
 
-from arlopti_openrlhf.ops.checkpoints.resuming import ResumableTrainer
-from arlopti_openrlhf.ops.health.health import WatchedTrainer
+from arlopti_openrlhf.ops.checkpoints import process_state
+from arlopti_openrlhf.ops.checkpoints.files import newest_published
+from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import awake, credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker
 from arlopti_openrlhf.ops.rollouts.lora_reference import ReferenceInPolicy
@@ -36,15 +36,17 @@ def install() -> None:
     ppo_trainer_async.TrainingActor = TrainingActor
 
 
-class Controller(WatchedTrainer, ResumableTrainer):
+class Controller(ppo_trainer.BasePPOTrainer):
     """Changes what upstream's two trainers share.
 
     1. `ExperienceMaker` makes the experience.
-    2. The best checkpoint has the highest accuracy.
-    3. The trackers stay open for an evaluation after the last step.
-    4. The trackers, and not the console, get the statistics by probability. A list in the status is a histogram.
-    5. A checkpoint is saved every `--ckpt.save_minutes` too, and before the run obeys a request to stop.
-    6. It says how far the run is (`ops.lifecycle.progress`).
+    2. A resumed run takes up the KL coefficient, the random numbers and the trackers' curves too.
+    3. The trackers get the alarms (`ops.health.alarms`), and the log a line when one begins and when it ends.
+    4. No checkpoint is saved after a bad step, and `--train.max_bad_steps` in a row stop the run.
+    5. The trackers, and not the console, get the statistics by probability. A list in the status is a histogram.
+    6. A checkpoint is saved every `--ckpt.save_minutes` too, and before the run obeys a request to stop.
+    7. The best checkpoint has the highest accuracy.
+    8. It reports how far the run is (`ops.lifecycle.progress`).
     """
 
     last_step = 0
@@ -54,9 +56,13 @@ class Controller(WatchedTrainer, ResumableTrainer):
     evaluated_step: int | None = None
     best_eval_metric_key: str | None  # upstream's
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
+        set_seed(strategy.args.train.seed)  # upstream seeds the models' processes alone
         credentials.receive()  # the trackers are built next
-        super().__init__(*args, **kwargs)
+        with trackers.resumable(strategy.args):
+            super().__init__(pretrain, strategy, *args, **kwargs)
+        self.alarms = alarms.Alarms(self.args.alarm)
+        self.bad_steps: list[str] = []  # what was bad about each of the last steps in a row
         # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
         self.experience_maker = ExperienceMaker(
             self.actor_model_group,
@@ -74,80 +80,124 @@ class Controller(WatchedTrainer, ResumableTrainer):
             return ReferenceInPolicy(self.actor_model_group)
         return self.reference_model_group
 
+    def resume(self, checkpoint_states: dict) -> None:
+        """Take up the state of a checkpoint, or of a new run, which holds only counters. Call it before any step."""
+        step = checkpoint_states["global_step"]
+        if "controller_random" in checkpoint_states:
+            self.kl_ctl.value = checkpoint_states["kl_coefficient"]
+            numbers = checkpoint_states["controller_random"].numpy().tobytes()
+            process_state.set_random_state(pickle.loads(numbers))
+        if self.tensorboard_logger and self.args.ckpt.load_enable:
+            self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
+        self.last_step, self.last_client_states = step, dict(checkpoint_states)
+        self.saved_step, self.saved_at = step, time.monotonic()
+
+    def _state(self) -> dict:
+        """Return what `resume` takes up, besides upstream's states."""
+        numbers = bytearray(pickle.dumps(process_state.random_state()))
+        # Upstream prints the state, and a long tensor is printed short.
+        return {
+            "kl_coefficient": self.kl_ctl.value,
+            "controller_random": torch.frombuffer(numbers, dtype=torch.uint8),
+        }
+
+    def _compute_rollout_stats(self, experiences) -> dict:
+        group_size = self.args.rollout.n_samples_per_prompt
+        return super()._compute_rollout_stats(experiences) | alarms.rollout_figures(experiences, group_size)
+
     def ppo_train(self, global_steps: int) -> dict:
         """Return upstream's status, without the statistics by probability, which are kept for the trackers."""
         status = super().ppo_train(global_steps)
         self.token_statistics = {name: status.pop(name) for name in list(status) if name.startswith("tokens/")}
         return status
 
-    def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
-        """Log and save as upstream does, and log the statistics by probability too.
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict: dict, client_states: dict) -> None:
+        """Log and save after a step as upstream does, with the alarms and the statistics by probability.
 
         Raises:
+            Diverged: too many bad steps in a row.
             Interrupted: a request to stop has come.
         """
-        self.last_step, self.last_client_states = global_step, dict(client_states or {})
-        if logs_dict and client_states:
-            progress.say_step(global_step, client_states["total_consumed_prompts"], logs_dict)
+        self.last_step, self.last_client_states = global_step, dict(client_states)
+        figures = progress.figures(logs_dict)
+        progress.say("step", progress.Step(global_step, client_states["total_consumed_prompts"], figures))
+        alarm_metrics, lines = self.alarms.check(logs_dict)
+        for line in lines:
+            logger.warning(f"step {global_step}: {line}")
+        if bad := alarms.what_is_bad(logs_dict, counts_refusals=self.args.ds.param_dtype != "fp16"):
+            self.bad_steps.append(f"step {global_step}: {bad}")
+            logger.warning(f"{self.bad_steps[-1]}. No checkpoint is saved after this step.")
+        else:
+            self.bad_steps = []
+
         histograms = {name: value for name, value in self.token_statistics.items() if isinstance(value, list)}
         scalars = {name: value for name, value in self.token_statistics.items() if name not in histograms}
-        super().save_logs_and_checkpoints(global_step, (logs_dict or {}) | scalars, client_states)
+        save_steps = float("inf") if bad else self.args.ckpt.save_steps
+        with replaced_attribute(self.args.ckpt, "save_steps", save_steps):
+            logs = logs_dict | scalars | alarm_metrics
+            super().save_logs_and_checkpoints(global_step, logs, client_states | self._state())
         if global_step % self.args.logger.logging_steps == 0:
             for name, counts in histograms.items():
                 for tracker in self._trackers():
                     tracker.log_histogram(f"train/{name}", counts, global_step)
-        if global_step % self.args.ckpt.save_steps == 0 and not self.bad_steps.is_bad:
+
+        if len(self.bad_steps) >= self.args.train.max_bad_steps:
+            raise stopping.Diverged(self._diagnosis())
+        if global_step % save_steps == 0:
             self.saved_step, self.saved_at = global_step, time.monotonic()
         minutes = self.args.ckpt.save_minutes
         if minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes:
             self.save_last_step()
-        self.obey()
-
-    def obey(self) -> None:
-        """Raise `Interrupted` if a request to stop has come."""
-        if signum := stopping.stop_requested():
-            raise stopping.Interrupted(signum)
+        stopping.obey()
 
     def save_last_step(self) -> None:
         """Save the last step as upstream does every `--ckpt.save_steps`, unless that is done or the step is bad."""
-        if self.last_step == self.saved_step or self.bad_steps.is_bad:
+        if self.last_step == self.saved_step or self.bad_steps:
             return
+        states = (self.last_client_states or {}) | self._state()
         with replaced_attribute(self.args.ckpt, "save_steps", 1):
             with replaced_attribute(self.args.logger, "logging_steps", float("inf")):
-                super().save_logs_and_checkpoints(self.last_step, None, self.last_client_states)
+                super().save_logs_and_checkpoints(self.last_step, None, states)
         self.saved_step, self.saved_at = self.last_step, time.monotonic()
         logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
 
+    def _diagnosis(self) -> str:
+        """Return the bad steps, the first parameter that is not finite, and the checkpoint to go back to."""
+        parameters = ray.get(self.actor_model_group.async_run_method(method_name="first_non_finite"))
+        parameter = next(filter(None, parameters), None)
+        weights = f"the weights are not finite, first in {parameter}" if parameter else "the weights are finite"
+        parts = ("_actor", "_critic") if self.critic_model_group else ("_actor",)
+        folders = [Path(self.args.ckpt.path, part) for part in parts]
+        newest = newest_published(folders)
+        return (
+            f"{len(self.bad_steps)} bad steps in a row (--train.max_bad_steps): {'; '.join(self.bad_steps)}. "
+            f"Now {weights}. Last good checkpoint: {folders[0] / newest if newest else 'none'}"
+        )
+
     def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
-        """Save as upstream does after each evaluation. Before the first step there is nothing to save.
+        """Save as upstream does after each evaluation. There is nothing to save before the first step or a bad one.
 
         Raises:
             ValueError: the evaluation before the first step lacks the user's metric. Upstream would save no best
                 checkpoint, and not say so.
         """
         self.evaluated_step = global_step
-        progress.say_evaluation(global_step, eval_metrics)
-        if global_step:
-            super().save_best_checkpoint(eval_metrics, global_step, client_states)
-            return
+        for name in ("first", "last"):
+            progress.say(name, progress.Evaluation(global_step, dict(eval_metrics)))
         key = self.args.ckpt.best_metric_key
-        if key not in ("", "none", *eval_metrics):
+        if not global_step and key not in ("", "none", *eval_metrics):
             raise ValueError(
                 f"argument --ckpt.best_metric_key: {key} is none of the evaluation's metrics: "
                 f"{', '.join(sorted(eval_metrics))}"
             )
+        if global_step and not self.bad_steps:
+            super().save_best_checkpoint(eval_metrics, global_step, (client_states or {}) | self._state())
 
     def _detect_eval_metric_key(self, eval_metrics) -> str | None:
         """Return upstream's choice, with `accuracy` as the default."""
         if not self.best_eval_metric_key and "accuracy" in eval_metrics:
             self.best_eval_metric_key = "accuracy"
         return super()._detect_eval_metric_key(eval_metrics)
-
-    def resume(self, checkpoint_states: dict) -> None:
-        """Take the last step from a checkpoint, or from the states of a new run."""
-        super().resume(checkpoint_states)
-        self.last_step, self.last_client_states = checkpoint_states["global_step"], dict(checkpoint_states)
-        self.saved_step, self.saved_at = self.last_step, time.monotonic()
 
     @contextmanager
     def answering_signals(self) -> Iterator[None]:
@@ -159,10 +209,6 @@ class Controller(WatchedTrainer, ResumableTrainer):
             self.save_last_step()
             raise
 
-    def close_trackers(self) -> None:
-        for tracker in self._trackers():
-            tracker.close()
-
     @contextmanager
     def _saving_the_model(self) -> Iterator[None]:
         """Save the trained model if what runs inside fails. Upstream saves it only at the very end."""
@@ -172,15 +218,12 @@ class Controller(WatchedTrainer, ResumableTrainer):
             ray.get(self.actor_model_group.async_run_method(method_name="save_model"))
             raise
 
-    def _trackers(self) -> list:
+    def _trackers(self) -> list[trackers.Lenient]:
         return [tracker for tracker in (self.wandb_logger, self.tensorboard_logger) if tracker]
 
-    def _with_open_trackers(self, fit, *args) -> None:
-        """Run upstream's `fit`, and keep the trackers open that it closes at its end."""
-        with ExitStack() as stack:
-            for tracker in self._trackers():
-                stack.enter_context(replaced_attribute(tracker, "close", lambda: None))
-            fit(*args)
+    def close_trackers(self) -> None:
+        for tracker in self._trackers():
+            tracker.close_for_good()
 
 
 # The classes behind upstream's Ray actors.
@@ -190,52 +233,52 @@ _TrainingActor: Any = plain_class(ppo_trainer_async.TrainingActor)
 _PPOTrainerAsync: Any = plain_class(ppo_trainer_async.PPOTrainerAsync)
 
 
+def _evaluates(trainer: Any) -> bool:
+    return trainer.eval_dataloader is not None and trainer.args.eval.steps != float("inf")
+
+
 @ray.remote
 class PPOTrainer(Controller, _PPOTrainer):
-    """`PPOTrainer` with the changes of its bases. It also evaluates before the first step and after the last."""
+    """`PPOTrainer` with the changes of `Controller`. It also evaluates before the first step and after the last."""
 
     def fit(self, global_step: int = 0) -> None:
-        evaluates = self.eval_dataloader is not None and self.args.eval.steps != float("inf")
         try:
             self.resume(self.init_checkpoint_states())
             drawn = (self.last_client_states or {}).get("total_consumed_prompts", 0)
-            progress.say_prompts(len(self.prompts_dataloader) * self.args.train.num_episodes, drawn)
+            total = len(self.prompts_dataloader) * self.args.train.num_episodes
+            progress.say("prompts", progress.Prompts(total, drawn))
+            samples = self.generate_kwargs | {"n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
             with self.answering_signals():
-                if evaluates and not self.last_step:
-                    self.save_best_checkpoint(self.evaluate(0, **self._eval_kwargs()), 0)
-                self._with_open_trackers(super().fit, global_step)
-                if evaluates and self.evaluated_step != self.last_step:
+                if _evaluates(self) and not self.last_step:
+                    self.save_best_checkpoint(self.evaluate(0, **samples), 0)
+                super().fit(global_step)
+                if _evaluates(self) and self.evaluated_step != self.last_step:
                     with self._saving_the_model():
-                        logs = self.evaluate(self.last_step, **self._eval_kwargs())
+                        logs = self.evaluate(self.last_step, **samples)
                         self.save_best_checkpoint(logs, self.last_step, self.last_client_states)
         finally:
             self.close_trackers()
-
-    def _eval_kwargs(self) -> dict:
-        return self.generate_kwargs | {"n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
 
 
 @ray.remote
 class GenerateSamplesActor(_GenerateSamplesActor):
     """`GenerateSamplesActor` that also evaluates before the first step, and on request."""
 
-    is_resumed = False
-
-    def load_state_dict(self, state_dict) -> None:
-        self.is_resumed = True
-        super().load_state_dict(state_dict)
+    is_new = False  # the run, which has drawn no prompt yet
 
     def fit(self, episode: int, total_consumed_prompts: int) -> None:
         """Generate as upstream does, from an episode on, and after so many prompts of all episodes."""
-        progress.say_prompts(len(self.prompts_dataloader) * self.args.train.num_episodes, total_consumed_prompts)
+        self.is_new = total_consumed_prompts == 0
+        total = len(self.prompts_dataloader) * self.args.train.num_episodes
+        progress.say("prompts", progress.Prompts(total, total_consumed_prompts))
         super().fit(episode, total_consumed_prompts)
 
-    def evaluates(self) -> bool:
-        return self.eval_dataloader is not None and self.args.eval.steps != float("inf")
-
     def _should_eval(self, global_step: int) -> bool:
-        is_first = global_step == 0 and self._last_eval_step < 0 and not self.is_resumed
-        return (is_first and self.evaluates()) or super()._should_eval(global_step)
+        is_first = global_step == 0 and self._last_eval_step < 0 and self.is_new
+        return (is_first and _evaluates(self)) or super()._should_eval(global_step)
+
+    def evaluates(self) -> bool:
+        return _evaluates(self)
 
     def evaluate(self) -> dict[str, float]:
         return self._run_eval()
@@ -249,20 +292,16 @@ class TrainingActor(Controller, _TrainingActor):
         try:
             self.resume(self.init_checkpoint_states())
             with self.answering_signals():
-                self._with_open_trackers(super().fit, global_step)
-                self.obey()  # the generator may have done so first
+                super().fit(global_step)
+                stopping.obey()  # the generator may have done so first
         except Exception:
             self.close_trackers()
             raise
 
-    def step_to_evaluate(self) -> int | None:
-        """Return the last step, or None if it has been evaluated."""
-        return None if self.evaluated_step == self.last_step else self.last_step
-
     def finish(self, generator=None) -> None:
-        """Evaluate the last step if there is a `GenerateSamplesActor` to do it, and close the trackers."""
+        """Evaluate the last step if that is not done and there is a generator to do it, and close the trackers."""
         try:
-            if generator is not None:
+            if generator is not None and self.evaluated_step != self.last_step:
                 with self._saving_the_model():
                     eval_metrics = ray.get(generator.evaluate.remote())
                     logger.info(f"Eval at step {self.last_step}: {eval_metrics}")
@@ -275,7 +314,7 @@ class TrainingActor(Controller, _TrainingActor):
 
 @ray.remote
 class PPOTrainerAsync(_PPOTrainerAsync):
-    """`PPOTrainerAsync` that also evaluates after the last step. Where it fails, the trackers are closed."""
+    """`PPOTrainerAsync` that also evaluates after the last step. If it fails, the trackers are closed."""
 
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
         super().__init__(pretrain, strategy, *args, **kwargs)
@@ -288,8 +327,7 @@ class PPOTrainerAsync(_PPOTrainerAsync):
             self._end_training()
             raise
         evaluates = ray.get(self.generator_actor.evaluates.remote())
-        step = ray.get(self.trainer_actor.step_to_evaluate.remote())
-        ray.get(self.trainer_actor.finish.remote(self.generator_actor if evaluates and step is not None else None))
+        ray.get(self.trainer_actor.finish.remote(self.generator_actor if evaluates else None))
 
     def _end_training(self) -> None:
         """Let the training actor end its `fit`, in which it may wait for samples that will not come, and tidy up."""

@@ -1,58 +1,101 @@
-"""The controller hands the statistics by probability to the trackers, and obeys requests to stop."""
+"""The controller logs, saves, stops and resumes a run."""
 
+import math
+import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import wandb
 from openrlhf.trainer import ppo_trainer
-from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from arlopti_openrlhf.cli import train_ppo_ray
+from arlopti_openrlhf.cli.command_line import hierarchize
 from arlopti_openrlhf.ops import controller
+from arlopti_openrlhf.ops.checkpoints import files
 from arlopti_openrlhf.ops.health import trackers
-from arlopti_openrlhf.ops.health.alarms import Alarms
-from arlopti_openrlhf.ops.health.divergence import BadSteps
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
+Diverged, Interrupted = controller.stopping.Diverged, controller.stopping.Interrupted
+GOOD = {"policy_loss": 0.5, "skipped_optimizer_steps": 0, "rollout/reward_mean": 1.0}
+BAD = GOOD | {"policy_loss": math.nan, "skipped_optimizer_steps": 1}
 
-class Trainer(controller.Controller, ppo_trainer.BasePPOTrainer):
-    """Upstream's trainer without models; `ppo_train` is what rank 0 would answer."""
 
-    def __init__(self, tmp_path, logged: list) -> None:
-        logger = SimpleNamespace(tensorboard_dir=str(tmp_path), wandb=SimpleNamespace(run_name="run"), logging_steps=1)
-        never = {"save_steps": float("inf"), "save_minutes": None, "load_enable": False}
-        ckpt = SimpleNamespace(path=str(tmp_path / "ckpt"), **never)
-        self.args = SimpleNamespace(logger=logger, ckpt=ckpt)
+class Upstream(ppo_trainer.BasePPOTrainer):
+    """Takes its arguments as upstream's two trainers do."""
+
+    fit = None
+
+    def __init__(self, pretrain, strategy, *groups) -> None:
+        super().__init__(strategy, *groups)
+
+
+class Trainer(controller.Controller, Upstream):
+    """A run without models. `saved` lists the checkpoints' names and states."""
+
+    request: int | None = None  # to stop
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        flags = ("--actor.model_name_or_path", "m", "--ckpt.path", f"{folder}/ckpt", "--algo.kl.target", "1", *flags)
+        args = hierarchize(train_ppo_ray.parse([*flags, "--logger.tensorboard_dir", str(folder)]))
+        args.logger.wandb.run_name = "run"
+        args.ckpt.save_steps = float("inf") if args.ckpt.save_steps == -1 else args.ckpt.save_steps
+        super().__init__("m", SimpleNamespace(args=args), self, None, None, None, None, None)
+        self.saved: list[tuple[str, dict]] = []
+        self.parameter: str | None = None  # the first that is not finite, on rank 1
         self.token_statistics: dict = {}
-        self.kl_ctl = FixedKLController(0.1)
-        self.tensorboard_logger = trackers.ResumableTensorboard(self.args)
-        self.alarms, self.bad_steps = Alarms(20, 10, 0.1), BadSteps(3, counts_refusals=True)
-        self.wandb_logger = object.__new__(trackers.ResumableWandb)
-        self.wandb_logger.handle = SimpleNamespace(log=logged.append, Histogram=wandb.Histogram)
+
+    def async_run_method(self, method_name, tag=None, client_states=None, **metric):
+        if method_name == "first_non_finite":
+            return [None, self.parameter]
+        self.saved.append((tag, client_states))
+        return []
+
+    def step(self, number: int, status: dict = GOOD) -> None:
+        self.save_logs_and_checkpoints(number, status, {"global_step": number, "total_consumed_prompts": 8 * number})
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.saved]
 
 
-def test_statistics_go_to_the_trackers_alone(tmp_path, monkeypatch):
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Return train(flags), which returns a run at its step 4. What its models answer is there at once."""
+    monkeypatch.setattr(controller.ray, "get", lambda refs: refs)
+    monkeypatch.setattr(controller.progress, "say", lambda name, value: None)
+    monkeypatch.setattr(controller.stopping, "set_training", lambda: None)
+
+    def start(*flags: str) -> Trainer:
+        trainer = Trainer(tmp_path, *flags)
+        monkeypatch.setattr(controller.stopping, "stop_requested", lambda: trainer.request)
+        trainer.resume({"global_step": 4})
+        return trainer
+
+    return start
+
+
+def events(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder / "run"), size_guidance={"scalars": 0, "histograms": 0})
+    return found.Reload()
+
+
+def test_statistics_go_to_the_trackers_alone(train, tmp_path, monkeypatch):
     counts, norms = [0.0] * 48 + [3.0, 5.0], [2.0] + [0.0] * 49
-    answer = {
-        "policy_loss": 0.5,
-        "tokens/p0.00-0.25/share": 0.1,
-        **dict(zip(HISTOGRAMS, (counts, norms), strict=True)),
-    }
+    answer = GOOD | {"tokens/p0.00-0.25/share": 0.1, **dict(zip(HISTOGRAMS, (counts, norms), strict=True))}
     monkeypatch.setattr(ppo_trainer.BasePPOTrainer, "ppo_train", lambda self, step: dict(answer))
-    logged: list[dict] = []
-    trainer = Trainer(tmp_path, logged)
-    monkeypatch.setattr(controller.stopping, "stop_requested", lambda: None)
-    trainer.resume({"global_step": 0})
+    trainer, logged = train(), list[dict]()
+    trainer.wandb_logger = object.__new__(trackers.ResumableWandb)
+    trainer.wandb_logger.handle = SimpleNamespace(log=logged.append, Histogram=wandb.Histogram)
     for step in (1, 2):
         status = trainer.ppo_train(step)
-        assert status == {"policy_loss": 0.5}
-        trainer.save_logs_and_checkpoints(step, status)
-    trainer.tensorboard_logger.close()
+        assert status == GOOD
+        trainer.step(step, status)
 
-    events = EventAccumulator(str(tmp_path / "run"), size_guidance={"histograms": 0})
-    events.Reload()
-    assert [e.value for e in events.Scalars("train/tokens/p0.00-0.25/share")] == pytest.approx([0.1, 0.1])
-    histogram = events.Histograms("train/tokens/probability")[1]
+    found = events(tmp_path)
+    assert [e.value for e in found.Scalars("train/tokens/p0.00-0.25/share")] == pytest.approx([0.1, 0.1])
+    histogram = found.Histograms("train/tokens/probability")[1]
     assert histogram.step == 2 and histogram.histogram_value.num == 8
     filled = dict(zip(histogram.histogram_value.bucket_limit, histogram.histogram_value.bucket, strict=True))
     assert filled[1.0] == 5 and filled[0.98] == 3
@@ -63,52 +106,126 @@ def test_statistics_go_to_the_trackers_alone(tmp_path, monkeypatch):
     assert list(by_norm["train/tokens/logit_grad_norm_by_probability"].histogram) == norms
 
 
-@pytest.fixture
-def saving(tmp_path, monkeypatch):
-    """Return a trainer whose logs, and whose checkpoints, are lists of steps. `ask` is the request to stop."""
-    monkeypatch.setattr(controller.stopping, "set_training", lambda: None)
-    monkeypatch.setattr(controller.stopping, "stop_requested", lambda: trainer.ask)
-    monkeypatch.setattr(controller.ray, "get", lambda refs: refs)
-    trainer = Trainer(tmp_path, [])
-    trainer.ask, trainer.saved, trainer.logged = None, [], []
-
-    def save(method_name, tag, client_states, **metric):
-        trainer.saved.append((tag, client_states["global_step"]))
-        return []
-
-    trainer.actor_model_group = SimpleNamespace(async_run_method=save)
-    trainer.critic_model_group = trainer.wandb_logger = None
-    trainer.best_eval_metric_key = trainer.best_eval_metric_value = trainer._latest_eval_metric_value = None
-    trainer.tensorboard_logger = SimpleNamespace(log_train=lambda step, logs: trainer.logged.append(step))
-    trainer.resume({"global_step": 4})
-    return trainer
+def test_a_request_to_stop_is_obeyed_with_a_checkpoint_of_the_last_step(train, tmp_path):
+    trainer = train()
+    with pytest.raises(Interrupted), trainer.answering_signals():
+        trainer.step(5)
+        trainer.request = 15
+        trainer.step(6)
+    [(name, states)] = trainer.saved
+    assert name == "global_step6" and states["global_step"] == 6
+    assert [e.step for e in events(tmp_path).Scalars("train/policy_loss")] == [5, 6]
 
 
-def test_a_request_to_stop_is_obeyed_with_a_checkpoint_of_the_last_step(saving):
-    with pytest.raises(controller.stopping.Interrupted), saving.answering_signals():
-        saving.save_logs_and_checkpoints(5, {}, {"global_step": 5})
-        saving.ask = 15
-        saving.save_logs_and_checkpoints(6, {}, {"global_step": 6})
-    assert saving.saved == [("global_step6", 6)] and saving.logged == [5, 6]
-
-
-def test_what_is_saved_is_not_saved_again(saving):
+def test_what_is_saved_is_not_saved_again(train):
     """Nothing has been trained since the resume, or since the checkpoint that --ckpt.save_steps asks for."""
-    with pytest.raises(controller.stopping.Interrupted), saving.answering_signals():
-        raise controller.stopping.Interrupted(15)
-    assert not saving.saved
-    saving.args.ckpt.save_steps, saving.ask = 3, 15
-    with pytest.raises(controller.stopping.Interrupted), saving.answering_signals():
-        saving.save_logs_and_checkpoints(6, {}, {"global_step": 6})
-    assert saving.saved == [("global_step6", 6)]
+    trainer = train("--ckpt.save_steps", "3")
+    with pytest.raises(Interrupted), trainer.answering_signals():
+        raise Interrupted(15)
+    assert not trainer.saved
+    trainer.request = 15
+    with pytest.raises(Interrupted), trainer.answering_signals():
+        trainer.step(6)
+    assert trainer.names() == ["global_step6"]
 
 
-def test_a_checkpoint_every_some_minutes(saving, monkeypatch):
+def test_a_checkpoint_every_some_minutes(train, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(controller.time, "monotonic", lambda: now)
-    saving.args.ckpt.save_minutes, saving.args.ckpt.save_steps, saving.saved_at = 1.0, 9, now
+    trainer = train("--ckpt.save_steps", "9", "--ckpt.save_minutes", "1")
     for step in range(5, 12):  # a step takes 25 s
         now += 25
-        saving.save_logs_and_checkpoints(step, {}, {"global_step": step})
+        trainer.step(step)
     # The third step ends 75 s after the beginning. Step 9 is saved by --ckpt.save_steps, and time counts from there.
-    assert saving.saved == [("global_step7", 7), ("global_step9", 9)]
+    assert trainer.names() == ["global_step7", "global_step9"]
+
+
+def test_kl_coefficient_and_random_numbers_come_back(train):
+    trainer = train("--ckpt.save_steps", "2")
+    trainer.kl_ctl.update(5.0, 10)
+    trainer.step(6)
+    trainer.save_best_checkpoint({"accuracy": 0.5}, 6, {"global_step": 6})
+    expected = random.random(), torch.rand(())
+    assert len(trainer.saved) == 2
+    for _, states in trainer.saved:
+        assert states["global_step"] == 6 and len(str(states)) < 1000  # upstream prints it
+        resumed = train()  # seeds the generators
+        resumed.resume(states)
+        assert resumed.kl_ctl.value == trainer.kl_ctl.value > resumed.args.algo.kl.init_coef
+        assert (random.random(), torch.rand(())) == expected
+
+
+def test_a_bad_step_is_logged_and_not_saved(train, tmp_path):
+    trainer = train("--ckpt.save_steps", "1")
+    for step, status in enumerate([GOOD, BAD, BAD, GOOD], start=5):
+        trainer.step(step, status)
+        trainer.save_best_checkpoint({"accuracy": float(step)}, step, {})
+        if status is BAD:
+            trainer.save_last_step()  # as before the run obeys a request to stop
+    assert trainer.names() == ["global_step5", "best_global_step5", "global_step8", "best_global_step8"]
+    assert [e.value for e in events(tmp_path).Scalars("train/alarm/skipped_steps")] == [0, 1, 1, 0]
+    assert trainer.args.ckpt.save_steps == 1
+
+
+def publish(folder: Path, *paths: str) -> None:
+    for path in map(Path, paths):
+        writing = folder / "ckpt" / path.parent / f"{files.WRITING}{path.name}"
+        files.begin(writing, print)
+        files.publish(writing, {})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "weights"), [("lm_head.weight", "first in lm_head.weight"), (None, "the weights are finite")]
+)
+def test_too_many_bad_steps_stop_the_run(train, tmp_path, parameter, weights):
+    trainer = train("--ckpt.save_steps", "1")
+    # This run has saved step 1. Beside it are a later step of an earlier run, a torn checkpoint and one half written.
+    publish(tmp_path, "_actor/global_step9", "_actor/global_step1")
+    for tag in ("best_global_step1", f"{files.WRITING}global_step12"):
+        (tmp_path / "ckpt" / "_actor" / tag).mkdir()
+    trainer.parameter = parameter
+    for step, status in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1):
+        trainer.step(step, status)
+    with pytest.raises(Diverged, match="3 bad steps in a row") as stop:
+        trainer.step(6, BAD)
+    assert trainer.names() == ["global_step3"]
+    message = str(stop.value)
+    assert weights in message and "step 6: policy_loss is nan, 1 optimizer steps refused" in message
+    assert "step 4: " in message and "step 2: " not in message
+    assert message.endswith(f"Last good checkpoint: {tmp_path}/ckpt/_actor/global_step1")
+
+
+def test_a_checkpoint_to_go_back_to_has_both_parts(train, tmp_path):
+    trainer = train()
+    assert trainer._diagnosis().endswith("Last good checkpoint: none")
+    publish(tmp_path, "_actor/global_step1", "_critic/global_step1", "_actor/global_step2")
+    assert trainer._diagnosis().endswith("_actor/global_step2")
+    trainer.critic_model_group = trainer
+    assert trainer._diagnosis().endswith("_actor/global_step1")
+
+
+def test_accuracy_chooses_the_best_checkpoint(train):
+    trainer = train()
+    for step, accuracy in ((0, 0.9), (10, 0.3), (20, 0.2), (30, 0.4)):
+        trainer.save_best_checkpoint({"accuracy": accuracy, "eval_kk_pass1": -accuracy}, step)
+        assert trainer.evaluated_step == step
+    assert trainer.names() == ["best_global_step10", "best_global_step30"]
+
+
+def test_a_metric_key_that_does_not_exist_is_refused_before_the_first_step(train):
+    metrics = {"accuracy": 1.0, "aime/accuracy": 1.0}
+    for key in ("none", "aime/accuracy"):
+        train("--ckpt.best_metric_key", key).save_best_checkpoint(metrics, 0)
+    with pytest.raises(ValueError, match="--ckpt.best_metric_key: aime/acc is none of .*: accuracy, aime/accuracy"):
+        train("--ckpt.best_metric_key", "aime/acc").save_best_checkpoint(metrics, 0)
+    trainer = train()
+    trainer.save_best_checkpoint({"accuracy": 1.0}, 0)
+    trainer.save_best_checkpoint({"eval_kk_pass1": 1.0}, 10)  # later, nothing stops a run
+
+
+def test_a_failing_last_evaluation_does_not_lose_the_model(train):
+    trainer, called = train(), []
+    trainer.async_run_method = lambda method_name: called.append(method_name) or []
+    with pytest.raises(OSError, match="reward server"), trainer._saving_the_model():
+        raise OSError("no reward server")
+    assert called == ["save_model"]

@@ -4,29 +4,22 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 _STEPS = 100  # of the median
 _FEWEST_STEPS = 10  # that a median is taken of
+# A step is bad if one of these is not finite, whatever stands before it, as in `lopti/low/policy_loss`.
+_LOSSES = ("policy_loss", "critic_loss", "kl", "entropy_loss", "ppo_kl")
 
 
 class Alarms:
-    """Compares each step's figures with the limits. It knows the steps since the process began.
+    """Compares each step's figures with the limits, `--alarm.*`. It knows the steps since the process began."""
 
-    Args:
-        flat_reward_steps: `--alarm.flat_reward_steps`.
-        grad_norm_factor: `--alarm.grad_norm_factor`.
-        rollout_gap: `--alarm.rollout_gap`, in nats.
-    """
-
-    def __init__(self, flat_reward_steps: int, grad_norm_factor: float, rollout_gap: float) -> None:
-        self.flat_reward_steps, self.grad_norm_factor, self.rollout_gap = (
-            flat_reward_steps,
-            grad_norm_factor,
-            rollout_gap,
-        )
+    def __init__(self, limits: SimpleNamespace) -> None:
+        self.limits = limits
         self._active: set[str] = set()
         self._lowest_reward = math.inf
         self._flat_steps = 0
@@ -34,7 +27,7 @@ class Alarms:
         self._norms: dict[str, deque[float]] = {}  # by the metric's name: Lopti's stages each have their own
 
     def check(self, status: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-        """Look at the figures of a step.
+        """Check the figures of a step.
 
         Args:
             status: the step's metrics. An alarm without its figure is silent.
@@ -42,31 +35,27 @@ class Alarms:
         Returns:
             `alarm/<name>`, 0 or 1, of all alarms; and a line for each that begins or ends with this step.
         """
+        self._gap = status.get("rollout/gap", self._gap)
+        skipped = status.get("skipped_optimizer_steps", 0)
+        # Each condition says what is good, so a figure that is NaN is an alarm.
         causes = {
-            "skipped_steps": self._skipped(status),
-            "zero_advantages": self._zero_advantages(status),
+            "skipped_steps": skipped
+            and f"{skipped} optimizer steps were refused, for a loss or gradient that is not finite",
+            "zero_advantages": not status.get("rollout/zero_advantage_groups", 0.0) < 1
+            and "no sample of the rollout batch has an advantage, so nothing is learned from it",
             "flat_reward": self._flat_reward(status),
-            "rollout_gap": self._rollout_gap(status),
+            "rollout_gap": not self._gap <= self.limits.rollout_gap
+            and f"the log-probs of vLLM and of the actor differ by {self._gap:.3g} nats per token on average, and "
+            f"--alarm.rollout_gap is {self.limits.rollout_gap:g}",
             "grad_norm": self._grad_norm(status),
-            "truncated": self._truncated(status),
+            "truncated": not status.get("rollout/truncated_rate", 0.0) < 1
+            and "every response was cut off at its greatest length",
         }
-        lines = []
-        for name, cause in causes.items():
-            if cause and name not in self._active:
-                lines.append(f"alarm {name}: {cause}")
-            elif not cause and name in self._active:
-                lines.append(f"alarm {name} is over")
-        self._active = {name for name, cause in causes.items() if cause}
-        return {f"alarm/{name}": float(bool(cause)) for name, cause in causes.items()}, lines
-
-    def _skipped(self, status: Mapping[str, float]) -> str | None:
-        count = status.get("skipped_optimizer_steps", 0)
-        return f"{count} optimizer steps were refused, for a loss or gradient that is not finite" if count else None
-
-    def _zero_advantages(self, status: Mapping[str, float]) -> str | None:
-        if status.get("rollout/zero_advantage_groups", 0.0) < 1:
-            return None
-        return "no sample of the rollout batch has an advantage, so nothing is learned from it"
+        active = {name for name, cause in causes.items() if cause}
+        lines = [f"alarm {name}: {causes[name]}" for name in causes if name in active - self._active]
+        lines += [f"alarm {name} is over" for name in causes if name in self._active - active]
+        self._active = active
+        return {f"alarm/{name}": float(name in active) for name in causes}, lines
 
     def _flat_reward(self, status: Mapping[str, float]) -> str | None:
         if "rollout/reward_max" not in status:
@@ -74,42 +63,48 @@ class Alarms:
         self._lowest_reward = min(self._lowest_reward, status["rollout/reward_min"])
         is_flat = status["rollout/reward_max"] <= self._lowest_reward
         self._flat_steps = self._flat_steps + 1 if is_flat else 0
-        if self._flat_steps < self.flat_reward_steps:
+        if self._flat_steps < self.limits.flat_reward_steps:
             return None
         return f"{self._flat_steps} steps in a row without a reward above the lowest one, {self._lowest_reward:g}"
-
-    def _rollout_gap(self, status: Mapping[str, float]) -> str | None:
-        self._gap = status.get("rollout/gap", self._gap)
-        if self._gap <= self.rollout_gap:
-            return None
-        return (
-            f"the log-probs of vLLM and of the actor differ by {self._gap:.3g} nats per token on average, and "
-            f"--alarm.rollout_gap is {self.rollout_gap:g}"
-        )
 
     def _grad_norm(self, status: Mapping[str, float]) -> str | None:
         cause = None
         for name, norm in status.items():
-            # The norm of a refused step is NaN. One of 0 says that nothing had an advantage.
+            # The norm of a refused step is NaN. It is 0 if nothing had an advantage.
             if not name.endswith("actor_grad_norm") or not math.isfinite(norm) or not norm:
                 continue
             norms = self._norms.setdefault(name, deque(maxlen=_STEPS))
-            if len(norms) >= _FEWEST_STEPS and norm > self.grad_norm_factor * (median := statistics.median(norms)):
+            median = statistics.median(norms) if len(norms) >= _FEWEST_STEPS else math.inf
+            if norm > self.limits.grad_norm_factor * median:
                 cause = (
                     f"{name} is {norm:.3g}, {norm / median:.3g} times its median over the last {len(norms)} steps, "
-                    f"and --alarm.grad_norm_factor is {self.grad_norm_factor:g}"
+                    f"and --alarm.grad_norm_factor is {self.limits.grad_norm_factor:g}"
                 )
             norms.append(norm)
         return cause
 
-    def _truncated(self, status: Mapping[str, float]) -> str | None:
-        if status.get("rollout/truncated_rate", 0.0) < 1:
-            return None
-        return "every response was cut off at its greatest length"
+
+def what_is_bad(status: Mapping[str, float], counts_refusals: bool) -> str:
+    """Return why a step is bad: a loss that is not finite, or a refused optimizer step. Empty if the step is good.
+
+    Args:
+        status: the step's metrics.
+        counts_refusals: whether a refused step alone is bad. In fp16 it is not, because DeepSpeed finds its loss scale
+            by refusing steps.
+    """
+    causes = [
+        f"{name} is {value}"
+        for name, value in status.items()
+        if name.rpartition("/")[2] in _LOSSES and not math.isfinite(value)
+    ]
+    refused = status.get("skipped_optimizer_steps", 0)
+    if refused and (causes or counts_refusals):
+        causes.append(f"{refused} optimizer steps refused")
+    return ", ".join(causes)
 
 
 def rollout_figures(experiences: Sequence[Experience], group_size: int) -> dict[str, float]:
-    """Return what the alarms look at, and upstream's statistics of a rollout batch lack.
+    """Return the figures of a rollout batch that the alarms need, and upstream's statistics lack.
 
     Args:
         experiences: micro-batches of B samples, with their advantages (B, A). `index` (B,) is each sample's place in

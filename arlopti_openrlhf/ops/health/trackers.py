@@ -5,7 +5,6 @@ import json
 import os
 import re
 import secrets
-import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,8 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
 
 from openrlhf.trainer import ppo_trainer
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
@@ -23,7 +20,7 @@ from arlopti_openrlhf.ops.checkpoints.files import are_saved
 from arlopti_openrlhf.patching import replaced_attribute
 
 RUN_FILE = "run.json"  # in --ckpt.path
-_REACH = 5.0  # seconds that wandb's server gets to answer; wandb itself would try for 90
+_REACH = 30  # seconds in which wandb must have started the run on its server, instead of wandb's 90
 _UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
 
 
@@ -61,18 +58,18 @@ def identify(args: argparse.Namespace) -> str:
     run = {"run_name": given, "wandb_id": secrets.token_hex(4)}
     if not are_saved(args):  # what is kept there may be another run's
         return run["wandb_id"]
-    beside = path.with_name(f".{path.name}")
+    writing = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(run), "utf-8")
-        beside.rename(path)
+        writing.write_text(json.dumps(run), "utf-8")
+        writing.rename(path)
     except OSError as error:
         _say(f"{path}: {error.strerror}. A run that is resumed from here will have curves of its own.")
     return run["wandb_id"]
 
 
 class Lenient:
-    """A tracker that drops what it cannot log. It says so at the first time, and counts it until `close`.
+    """A tracker that drops what it cannot log. It says so at the first time, and counts it until it is closed.
 
     Args:
         name: of the tracker, for messages.
@@ -91,38 +88,39 @@ class Lenient:
             self._note(error)
 
     def log_train(self, step: int, logs: dict[str, Any]) -> None:
-        self.lost += not self._call("log_train", step, logs)
+        self._call("log_train", step, logs)
 
     def log_eval(self, step: int, logs: dict[str, Any]) -> None:
-        self.lost += not self._call("log_eval", step, logs)
+        self._call("log_eval", step, logs)
 
     def log_histogram(self, name: str, weights: Sequence[float], step: int) -> None:
-        self.lost += not self._call("log_histogram", name, weights, step)
+        self._call("log_histogram", name, weights, step)
 
     def drop_from(self, step: int) -> None:
         self._call("drop_from", step)
 
     def close(self) -> None:
+        """Do nothing. Upstream closes the trackers after the last step, and another evaluation follows."""
+
+    def close_for_good(self) -> None:
         self._call("close")
         if self._failure:
             _say(f"{self.name}: {self.lost} entries are missing, since {self._failure}")
 
-    def _call(self, method: str, *args: Any) -> bool:
-        """Return whether the tracker could do it."""
-        if not self._tracker:
-            return False
-        try:
-            if self._has_just_failed:
-                self._tracker.open_anew()
-            getattr(self._tracker, method)(*args)
-            self._has_just_failed = False
-        except Exception as error:
-            self._note(error)
-        return not self._has_just_failed
+    def _call(self, method: str, *args: Any) -> None:
+        if self._tracker:
+            try:
+                if self._has_just_failed:
+                    self._tracker.reopen()
+                getattr(self._tracker, method)(*args)
+                self._has_just_failed = False
+            except Exception as error:
+                self._note(error)
+        self.lost += self._has_just_failed and method.startswith("log_")
 
     def _note(self, error: Exception) -> None:
         if not self._failure:
-            _say(f"{self.name}: {type(error).__name__}: {error}. The run goes on, and what is lost is counted.")
+            _say(f"{self.name}: {type(error).__name__}: {error}. The run continues, and what is lost is counted.")
         self._failure, self._has_just_failed = self._failure or error, True
 
 
@@ -134,10 +132,10 @@ class ResumableTensorboard(TensorboardLogger):
     def drop_from(self, step: int) -> None:
         """Let TensorBoard drop what the folder holds from `step` on. The files keep it."""
         self.writer.close()
-        self.open_anew(purge_step=step)
+        self.reopen(purge_step=step)
 
-    def open_anew(self, purge_step: int | None = None) -> None:
-        """Go on in another file, since a writer that has failed once fails for good."""
+    def reopen(self, purge_step: int | None = None) -> None:
+        """Continue in another file, because a writer that has failed once always fails."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(log_dir=self.writer.log_dir, purge_step=purge_step)
@@ -185,44 +183,27 @@ class ResumableWandb(WandbLogger):
 
         os.environ.setdefault("WANDB_RUN_ID", run_id)
         os.environ.setdefault("WANDB_RESUME", "allow")
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", str(_REACH))
         settings = wandb.setup().settings
-        problem = _why_out_of_reach(settings.base_url) if settings.mode == "online" else None
-        if not problem:
-            try:
-                super().__init__(args)
-            except Exception as error:
-                if settings.mode != "online":
-                    raise
-                problem = f"{type(error).__name__}: {error}"
-        if problem:
+        try:
+            super().__init__(args)
+        except Exception as error:
+            if settings.mode != "online":
+                raise
             wandb.teardown()  # or the run's id would be in use
             wandb.setup(settings=wandb.Settings(mode="offline"))
             super().__init__(args)
-            folder = self.handle.run.settings.sync_dir
+            problem, folder = f"{type(error).__name__}: {error}", self.handle.run.settings.sync_dir
             _say(f"wandb: {settings.base_url}: {problem}. The run is kept here; send it later: wandb sync {folder}")
         self.handle.run.config.update(_nested(args), allow_val_change=True)
 
-    def open_anew(self) -> None:
+    def reopen(self) -> None:
         """Do nothing, because the next entry may be logged as it is."""
 
     def log_histogram(self, name: str, weights: Sequence[float], step: int) -> None:
         """Log the weights of equal bins of [0, 1] at the step that was logged last."""
         histogram = self.handle.Histogram(np_histogram=(weights, _edges(len(weights))))
         self.handle.log({name: histogram})
-
-
-def _why_out_of_reach(url: str) -> str | None:
-    """Return why a server does not answer, or None where it does, whatever it says."""
-    try:
-        urlopen(url, timeout=_REACH).close()
-    except HTTPError:
-        return None
-    except URLError as error:
-        # wandb may know certificates that Python does not.
-        return None if isinstance(error.reason, ssl.SSLError) else str(error.reason)
-    except OSError as error:
-        return str(error)
-    return None
 
 
 def _edges(bins: int) -> list[float]:

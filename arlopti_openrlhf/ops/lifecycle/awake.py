@@ -10,11 +10,7 @@ _SLICE = 1.0  # seconds. A sleeping machine can take no more than one slice of a
 
 
 class Clock:
-    """Counts the seconds in which this process could run. It counts no more than `longest` between two readings.
-
-    Args:
-        longest: seconds. A clock that is read less often loses time.
-    """
+    """Counts the seconds in which this process could run: no more than `longest` seconds between two readings."""
 
     def __init__(self, longest: float = 5.0) -> None:
         self.longest, self._seconds, self._read = longest, 0.0, time.monotonic()

@@ -14,13 +14,7 @@ _REWARD = re.compile(r"eval_(.+)_pass1")  # upstream's: the mean reward of a sou
 
 
 def text(args: SimpleNamespace, found: Progress, log: Path | None) -> str:
-    """Return the accuracies before and after, where the model and the curves are, and the next command.
-
-    Args:
-        args: upstream's, nested.
-        found: what the run has said of itself.
-        log: the file with the run's output, where there is one.
-    """
+    """Return the accuracies before and after, where the model, the log and the curves are, and the next command."""
     lines = [f"trained {found.step.number} steps" if found.step else "no step was trained"]
     kept, run = Path(args.ckpt.path, RUN_FILE), args.logger.wandb.run_name
     if args.ckpt.load_enable and kept.exists():  # a resumed run has the name that it had before
@@ -45,7 +39,7 @@ def text(args: SimpleNamespace, found: Progress, log: Path | None) -> str:
 
 
 def _table(first: Evaluation, last: Evaluation) -> list[str]:
-    """Return the table's lines: a source each, with 95% intervals."""
+    """Return the table's lines: one for each source, with 95% intervals."""
     sources = [match[1] for name in last.metrics if (match := _ACCURACY.fullmatch(name)) and match[1]]
     rows = [(source, f"{source}/accuracy") for source in sources]
     if len(rows) > 1:

@@ -14,6 +14,7 @@ from ray._private import utils as ray_utils
 from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.ops.lifecycle import credentials, reaper
 from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
+from arlopti_openrlhf.patching import replaced_attribute
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"
@@ -22,12 +23,12 @@ SESSIONS = "ray"
 def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
     """Wrap `ray.init` on the driver. A cluster that it starts is ours alone; one that it joins is left as it is.
 
-    Args:
-        run: the run's name, which its processes carry (`ops.lifecycle.reaper`).
-        folder: the run's folder, which only its user can enter.
-        secrets: what the job's workers get, by variable. Ray's files and its list of jobs do not.
+    The run's processes carry its name (`ops.lifecycle.reaper`). The job's workers get the secrets, by variable. Ray's
+    files, which are in the run's folder, and Ray's list of jobs do not.
     """
-    init, entrypoint = ray.init, ray_utils.get_entrypoint_name
+    init, entrypoint = ray.init, ray_utils.get_entrypoint_name()  # Ray lists the job with the driver's command line
+    for name, secret in secrets.items():
+        entrypoint = entrypoint.replace(secret, f"${{{name}}}")
 
     @functools.wraps(init)
     def init_of_run(*args, **kwargs):
@@ -43,13 +44,11 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
         # live on while the run saves a checkpoint. Here it only waits.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
-            # Ray lists the job with the driver's command line.
-            ray_utils.get_entrypoint_name = lambda: _masked(entrypoint(), secrets)
-            context = init(*args, **kwargs)
+            with replaced_attribute(ray_utils, "get_entrypoint_name", lambda: entrypoint):
+                context = init(*args, **kwargs)
             credentials.send(secrets)
             return context
         finally:
-            ray_utils.get_entrypoint_name = entrypoint
             # Ray takes SIGTERM, in Python and in C++: it would print a stack trace and abort.
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
@@ -58,14 +57,8 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
     ray.init = init_of_run
 
 
-def _masked(text: str, secrets: dict[str, str]) -> str:
-    for name, secret in secrets.items():
-        text = text.replace(secret, f"${{{name}}}")
-    return text
-
-
 def _close_to_others() -> None:
-    """Let the cluster that starts next listen to this machine alone, and there only to who knows a secret."""
+    """Let the cluster that starts next listen to this machine alone, and there only to those that know a secret."""
     # With Ray's clusters of several machines off, its node has the address 127.0.0.1. `_node_ip_address` cannot say
     # so: Ray replaces a local address there by one that others reach. The variable reaches all processes of the node.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"

@@ -1,11 +1,10 @@
 """Shows a person how far a run is: one line, with the output of Ray, vLLM, DeepSpeed and OpenRLHF in a file.
 
-The file descriptors of standard output and standard error lead to the file, since C++ writes to them too. What is for
-the user is taken from there: lines of this package, warnings of OpenRLHF's and this package's loggers, and Ray's that
-it cannot place or keep alive what the run needs.
+The file descriptors of standard output and standard error lead to the file, since C++ writes to them too. The lines
+for the user are read back from there: those of this package, warnings of OpenRLHF's and this package's loggers, and
+Ray's that it cannot place or keep alive what the run needs.
 """
 
-import io
 import os
 import re
 import sys
@@ -22,7 +21,6 @@ from arlopti_openrlhf.ops.lifecycle import progress, streams
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
 
 LOG = "train.log"  # in --ckpt.path
-AUTO, PROGRESS = "auto", "progress"
 _POLL = 0.5  # seconds
 _END = 1.0  # seconds that the last lines get, which may wait for Ray or for the terminal
 _FROM_WORKER = re.compile(r"^\((?:\S+ )?pid=\d+(?:, ip=\S+)?\) ")
@@ -34,7 +32,7 @@ _LOGGED = re.compile(r"^(WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \w+\.py:\d+\] ") 
 
 def is_wanted(mode: str) -> bool:
     """Return whether a run shows its progress, by `--logger.console` and by where its output leads."""
-    return mode == PROGRESS or (mode == AUTO and sys.stdout.isatty() and sys.stderr.isatty())
+    return mode == "progress" or (mode == "auto" and sys.stdout.isatty() and sys.stderr.isatty())
 
 
 class Console:
@@ -64,10 +62,9 @@ class Console:
         sys.stdout.flush()
         sys.stderr.flush()
         self._kept = os.dup(1), os.dup(2)
-        self._terminal = streams.Stream(os.dup(1), line_buffering=True)
+        self._terminal = streams.Stream(os.dup(1))
         print(f"{_OURS}starting. The output of Ray, vLLM and DeepSpeed: {self.log}", file=self._terminal)
         self._thread.start()
-        _buffer_lines(True)
         os.dup2(self._descriptor, 1)
         os.dup2(self._descriptor, 2)
         return self
@@ -93,7 +90,6 @@ class Console:
         finally:
             os.dup2(self._kept[0], 1)
             os.dup2(self._kept[1], 2)
-            _buffer_lines(sys.stdout.isatty())
 
     def _follow(self) -> None:
         is_last = False
@@ -148,7 +144,7 @@ class Console:
 
 
 def for_the_user(line: str) -> str | None:
-    """Return what a line of the output says to the user, without who has printed it; or None."""
+    """Return what a line of the output says to the user, without the name of its process, or None."""
     text = _COLOURS.sub("", line).rstrip()
     if _FROM_RAY.match(text):
         return _OURS + text
@@ -157,11 +153,6 @@ def for_the_user(line: str) -> str | None:
         return text
     logged = _LOGGED.match(text)
     return f"{_OURS}{logged[1].lower()}: {text[logged.end() :]}" if logged else None
-
-
-def _buffer_lines(whether: bool) -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=whether)
 
 
 def _figures(found: Progress) -> str:

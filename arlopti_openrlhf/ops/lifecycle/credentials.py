@@ -5,14 +5,16 @@ reports so show the name. The secrets themselves reach the workers through Ray's
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
-from urllib.parse import urlsplit, urlunsplit
 
 WANDB = "WANDB_API_KEY"
 _REWARD = "ARLOPTI_REWARD_SECRET"
 _HIDDEN = re.compile(r"\$\{(\w+)\}")
+_USER = re.compile(r"(?<=://)[^/#]+(?=@)")  # and password
+_VALUE = re.compile(r"(?<==)[^&#]+")  # in the query
 
 
 def hide(flat: argparse.Namespace) -> None:
@@ -26,31 +28,22 @@ def hide(flat: argparse.Namespace) -> None:
         os.environ[WANDB] = key
         value["logger.wandb.key"] = WANDB
     if urls:
-        value["reward.remote_url"] = ",".join(map(_hide_in_url, urls.split(","), range(100)))
+        value["reward.remote_url"] = ",".join(_hide_in_url(url, i) for i, url in enumerate(urls.split(",")))
 
 
 def _hide_in_url(url: str, number: int) -> str:
     if "://" not in url:
         return url  # a file
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # the pre-flight refuses it
-        return url
+    names = (f"{_REWARD}_{number}_{i}" for i in itertools.count())
 
-    def hidden(secret: str, name: str) -> str:
-        if _HIDDEN.fullmatch(secret):
-            return secret
-        os.environ[name] = secret
+    def hide_match(match: re.Match) -> str:
+        if _HIDDEN.fullmatch(match[0]):
+            return match[0]
+        os.environ[name := next(names)] = match[0]
         return f"${{{name}}}"
 
-    user, at, host = parts.netloc.rpartition("@")
-    if at:
-        host = hidden(user, f"{_REWARD}_{number}_USER") + at + host
-    query = []
-    for i, item in enumerate(parts.query.split("&")):
-        name, equals, secret = item.partition("=")
-        query.append(name + equals + (hidden(secret, f"{_REWARD}_{number}_{i}") if secret else ""))
-    return urlunsplit(parts._replace(netloc=host, query="&".join(query)))
+    before, question, query = url.partition("?")
+    return _USER.sub(hide_match, before) + question + _VALUE.sub(hide_match, query)
 
 
 def collect(wandb_key: str | None, urls: list[str] | None) -> dict[str, str]:

@@ -6,6 +6,7 @@
 | 1 | an error, with its traceback |
 | 2 | the command line, or what it names, is refused |
 | 3, 4 | the run has diverged; it hangs, or a heartbeat of it has stopped (`ops.lifecycle.stopping`) |
+| 5 | no checkpoint is whole (`ops.checkpoints.newest`) |
 | 129, 130, 143 | SIGHUP, SIGINT, SIGTERM |
 """
 
@@ -18,7 +19,6 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
@@ -31,6 +31,9 @@ from arlopti_openrlhf.ops.lifecycle import awake, cluster, progress, reaper, sto
 from arlopti_openrlhf.ops.lifecycle.console import Console
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
 
+# Interrupts a wait of the main thread. Nothing else sends it, and a process without a handler ignores it. Python calls
+# the handlers of signals that come together in the order of their numbers, so those of the user come first.
+_WAKE = signal.SIGURG
 _ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
 _EXIT = 3.0  # seconds that Python gets to end
 _TELL = 5.0  # seconds that the watch gets to say why an actor has died
@@ -43,27 +46,29 @@ class Driver:
 
     Args:
         console: shows the run. None where standard output gets everything.
-        closing: returns what to say once the run is complete, from what it has said of itself.
+        closing: returns what to say once the run is complete, from what it has reported.
+        stall_minutes: how long the controllers may take to save a checkpoint after a signal.
     """
 
-    def __init__(self, console: Console | None = None, closing: Callable[[Progress], str] | None = None) -> None:
-        self.console, self.closing = console, closing
-        self.stall_minutes = 10.0
+    def __init__(
+        self,
+        console: Console | None = None,
+        closing: Callable[[Progress], str] = lambda found: "",
+        stall_minutes: float = 10.0,
+    ) -> None:
+        self.console, self.closing, self.stall_minutes = console, closing, stall_minutes
         self.folder: Path | None = None
         self._asked: int | None = None  # the first signal
-        self._cause: BaseException | None = None
-        self._code: int | None = None  # the exit code, from when it is known
-        self._told = threading.Event()  # that `end` has been called
+        self._cause: BaseException | None = None  # what `end` was called with
+        self._has_cause = threading.Event()
+        self._is_ending = False  # the main thread ends the run, and needs no waking
         self._has_said_last = threading.Event()
 
-    def start(self, stall_minutes: float, secrets: dict[str, str]) -> None:
-        """Make ready for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
+    def start(self, secrets: dict[str, str]) -> None:
+        """Prepare for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
 
-        Args:
-            stall_minutes: how long the controllers may take to save a checkpoint after a signal.
-            secrets: what `ops.lifecycle.credentials` has hidden, by variable.
+        The workers get the secrets that `ops.lifecycle.credentials` has hidden, by variable.
         """
-        self.stall_minutes = stall_minutes
         os.umask(0o077)
         run = uuid.uuid4().hex
         self.folder = reaper.start(run)
@@ -77,66 +82,91 @@ class Driver:
             SystemExit: the context has raised anything.
         """
         before = {signum: signal.signal(signum, self._on_signal) for signum in interrupts.handled()}
+        before[_WAKE] = signal.signal(_WAKE, self._on_wake)
         try:
             yield
-            self._code = 0
+            self._is_ending = True
             if self.folder:
                 (self.folder / reaper.COMPLETE).touch()
             text = self._what_came_out()
             if ray.is_initialized():
                 time.sleep(_LAST_LINES)
-            _shut_down(0, partial(self._say_last, text, file=sys.stdout))
+            self._shut_down(0, text, sys.stdout)
         except SystemExit:
             raise
-        except BaseException as error:  # KeyboardInterrupt too, by which a cause arrives
-            self._fail(self._cause or error)
+        except BaseException as error:  # KeyboardInterrupt too, by which `end` wakes this thread
+            self._fail(error)
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 
     def end(self, cause: BaseException) -> None:
         """End the run with `cause`, from any thread, whatever the main thread waits for. A second end is none."""
-        # Who signals all processes means the driver, and the others' deaths follow from it.
-        self._cause = self._cause or (stopping.Interrupted(self._asked) if self._asked else cause)
-        self._told.set()
-        if self._code is not None:
-            return
-        _leave_within(2 * _SHUTDOWN, _exit_code(self._cause), partial(self._say_last, _ours(last_lines(self._cause))))
-        # Ray lets no other exception than KeyboardInterrupt out of its waits. The handler raises it.
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        self._cause = self._cause or cause
+        self._has_cause.set()
+        if not self._is_ending:
+            _after(2 * _SHUTDOWN, self._give_up)
+            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+
+    def _on_wake(self, signum: int, frame: FrameType | None) -> None:
+        if not self._is_ending:
+            self._is_ending = True
+            raise KeyboardInterrupt  # Ray lets no other exception out of its waits
+
+    def _give_up(self) -> None:
+        """End this process, whose main thread could not be woken."""
+        cause = self._cause_of(KeyboardInterrupt())
+        self._leave(_exit_code(cause), last_lines(cause))
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Return why the run ends, from what has reached the main thread."""
+        cause = root(error)
+        if isinstance(cause, RayActorError):
+            self._has_cause.wait(_TELL)  # from the watch, which knows more of the actor
+        cause = self._cause or cause
+        # Who signals all processes means the driver. The deaths of the others follow from it, while a controller that
+        # stops the run by itself, as it does when asked to, has its own cause.
+        if self._asked and (self._cause or not isinstance(cause, stopping.RunStopped)):
+            return stopping.Interrupted(self._asked)
+        return cause
 
     def _fail(self, error: BaseException) -> NoReturn:
-        cause = root(error)
-        self._code = 1
-        if isinstance(cause, RayActorError):
-            self._told.wait(_TELL)  # by the watch, which knows more of the actor
-            cause = self._cause or cause
-        if self._asked and not isinstance(cause, stopping.RunStopped):
-            cause = stopping.Interrupted(self._asked)  # Ray's own processes had got the signal too
+        self._is_ending = True
+        cause = self._cause_of(error)
         if not isinstance(cause, stopping.RunStopped):
             traceback.print_exception(error)
-        self._code = code = _exit_code(cause)
         said = [last_lines(cause)]
-        said += [f"the run's log: {self.console.log}"] if self.console else []
+        said += [_ours(f"the run's log: {self.console.log}")] if self.console else []
         if self.folder and (self.folder / cluster.SESSIONS).exists() and not isinstance(cause, stopping.Interrupted):
-            said.append(f"Ray's logs: {self.folder / cluster.SESSIONS}")
+            said.append(_ours(f"Ray's logs: {self.folder / cluster.SESSIONS}"))
         if isinstance(cause, stopping.Interrupted) and ray.is_initialized():
             time.sleep(_LAST_LINES)  # the controller closes its trackers, which say what they have lost
-        # After Ray's end, because workers print until then.
-        _shut_down(code, partial(self._say_last, "\n".join(map(_ours, said))))
-        sys.exit(code)
+        self._shut_down(_exit_code(cause), "\n".join(said))
+        sys.exit(_exit_code(cause))
 
     def _what_came_out(self) -> str:
-        """Return the closing text. Where there is none, the run is complete all the same."""
-        if not self.closing:
-            return ""
+        """Return the closing text. If that fails, the run is complete all the same."""
         try:
             return self.closing(progress.read() if ray.is_initialized() else Progress())
         except Exception as error:
             return _ours(f"the run is complete. Its results cannot be shown: {type(error).__name__}: {error}")
 
+    def _shut_down(self, code: int, text: str, file: IO[str] | None = None) -> None:
+        """End Ray, whose workers print until then, and say the last lines. Nothing else may hold up the process."""
+        in_time = _after(_SHUTDOWN, lambda: self._leave(code, text, file))
+        ray.shutdown()
+        in_time.set()
+        _after(_EXIT, lambda: os._exit(code))
+        self._say_last(text, file)
+
+    def _leave(self, code: int, text: str, file: IO[str] | None = None) -> NoReturn:
+        """Say the last lines and end this process, even in the middle of Ray's shutdown."""
+        _after(_EXIT, lambda: os._exit(code))
+        self._say_last(text, file)
+        os._exit(code)
+
     def _say_last(self, text: str, file: IO[str] | None = None) -> None:
-        """Say how the run has ended, on standard error unless it is told otherwise, once."""
+        """Say how the run has ended, on standard error unless a file is given, once."""
         if self._has_said_last.is_set():
             return
         self._has_said_last.set()
@@ -148,21 +178,17 @@ class Driver:
             _say(_ours(lost))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self._code is not None:
+        if self._is_ending:
             return  # it takes _SHUTDOWN at most
-        if self._cause:
-            raise KeyboardInterrupt
-        if self._asked and signal.SIGHUP in (signum, self._asked):
+        if not self._asked:
+            self._asked = signum
+            # Not here: the main thread may be inside a call of Ray.
+            threading.Thread(target=self._ask_to_stop, args=(signum,), daemon=True).start()
+        elif signal.SIGHUP in (signum, self._asked):
             # A terminal that closes sends it more than once, and the end of a session sends SIGTERM as well.
             self._asked = max(self._asked, signum)
-            return
-        if self._asked:
-            _leave_within(_EXIT, 128 + signum)
-            self._say_last(_ours(f"{signal.Signals(signum).name} again: the run ends at once."))
-            os._exit(128 + signum)
-        self._asked = signum
-        # Not here: the main thread may be inside a call of Ray.
-        threading.Thread(target=self._ask_to_stop, args=(signum,), daemon=True).start()
+        else:
+            self._leave(128 + signum, _ours(f"{signal.Signals(signum).name} again: the run ends at once."))
 
     def _ask_to_stop(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -189,11 +215,11 @@ def root(error: BaseException) -> BaseException:
 def last_lines(cause: BaseException) -> str:
     """Return what to say at the very end: one line, or a few of an error with a long text."""
     if isinstance(cause, stopping.RunStopped):
-        return f"run stopped: {cause}"
+        return _ours(f"run stopped: {cause}")
     lines = [line.rstrip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
     if len(lines) > 5:
         lines = [*lines[:2], "...", *lines[-2:]]
-    return "run failed: " + "\n".join(lines)
+    return _ours("run failed: " + "\n".join(lines))
 
 
 def _exit_code(cause: BaseException) -> int:
@@ -205,39 +231,8 @@ def _ours(text: str) -> str:
 
 
 def _say(text: str, file: IO[str] | None = None) -> None:
-    """Say it, on standard error unless told otherwise."""
     sys.stdout.flush()
     print(text, file=file or sys.stderr, flush=True)
-
-
-def _shut_down(code: int, last: Callable[[], None]) -> None:
-    """End Ray and say the last lines, and let nothing else that ends with the process hold it up."""
-    in_time = _leave_within(_SHUTDOWN, code, last)
-    ray.shutdown()
-    in_time.set()
-    _leave_within(_EXIT, code)
-    last()
-
-
-def _leave_within(seconds: float, code: int, last: Callable[[], None] | None = None) -> threading.Event:
-    """End this process after `seconds` if it has not ended by then, even in the middle of Ray's shutdown.
-
-    Args:
-        seconds: until then.
-        code: the exit code.
-        last: says the last lines.
-
-    Returns:
-        The event that lets the process go on.
-    """
-
-    def leave() -> None:
-        if last:
-            _leave_within(_EXIT, code)
-            last()
-        os._exit(code)
-
-    return _after(seconds, leave)
 
 
 def _after(seconds: float, act: Callable[[], None]) -> threading.Event:

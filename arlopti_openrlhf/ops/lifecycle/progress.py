@@ -1,4 +1,4 @@
-"""Lets a run's controllers say how far they are. The driver, which shows it, reads it in Ray's key-value store."""
+"""Lets a run's controllers report how far they are. The driver reads it in Ray's key-value store, and shows it."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +8,18 @@ from arlopti_openrlhf.ops.lifecycle import stopping
 
 
 class Prompts(NamedTuple):
-    """Counts the prompts of a run, over all episodes."""
+    """The number of prompts of a run, over all episodes."""
 
-    total: int  # that it will draw
-    at_start: int  # that it had drawn when this process began
+    total: int
+    at_start: int  # drawn before this process began
+
+
+class Step(NamedTuple):
+    """A step that is done."""
+
+    number: int  # the global step, from 1
+    prompts: int  # drawn by the run so far, over all episodes
+    figures: str  # what the console shows
 
 
 class Evaluation(NamedTuple):
@@ -21,22 +29,8 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]
 
 
-class Step(NamedTuple):
-    """What is shown of a step.
-
-    Attributes:
-        number: the global step, from 1.
-        prompts: that the run has drawn by its end, of all episodes.
-        figures: what the console shows.
-    """
-
-    number: int
-    prompts: int
-    figures: str
-
-
 class Progress(NamedTuple):
-    """What a run has reported of itself. What it has not reported yet is None."""
+    """What a run has reported so far. The rest is None."""
 
     prompts: Prompts | None = None
     step: Step | None = None  # the last one
@@ -44,33 +38,19 @@ class Progress(NamedTuple):
     last: Evaluation | None = None
 
 
-def say_prompts(total: int, at_start: int) -> None:
-    """Say how many prompts the run will draw in all episodes, and how many of them it has drawn before."""
-    _put("prompts", Prompts(total, at_start))
-
-
-def say_step(number: int, prompts: int, status: Mapping[str, Any]) -> None:
-    """Say that a step is done.
-
-    Args:
-        number: the global step.
-        prompts: that the run has drawn so far.
-        status: the step's metrics.
-    """
-    _put("step", Step(number, prompts, figures(status)))
-
-
-def say_evaluation(step: int, metrics: Mapping[str, float]) -> None:
-    """Say what an evaluation has found."""
-    found = Evaluation(step, dict(metrics))
-    _put("first", found, only_once=True)
-    _put("last", found)
+def say(name: str, value: Prompts | Step | Evaluation) -> None:
+    """Report one of the fields of `Progress`."""
+    try:
+        if name != "first" or not stopping.get("progress/first"):
+            stopping.put(f"progress/{name}", json.dumps(value))
+    except Exception as error:  # what is only shown stops no training
+        print(f"arlopti_openrlhf: progress is not shown: {type(error).__name__}: {error}", flush=True)
 
 
 def read() -> Progress:
-    """Return what this process's job has said. Ray has to be connected."""
-    kinds = {"prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}
-    found = {name: _get(name) for name in kinds}
+    """Return what this process's job has reported. Ray has to be connected."""
+    kinds: dict[str, Any] = {"prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}
+    found = {name: stopping.get(f"progress/{name}") for name in kinds}
     return Progress(**{name: kinds[name](*json.loads(value)) for name, value in found.items() if value})
 
 
@@ -88,15 +68,3 @@ def figures(status: Mapping[str, Any]) -> str:
         tokens = status["rollout/num_samples"] * status["rollout/response_length_mean"]
         shown.append(f"{tokens / seconds:.0f} tok/s")
     return ", ".join(shown)
-
-
-def _put(name: str, value: Any, only_once: bool = False) -> None:
-    try:
-        if not (only_once and _get(name)):
-            stopping.put(f"progress/{name}", json.dumps(value))
-    except Exception as error:  # what is only shown stops no training
-        print(f"arlopti_openrlhf: progress is not shown: {type(error).__name__}: {error}", flush=True)
-
-
-def _get(name: str) -> bytes | None:
-    return stopping.get(f"progress/{name}")

@@ -32,13 +32,9 @@ _GIVE_UP = 60.0  # seconds; a process that the kernel holds cannot be ended
 
 
 def start(run: str) -> Path:
-    """Start the watcher of this process, and mark all processes that this one will start.
+    """Start the watcher of this process, and mark all processes that this one will start with the run's unique name.
 
-    Args:
-        run: the run's name, which no other run on this machine has.
-
-    Returns:
-        A new folder for the run's temporary files that only this user can enter. The watcher removes it.
+    Return a new folder for the run's temporary files, which only this user can enter. The watcher removes it.
     """
     base = _base()
     folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
@@ -91,39 +87,29 @@ def end_processes(run: str, folder: Path) -> None:
             return
         for pid in found:
             is_late = look * _POLL > _GRACE
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
-            except ProcessLookupError:
-                pass
         time.sleep(_POLL)
 
 
 def processes(run: str, folder: Path) -> Iterator[int]:
-    """Yield this user's processes that belong to a run. Each is looked at just before it is yielded.
-
-    Args:
-        run: the run's name.
-        folder: the run's folder, with Ray's session in it.
-    """
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            process = Path(entry.path)
-            if entry.stat().st_uid == os.getuid() and (_is_marked(process, run) or _logs_to(process, folder)):
-                yield int(entry.name)
-        except OSError:  # it has ended, or belongs to another user
-            continue
+    """Yield this user's processes that belong to the run. Each is examined just before it is yielded."""
+    for process in Path("/proc").glob("[0-9]*"):
+        is_ours = False
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            is_ours = process.stat().st_uid == os.getuid() and (_is_marked(process, run) or _logs_to(process, folder))
+        if is_ours and int(process.name) != os.getpid():
+            yield int(process.name)
 
 
 def _is_marked(process: Path, run: str) -> bool:
-    """Return whether a process, a folder of /proc, has the run's name in its environment."""
+    """Return whether a process, given as its folder in /proc, has the run's name in its environment."""
     # What is left of an overwritten environment need not begin with a variable.
     return f"\0{MARKER}={run}\0".encode() in b"\0" + (process / "environ").read_bytes() + b"\0"
 
 
 def _logs_to(process: Path, folder: Path) -> bool:
-    """Return whether a process, a folder of /proc, has such a title and an open file in the run's folder.
+    """Return whether a process, given as its folder in /proc, has such a title and an open file in the run's folder.
 
     Without the title it may be the user, who reads a log.
     """
@@ -134,7 +120,7 @@ def _logs_to(process: Path, folder: Path) -> bool:
 
 
 def _remove_oldest(base: Path) -> None:
-    """Remove the folders of runs that failed, but for the last few and those of runs that go on."""
+    """Remove the folders of runs that failed, except for the last few and those of runs that have not ended."""
     folders = []
     for folder in base.glob(f"{_prefix()}*"):
         with contextlib.suppress(FileNotFoundError):  # another run's watcher has removed it
@@ -142,12 +128,9 @@ def _remove_oldest(base: Path) -> None:
             if status.st_uid == os.getuid():
                 folders.append((status.st_mtime, folder))
     for _, folder in sorted(folders)[:-_KEPT]:
-        try:
-            with open(folder / _WATCHED) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), open(folder / _WATCHED) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class RunStopped(Exception):
 
 
 class Diverged(RunStopped):
-    """The loss, a gradient, a weight or a log-prob is not finite, too often in a row to go on."""
+    """The loss, a gradient, a weight or a log-prob is not finite, in too many steps in a row."""
 
     exit_code = 3
 
@@ -52,12 +52,17 @@ def request_stop(signum: int) -> None:
 
 def stop_requested() -> int | None:
     """Return the signal that asks this job to end, or None."""
-    value = get("stop")
-    return int(value) if value else None
+    return int(get("stop") or 0) or None
+
+
+def obey() -> None:
+    """Raise `Interrupted` if a request to stop has come."""
+    if signum := stop_requested():
+        raise Interrupted(signum)
 
 
 def set_training() -> None:
-    """Say that a controller is ready to answer a request to stop. Before that a signal ends the driver at once."""
+    """Report that a controller answers requests to stop. Before that a signal ends the driver at once."""
     put("training", "1")
 
 
@@ -93,6 +98,5 @@ def wait(refs: Sequence[ray.ObjectRef]) -> list[Any]:
     while pending:
         ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL)
         results.update(zip(ready, ray.get(ready), strict=True))
-        if signum := stop_requested():
-            raise Interrupted(signum)
+        obey()
     return [results[ref] for ref in refs]

@@ -24,11 +24,11 @@ class _File(io.FileIO):
 
 
 class Stream(io.TextIOWrapper):
-    """A text stream to a file descriptor. No write to it fails."""
+    """A text stream to a file descriptor, line by line. No write to it fails."""
 
-    def __init__(self, descriptor: int, line_buffering: bool) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.file = _File(descriptor, "wb", closefd=False)
-        super().__init__(io.BufferedWriter(self.file), "utf-8", "backslashreplace", line_buffering=line_buffering)
+        super().__init__(io.BufferedWriter(self.file), "utf-8", "backslashreplace", line_buffering=True)
 
 
 def protect() -> None:
@@ -37,7 +37,7 @@ def protect() -> None:
         if before := getattr(sys, name):
             with suppress(OSError):
                 before.flush()
-            setattr(sys, name, Stream(before.fileno(), before.line_buffering or before.write_through))
+            setattr(sys, name, Stream(before.fileno()))
 
 
 def lost() -> str:

@@ -1,7 +1,7 @@
 """Watches a run's actors by their heartbeats (`ops.lifecycle.heartbeat`), and ends a run that cannot go on.
 
 A run is ended when an actor has died, has failed or has no heartbeat, or when no actor makes progress. An actor
-that waits for another is no cause: the run is alive as long as one of them makes progress, and where none is called,
+that waits for another is no cause: the run is alive as long as one of them makes progress. If no actor is in a call,
 there is nothing to be done.
 """
 
@@ -10,6 +10,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,18 +23,15 @@ from arlopti_openrlhf.ops.lifecycle import awake, heartbeat
 from arlopti_openrlhf.ops.lifecycle.stopping import NotResponding, RunStopped
 
 _POLL = 1.0  # seconds
+# Where an actor waits for others: the files of the innermost call.
+_WAITS = ("/ray/_private/", "/torch/distributed/", "/selectors.py")
 # How an actor ends that is no longer needed.
 _INTENDED = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED")
 _COLOURS = re.compile(r"\x1b\[\d*m")
 
 
 def start(end: Callable[[BaseException], Any], seconds: float) -> None:
-    """Watch the job that this process starts or has started, in a thread, until this process ends.
-
-    Args:
-        end: ends the run with its cause, from any thread.
-        seconds: how long an actor may have no heartbeat, and the run may make no progress.
-    """
+    """Watch the job of this process in a thread. It calls `end` with the cause once the run cannot continue."""
     threading.Thread(target=_watch, args=(end, seconds), daemon=True).start()
 
 
@@ -63,7 +62,7 @@ class Watch:
         self.seconds = seconds
         self._clock = awake.Clock()  # a watch that was asleep cannot tell what the actors did meanwhile
         self._seen: dict[str, tuple[Any, float]] = {}  # actor -> its last beat, and since when
-        self._imports: dict[str, Imports] = {}  # actor -> the process that imports its class
+        self._cpu: dict[str, tuple[float, float]] = {}  # actor that is imported -> when, and its CPU seconds then
         self._done: dict[str, int] = {}  # actor -> what it has got done
         self._moved = 0.0  # when an actor got something done, or none was called
 
@@ -73,13 +72,12 @@ class Watch:
         keys = [key.decode() for key in internal_kv._internal_kv_list(prefix) or []]
         entries = {key.removeprefix(prefix): json.loads(internal_kv._internal_kv_get(key) or b"{}") for key in keys}
         for actor, found in _actors("PENDING_CREATION").items():
-            if found["Pid"]:  # without an entry it imports the class: its constructor has not begun
+            if found["Pid"] and actor not in entries:  # it imports the class: its constructor has not begun
                 pid, address = found["Pid"], found["Address"]["IPAddress"]
-                if actor not in self._imports:
-                    self._imports[actor] = Imports(pid, address)
                 name = f"{found['ActorClassName']} (process {pid} on {address})"
-                beats = self._imports[actor].beats(now)
-                entries.setdefault(actor, {"name": name, "beats": beats, "done": 0, "calls": None, "failure": None})
+                is_alive = self._has_worked(actor, pid, address, now)
+                beats = now if is_alive else self._seen.get(actor, (0.0, 0.0))[0]
+                entries[actor] = {"name": name, "beats": beats, "done": 0, "calls": None, "failure": None}
         for actor, found in _actors("DEAD").items():
             entry = entries.pop(actor, {"name": found["ActorClassName"]})
             if cause := death(entry["name"], found["DeathCause"]):
@@ -94,8 +92,22 @@ class Watch:
             self._done, self._moved = done, now
         return self._silence(entries, now) or self._standstill(entries, now)
 
+    def _has_worked(self, actor: str, pid: int, address: str, now: float) -> bool:
+        """Return whether the process that imports an actor's class has used the CPU since the last look.
+
+        Imports take seconds, and a multiple of them where other processes have the cores. Of a process on another
+        node nothing is known.
+        """
+        cpu = 0.0
+        with suppress(psutil.Error):
+            if address == ray.util.get_node_ip_address():
+                times = psutil.Process(pid).cpu_times()
+                cpu = times.user + times.system
+        before, self._cpu[actor] = self._cpu.get(actor, (0.0, 0.0)), (now, cpu)
+        return cpu - before[1] > heartbeat.WORKS * (now - before[0])
+
     def _silence(self, entries: dict[str, dict], now: float) -> NotResponding | None:
-        """Name who has given no sign for too long, and who else for half as long: one may wait for the other.
+        """Name the actor without a heartbeat for too long, and those for half as long: one may wait for the other.
 
         Where the run stands still because of the first, half as long is enough for all of them.
         """
@@ -107,36 +119,17 @@ class Watch:
         return NotResponding(f"{names}: no sign of life for {silent[0][0]:.0f} s (--train.stall_minutes)")
 
     def _standstill(self, entries: dict[str, dict], now: float) -> NotResponding | None:
-        """Name who is in a call that goes nowhere, and where it is. Who waits for others is named if all do."""
+        """Name the actors whose calls do not progress, and their place. Those that wait are named only if all do."""
         if now - self._moved <= self.seconds:
             return None
         called = [entry for entry in entries.values() if entry["calls"]]
-        stuck = [entry for entry in called if not heartbeat.waits(entry["calls"])] or called
-        where = "; ".join(f"{entry['name']}, in {heartbeat.shown(entry['calls'])}" for entry in stuck)
+        stuck = [entry for entry in called if not any(place in entry["calls"][0][1] for place in _WAITS)] or called
+        where = "; ".join(f"{entry['name']}, in {_shown(entry['calls'])}" for entry in stuck)
         return NotResponding(f"{where}: no progress for {now - self._moved:.0f} s (--train.stall_minutes)")
 
 
-class Imports:
-    """Gives the beats of a process that imports an actor's class: the CPU time that it takes.
-
-    Imports take seconds, and a multiple of them where other processes have the cores.
-
-    Args:
-        pid: the process.
-        address: of its node. A process of another node has no beats.
-    """
-
-    def __init__(self, pid: int, address: str) -> None:
-        self.process = psutil.Process(pid) if address == ray.util.get_node_ip_address() else None
-        self._beats, self._at, self._cpu = 0, 0.0, 0.0
-
-    def beats(self, now: float) -> int:
-        """Return how often the process has worked between two calls. `now` is in seconds."""
-        if self.process and self.process.is_running():
-            times = self.process.cpu_times()
-            before, self._at, self._cpu = (self._at, self._cpu), now, times.user + times.system
-            self._beats += self._cpu - before[1] > heartbeat.WORKS * (now - before[0])
-        return self._beats
+def _shown(calls: list[tuple[str, str, int]]) -> str:
+    return " < ".join(f"{name} ({Path(path).name}:{line})" for name, path, line in calls)
 
 
 def _actors(in_state: str) -> dict[str, dict[str, Any]]:
@@ -145,15 +138,10 @@ def _actors(in_state: str) -> dict[str, dict[str, Any]]:
 
 
 def death(name: str, cause: Any) -> RunStopped | None:
-    """Return why an actor is dead, or None if it was no longer needed.
-
-    Args:
-        name: the actor's, for the message.
-        cause: its `ActorDeathCause`, from Ray's table of actors.
-    """
+    """Return why an actor is dead, by its `ActorDeathCause` in Ray's table, or None if it was no longer needed."""
     kind = cause.WhichOneof("context")
     if kind == "creation_task_failure_context":
-        return RunStopped(f"{name}: {last_error(cause.creation_task_failure_context.formatted_exception_string)}")
+        return RunStopped(f"{name}: {_last_error(cause.creation_task_failure_context.formatted_exception_string)}")
     died = cause.actor_died_error_context
     if kind == "actor_died_error_context" and died.Reason.Name(died.reason) in _INTENDED:
         return None
@@ -161,7 +149,7 @@ def death(name: str, cause: Any) -> RunStopped | None:
     return NotResponding(f"{name} has died: {message[:300]}")
 
 
-def last_error(text: str) -> str:
+def _last_error(text: str) -> str:
     """Return the error at the end of a traceback, on one line."""
     lines = _COLOURS.sub("", text).strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arlopti_openrlhf.ops.health.alarms import Alarms, rollout_figures
+from arlopti_openrlhf.ops.health.alarms import Alarms, rollout_figures, what_is_bad
 
 GOOD = {
     "skipped_optimizer_steps": 0,
@@ -27,8 +27,9 @@ BAD = {
 }
 
 
-def alarms() -> Alarms:
-    return Alarms(flat_reward_steps=1, grad_norm_factor=10, rollout_gap=0.1)
+def alarms(flat_reward_steps: int = 1) -> Alarms:
+    limits = SimpleNamespace(flat_reward_steps=flat_reward_steps, grad_norm_factor=10, rollout_gap=0.1)
+    return Alarms(limits)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -59,7 +60,7 @@ def test_a_gap_that_is_no_number_is_an_alarm_until_another_is_measured():
 
 
 def test_a_flat_reward_takes_steps_in_a_row():
-    watch = Alarms(flat_reward_steps=3, grad_norm_factor=10, rollout_gap=0.1)
+    watch = alarms(flat_reward_steps=3)
     flat = GOOD | {"rollout/reward_max": 0.0}
     seen = [watch.check(figures)[0]["alarm/flat_reward"] for figures in (flat, flat, GOOD, flat, flat, flat, GOOD)]
     assert seen == [0, 0, 0, 0, 0, 1, 0]
@@ -107,3 +108,22 @@ def test_figures_of_a_rollout_batch():
         "rollout/reward_max": 5.0,
         "rollout/zero_advantage_groups": pytest.approx(2 / 3),
     }
+
+
+@pytest.mark.parametrize(
+    ("figures", "cause"),
+    [
+        ({}, ""),
+        ({"policy_loss": math.nan}, "policy_loss is nan"),
+        ({"lopti/low/policy_loss": math.inf}, "lopti/low/policy_loss is inf"),
+        ({"critic_loss": -math.inf}, "critic_loss is -inf"),
+        ({"skipped_optimizer_steps": 2}, "2 optimizer steps refused"),
+        ({"kl": math.nan, "skipped_optimizer_steps": 1}, "kl is nan, 1 optimizer steps refused"),
+    ],
+)
+def test_what_is_bad_about_a_step(figures, cause):
+    good = {"policy_loss": 0.1, "kl": 0.0, "reward": math.nan, "generated_samples": ["", 0.0]}
+    assert what_is_bad(GOOD | good | figures, counts_refusals=True) == cause
+    # In fp16 a refusal alone is the search for a loss scale.
+    is_only_refused = set(figures) == {"skipped_optimizer_steps"}
+    assert what_is_bad(GOOD | good | figures, counts_refusals=False) == ("" if is_only_refused else cause)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
@@ -78,7 +77,7 @@ def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """Let wandb write to tmp_path alone."""
-    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "ARLOPTI_REWARD_SECRET_0_USER"):
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_INIT_TIMEOUT", "ARLOPTI_REWARD_SECRET_0_0"):
         monkeypatch.setenv(name, "")  # so that what the test leaves there is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -88,36 +87,24 @@ def offline(tmp_path, monkeypatch):
     wandb.teardown()  # it would keep the folder for the next test
 
 
-def test_wandb_goes_on_in_the_same_run(offline, tmp_path):
-    """Offline, wandb says which run it would go on in."""
-    args = arguments(tmp_path, "mine", True, key="0" * 40)
-    run_id = trackers.identify(args)
-    tracker = trackers.ResumableWandb(args, run_id)
-    run = tracker.handle.run
-    try:
-        assert (run.id, run.name, run.settings.resume) == (run_id, "mine", "allow")
-    finally:
-        tracker.close()
-
-
-def test_wandbs_config_is_nested_and_holds_no_secret(offline, tmp_path):
-    """Runs can be filtered by α, because it is a number, and not a part of a namespace's text."""
+def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret(offline, tmp_path):
+    """Offline, wandb says which run it would go on in. α is a number there, by which runs can be filtered."""
     key, password = "0123456789abcdef" * 2, "pass-w0rd"
-    flags = (
-        f"--logger.wandb.key {key} --reward.remote_url http://user:{password}@host/get --actor.model_name_or_path m"
-    )
-    flags += " --algo.ar.alpha 0.3 --algo.lopti.eta 0.5 --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1"
+    flags = f"--logger.wandb.key {key} --logger.wandb.run_name mine --actor.model_name_or_path m"
+    flags += f" --reward.remote_url http://user:{password}@host/get --algo.ar.alpha 0.3 --algo.lopti.eta 0.5"
+    flags += " --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1"
     flat = train_ppo_ray.parse(flags.split())
     credentials.hide(flat)
     args, _ = command_line.check(flat)
     tracker = trackers.ResumableWandb(args, "an-id")
-    config = dict(tracker.handle.run.config)
+    run = tracker.handle.run
+    config, settings = dict(run.config), (run.id, run.name, run.settings.resume)
     tracker.close()
+    assert settings == ("an-id", "mine", "allow")
     assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5
     assert config["eval"]["sampling"] == [["*", 4, 0.6], ["a", 2, 1.0]] and "namespace(" not in str(config)
-    assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY" and config["reward"]["remote_url"][0].endswith(
-        "@host/get"
-    )
+    assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY"
+    assert config["reward"]["remote_url"][0].endswith("@host/get")
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"alpha" in written and key.encode() not in written and password.encode() not in written
 
@@ -146,7 +133,8 @@ for step in range(1, 7):
     tracker.log_train(step, {"reward": float(step)})
     tracker.log_histogram("h", [1.0, 2.0], step)
 tracker.drop_from(7)
-tracker.close()
+tracker.close()  # upstream's, after the last step
+tracker.close_for_good()
 """
 
 
@@ -184,9 +172,8 @@ def test_without_wandbs_server_the_run_is_kept_here(is_there, refusing, offline,
     url = refusing if is_there else f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", url)
-    start = time.monotonic()
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
     tracker = trackers.ResumableWandb(arguments(tmp_path, "mine", False, key="0" * 40), "an-id")
-    assert time.monotonic() - start < 60  # wandb alone tries for 90 s
     folder = tracker.handle.run.settings.sync_dir
     tracker.log_train(1, {"reward": 1.0})
     tracker.close()

@@ -22,7 +22,7 @@ ray._private.utils.psutil.Process.cmdline = psutil.Process.cmdline
 from arlopti_openrlhf.ops.lifecycle import driver, stopping
 run = driver.Driver()
 with run.ending():
-    run.start(1.0, {"SECRET": "abc-secret"})
+    run.start({"SECRET": "abc-secret"})
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
 
     @ray.remote

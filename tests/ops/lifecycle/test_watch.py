@@ -15,6 +15,7 @@ from arlopti_testing.waiting import wait_until
 from ray.experimental import internal_kv
 
 from arlopti_openrlhf.ops.lifecycle import heartbeat, watch
+from arlopti_openrlhf.ops.lifecycle.heartbeat import with_heartbeat
 from arlopti_openrlhf.ops.lifecycle.stopping import NotResponding, RunStopped
 from arlopti_openrlhf.ops.lifecycle.watch import Watch
 from arlopti_openrlhf.ops.rollouts.reward_client import RewardExecutor
@@ -111,6 +112,10 @@ class Controller:
         time.sleep(seconds)
 
 
+RANK = with_heartbeat(Rank, heartbeat.Rank, "policy")
+ENGINE = with_heartbeat(Engine, heartbeat.Engine, "vLLM engine")
+
+
 class Work:
     """What a rank may be busy with for so many seconds."""
 
@@ -193,9 +198,9 @@ def start():
 def actors():
     """A controller, a rank and an engine that have started, and that have nothing to do when a test is over."""
     started = SimpleNamespace(
-        controller=heartbeat.controller(Controller, "controller").remote(),
-        rank=heartbeat.rank(Rank, "policy").remote(),
-        engine=heartbeat.engine(Engine).remote(),
+        controller=with_heartbeat(Controller, heartbeat.Controller, "controller").remote(),
+        rank=RANK.remote(),
+        engine=ENGINE.remote(),
     )
     ray.get(started.controller.fit.remote(started.rank, Work.sleep, 0))
     ray.get([started.rank.init_model_from_pretrained.remote(), started.engine.pids.remote()])
@@ -203,54 +208,42 @@ def actors():
 
 
 def test_actors_that_wait_for_their_place_have_nothing_to_do_and_end_are_no_cause(start, actors):
-    start(heartbeat.rank(Rank, "policy").options(num_cpus=99))
+    start(RANK.options(num_cpus=99))
     assert wait_for_cause(LONG)[0] is None
 
 
-@pytest.mark.parametrize("work", [Work.modules, Work.gradients, Work.writing])
-def test_a_rank_that_works_for_long_is_no_cause(work, actors):
-    call = actors.controller.fit.remote(actors.rank, work, LONG)
+WORKS = {
+    "modules": lambda actors: actors.controller.fit.remote(actors.rank, Work.modules, LONG),
+    "gradients": lambda actors: actors.controller.fit.remote(actors.rank, Work.gradients, LONG),
+    "writing": lambda actors: actors.controller.fit.remote(actors.rank, Work.writing, LONG),
+    "the first call of a method, as a compiler": lambda actors: actors.rank.compile.remote(LONG),
+    "tokens": lambda actors: actors.engine.generate_responses.remote(LONG, 5),
+    "a reward, which has a limit of its own": lambda actors: actors.engine.reward.remote(LONG),
+}
+
+
+@pytest.mark.parametrize("call", WORKS.values(), ids=WORKS)
+def test_an_actor_that_works_for_long_is_no_cause(call, actors):
+    call = call(actors)
     assert wait_for_cause(LONG)[0] is None
     ray.get(call)
 
 
-def test_the_first_call_of_a_method_may_use_the_cpu_for_long(actors):
-    """As a compiler does."""
-    call = actors.rank.compile.remote(LONG)
-    assert wait_for_cause(LONG)[0] is None
-    ray.get(call)
+HANGS = {
+    "sleep": ("policy", "sleep", lambda a: a.controller.fit.remote(a.rank, Work.sleep, 2 * LIMIT)),
+    "loop": ("policy", "use_the_cpu", lambda a: a.controller.fit.remote(a.rank, Work.loop, 2 * LIMIT)),
+    "a tracker": ("controller", "log", lambda a: a.controller.log.remote(2 * LIMIT)),
+    "no token comes": ("vLLM engine", None, lambda a: a.engine.generate_responses.remote(2 * LIMIT, 0)),
+}
 
 
-@pytest.mark.parametrize("work, innermost", [(Work.sleep, "sleep"), (Work.loop, "use_the_cpu")])
-def test_a_rank_that_hangs_is_named_with_its_place_and_not_the_controller_that_waits(work, innermost, actors):
-    pid = ray.get(actors.rank.pid.remote())
-    call = actors.controller.fit.remote(actors.rank, work, 2 * LIMIT)
+@pytest.mark.parametrize(("who", "innermost", "call"), HANGS.values(), ids=HANGS)
+def test_an_actor_that_hangs_is_named_with_its_place_and_not_the_controller_that_waits(who, innermost, call, actors):
+    call = call(actors)
     cause, seconds = wait_for_cause(2 * LIMIT)
-    assert isinstance(cause, NotResponding) and seconds >= LIMIT
-    assert str(cause).startswith(f"policy (process {pid} on") and "controller" not in str(cause)
-    assert f", in {innermost} (test_watch.py:" in str(cause) and "no progress for" in str(cause)
-    ray.get(call)
-
-
-def test_a_controller_that_hangs_is_named(actors):
-    """As in a tracker, or in what draws prompts."""
-    call = actors.controller.log.remote(2 * LIMIT)
-    cause, seconds = wait_for_cause(2 * LIMIT)
-    assert "controller (process" in str(cause) and ", in log (test_watch.py:" in str(cause)
-    ray.get(call)
-
-
-@pytest.mark.parametrize("tokens, is_cause", [(5, False), (0, True)])
-def test_a_long_generation_is_a_cause_where_no_token_comes(tokens, is_cause, actors):
-    call = actors.engine.generate_responses.remote(2 * LIMIT, tokens)
-    cause, seconds = wait_for_cause(2 * LIMIT)
-    assert ("vLLM engine (process" in str(cause) and "no progress" in str(cause)) if is_cause else cause is None
-    ray.get(call)
-
-
-def test_a_call_for_a_reward_has_a_limit_of_its_own(actors):
-    call = actors.engine.reward.remote(LONG)
-    assert wait_for_cause(LONG)[0] is None
+    assert isinstance(cause, NotResponding) and seconds >= LIMIT and "no progress for" in str(cause)
+    assert str(cause).startswith(f"{who} (process ") and str(cause).count("(process ") == 1
+    assert innermost is None or f", in {innermost} (test_watch.py:" in str(cause)
     ray.get(call)
 
 
@@ -270,7 +263,7 @@ def test_a_machine_that_slept_is_no_cause(actors):
 
 @pytest.mark.parametrize("which", [0, 1], ids=["the actor", "its engine's process"])
 def test_a_stopped_engine(start, which):
-    pid = ray.get(start(heartbeat.engine(Engine)).pids.remote())[which]
+    pid = ray.get(start(ENGINE).pids.remote())[which]
     os.kill(pid, signal.SIGSTOP)
     try:
         cause, seconds = wait_for_cause()
@@ -282,7 +275,7 @@ def test_a_stopped_engine(start, which):
 
 def test_an_actor_that_stops_at_once(start, tmp_path):
     path = tmp_path / "pid"
-    wait_for_constructor(start(heartbeat.engine(EngineThatStops), path))
+    wait_for_constructor(start(with_heartbeat(EngineThatStops, heartbeat.Engine, "vLLM engine"), path))
     try:
         cause, seconds = wait_for_cause()
     finally:
@@ -291,34 +284,34 @@ def test_an_actor_that_stops_at_once(start, tmp_path):
 
 
 def test_an_actor_that_never_gets_to_its_constructor(start):
-    start(heartbeat.rank(RankThatImportsForLong, "policy"))
+    start(with_heartbeat(RankThatImportsForLong, heartbeat.Rank, "policy"))
     cause, seconds = wait_for_cause()
     assert isinstance(cause, NotResponding) and "RankThatImportsForLong (process" in str(cause)
 
 
-def test_a_process_beats_by_its_cpu_time():
+def test_a_process_that_imports_has_a_heartbeat_by_its_cpu_time():
     program = "import sys\nfor line in sys.stdin:\n for _ in range(10**7): pass\n print(flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        imports = watch.Imports(process.pid, ray.util.get_node_ip_address())
-        beats = imports.beats(1.0)
+        here, looks = ray.util.get_node_ip_address(), Watch(LIMIT)
+        looks._has_worked("actor", process.pid, here, 1.0)
         print(file=process.stdin, flush=True)
         process.stdout.readline()
-        assert imports.beats(2.0) == beats + 1  # of one second it has worked more than a twentieth
-        assert imports.beats(3.0) == beats + 1
-        assert watch.Imports(process.pid, "another node").beats(1.0) == 0
+        assert looks._has_worked("actor", process.pid, here, 2.0)  # for more than a twentieth of the second
+        assert not looks._has_worked("actor", process.pid, here, 3.0)
+        assert not looks._has_worked("another", process.pid, "another node", 1.0)
         process.stdin.close()
 
 
 def test_an_engine_that_is_stuck_in_its_start(start):
-    wait_for_constructor(start(heartbeat.engine(Engine), 60.0))
+    wait_for_constructor(start(ENGINE, 60.0))
     cause, seconds = wait_for_cause()
     assert isinstance(cause, NotResponding) and "vLLM engine (process" in str(cause)
 
 
 def test_a_stopped_rank_is_named(start):
-    ranks = [start(heartbeat.rank(Rank, "policy")) for _ in range(2)]
+    ranks = [start(RANK) for _ in range(2)]
     pids = ray.get([rank.pid.remote() for rank in ranks])
     os.kill(pids[1], signal.SIGSTOP)
     try:
@@ -329,7 +322,7 @@ def test_a_stopped_rank_is_named(start):
 
 
 def test_an_engine_whose_process_was_killed(start):
-    pid, core = ray.get(start(heartbeat.engine(Engine)).pids.remote())
+    pid, core = ray.get(start(ENGINE).pids.remote())
     os.kill(core, signal.SIGKILL)
     cause, seconds = wait_for_cause()
     assert isinstance(cause, NotResponding) and f"vLLM engine (process {pid} on" in str(cause)
@@ -341,7 +334,7 @@ def test_an_engine_whose_process_was_killed(start):
 
 def test_a_rank_that_was_killed_ends_the_run_once(start):
     causes = []
-    pid = ray.get(start(heartbeat.rank(Rank, "policy")).pid.remote())
+    pid = ray.get(start(RANK).pid.remote())
     watch.start(causes.append, LIMIT)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: causes, seconds=20)
@@ -353,7 +346,7 @@ def test_a_rank_that_was_killed_ends_the_run_once(start):
 def test_an_engine_that_fails_in_its_constructor(start):
     ray.shutdown()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    start(heartbeat.engine(Engine), 0.0, ValueError("utilization 1.5:\n  must be below 1"))
+    start(ENGINE, 0.0, ValueError("utilization 1.5:\n  must be below 1"))
     cause, seconds = wait_for_cause(300, limit=300)  # a new cluster starts its first worker, and the worker imports
     assert type(cause) is RunStopped and cause.exit_code == 1
     assert str(cause).endswith("ValueError: utilization 1.5: must be below 1") and "vLLM engine" in str(cause)

@@ -1,17 +1,11 @@
-"""Evaluation during training: its measures, its samples, and what chooses the best checkpoint."""
-
-from types import SimpleNamespace
+"""Evaluation during training: its measures and its samples."""
 
 import pytest
 import torch
-from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch
 
 from arlopti_openrlhf.evaluation.sampling import Sampling
-from arlopti_openrlhf.ops import controller
-from arlopti_openrlhf.ops.health.divergence import BadSteps
 from arlopti_openrlhf.ops.rollouts.evaluation import SourceSamplesGenerator, compute_eval_metrics
 from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator
 
@@ -85,50 +79,3 @@ def test_samples_are_drawn_as_each_source_says(monkeypatch):
         found = [(s.datasource, s.prompts[0]) for s in samples]
         assert found == 2 * [("kk_2ppl", "p")] + 2 * [("kk_2ppl", "q")] + 4 * [("aime", "p")] + [("None", "r")]
         assert calls == [(["p", "q"], 2, 1.0, 0.9), (["p"], 4, 0.6, 0.9), (["r"], 1, 0.0, 0.9)]
-
-
-class Trainer(controller.Controller, ppo_trainer.BasePPOTrainer):
-    """Upstream's choice of the best checkpoint, with an actor group that only lists what it is asked to save."""
-
-    def __init__(self, key: str) -> None:
-        self.best_eval_metric_key, self.best_eval_metric_value, self.critic_model_group = key, float("-inf"), None
-        self.args = SimpleNamespace(ckpt=SimpleNamespace(best_metric_key=key))
-        self.actor_model_group, self.saved, self.kl_ctl = self, [], FixedKLController(0.1)
-        self.bad_steps = BadSteps(3, counts_refusals=True)
-
-    def async_run_method(self, method_name, tag, **kwargs):
-        self.saved.append((method_name, tag))
-        return []
-
-
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch):
-    """What the actor group answers is there at once."""
-    monkeypatch.setattr(ppo_trainer.ray, "get", lambda refs: refs)
-
-
-def test_accuracy_chooses_the_best_checkpoint():
-    trainer = Trainer(key="")
-    for step, accuracy in ((0, 0.9), (10, 0.3), (20, 0.2), (30, 0.4)):
-        trainer.save_best_checkpoint({"accuracy": accuracy, "eval_kk_pass1": -accuracy}, step)
-        assert trainer.evaluated_step == step
-    assert trainer.saved == [("save_checkpoint", "best_global_step10"), ("save_checkpoint", "best_global_step30")]
-
-
-def test_a_metric_key_that_does_not_exist_is_refused_before_the_first_step():
-    Trainer(key="none").save_best_checkpoint({"accuracy": 1.0}, 0)
-    Trainer(key="aime/accuracy").save_best_checkpoint({"accuracy": 1.0, "aime/accuracy": 1.0}, 0)
-    with pytest.raises(ValueError, match="--ckpt.best_metric_key: aime/acc is none of .*: accuracy, aime/accuracy"):
-        Trainer(key="aime/acc").save_best_checkpoint({"accuracy": 1.0, "aime/accuracy": 1.0}, 0)
-    trainer = Trainer(key="")
-    trainer.save_best_checkpoint({"accuracy": 1.0}, 0)
-    trainer.save_best_checkpoint({"eval_kk_pass1": 1.0}, 10)  # later, nothing stops a run
-
-
-def test_a_failing_last_evaluation_does_not_lose_the_model():
-    trainer = Trainer(key="")
-    trainer.async_run_method = lambda method_name: trainer.saved.append(method_name) or []
-    with pytest.raises(OSError, match="reward server"):
-        with trainer._saving_the_model():
-            raise OSError("no reward server")
-    assert trainer.saved == ["save_model"]
