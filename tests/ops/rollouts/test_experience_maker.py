@@ -7,7 +7,9 @@ import torch
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.utils.config import hierarchize
 
+from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.ops import controller
 from arlopti_openrlhf.ops.rollouts import experience_maker
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, fill_missing_metrics
@@ -18,21 +20,10 @@ GROUP, LENGTH = 8, 5
 REWARDS = [[0.1] * 8, [0.1, 0.7] * 4, [0.1] * 7 + [0.1 + 1e-8], [3.0] * 8]
 
 
-def make_args(estimator: str = "group_norm", **reward) -> SimpleNamespace:
-    reward = {"clip_range": (-10, 10)} | reward
-    return SimpleNamespace(
-        algo=SimpleNamespace(
-            advantage=SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False),
-            kl=SimpleNamespace(target=None, init_coef=0.1),
-        ),
-        rollout=SimpleNamespace(n_samples_per_prompt=GROUP, micro_batch_size=4, max_new_tokens=LENGTH),
-        train=SimpleNamespace(dynamic_batch_enable=False, max_bad_steps=3, seed=1),
-        alarm=SimpleNamespace(flat_reward_steps=20, grad_norm_factor=10, rollout_gap=0.1),
-        ds=SimpleNamespace(param_dtype="bf16"),
-        reward=SimpleNamespace(**reward),
-        logger=SimpleNamespace(wandb=SimpleNamespace(key=None), tensorboard_dir=None),
-        ckpt=SimpleNamespace(best_metric_key=""),
-    )
+def make_args(estimator: str = "group_norm", *more: str) -> SimpleNamespace:
+    sizes = f"--rollout.n_samples_per_prompt {GROUP} --rollout.micro_batch_size 4 --rollout.max_new_tokens {LENGTH}"
+    flags = f"--actor.model_name_or_path m --algo.advantage.estimator {estimator} --algo.kl.init_coef 0.1 {sizes}"
+    return hierarchize(parse([*flags.split(), *more]))
 
 
 def advantages(kind: type, args: SimpleNamespace, rewards: list[list[float]], kl: bool = False) -> list[Experience]:
@@ -89,7 +80,7 @@ def test_equal_rewards_have_no_advantage(kl):
 
 def test_rewards_count_after_the_length_penalties():
     """The penalty makes the first prompt's rewards equal, and half of the second's, which were equal, different."""
-    args = make_args(stop_properly_penalty_coef=-0.1)
+    args = make_args("group_norm", "--reward.stop_properly_penalty_coef", "-0.1")
     rewards = [[float(i) for i in range(GROUP)], [0.1] * GROUP]
     ours, stock = (advantages(kind, args, rewards) for kind in (ExperienceMaker, RemoteExperienceMaker))
     assert by_sample(ours, "advantages")[GROUP:].any() and by_sample(stock, "advantages")[:GROUP].any()
@@ -165,10 +156,8 @@ def test_metrics_that_some_samples_lack(monkeypatch):
 
 
 def test_upstream_cannot_batch_them():
-    args = make_args()
-    maker = RemoteExperienceMaker(
-        None, None, None, None, None, SimpleNamespace(args=args), SimpleNamespace(pad_token_id=0)
-    )
+    strategy = SimpleNamespace(args=make_args())
+    maker = RemoteExperienceMaker(None, None, None, None, None, strategy, SimpleNamespace(pad_token_id=0))
     with pytest.raises(ValueError, match="steps"):
         for batch in maker.split_rollout_samples(make_samples()):
             split_experience_batch(batch)
