@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 MANIFEST = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not whole
@@ -116,19 +116,17 @@ def names_in(checkpoint: Path) -> list[str]:
 
 def describe(checkpoint: Path, names: Sequence[str]) -> dict[str, dict]:
     """Flush files to the disk and return {name: {"size": bytes, "sha256": hexadecimal}}."""
-    described = {}
     for name in names:
-        with (checkpoint / name).open("rb") as file:
-            os.fsync(file.fileno())
-            described[name] = {"size": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
-    return described
+        _flush(checkpoint / name)
+    return {name: _entry(checkpoint / name) for name in names}
 
 
-def _sha256(file: BinaryIO) -> str:
+def _entry(path: Path) -> dict[str, int | str]:
     digest = hashlib.sha256()
-    while block := file.read(_BLOCK):
-        digest.update(block)
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
 def publish(writing: Path, described: dict[str, dict]) -> None:
@@ -209,9 +207,7 @@ def cause_of(error: Exception, folder: Path) -> str:
 def problems(checkpoint: Path, share: slice = slice(None)) -> list[str]:
     """Return why a checkpoint is not whole, or nothing. Every file's size and hash are compared with the manifest's.
 
-    Args:
-        checkpoint: the folder.
-        share: which of the files to read. Several processes divide the work.
+    `share` says which of the files to read, since several processes divide the work.
     """
     if not checkpoint.is_dir():
         return ["it is not there"]
@@ -219,24 +215,19 @@ def problems(checkpoint: Path, share: slice = slice(None)) -> list[str]:
         # The place in the prompts that OpenRLHF keeps is none that a run of ours could go on from.
         return [f"it has no {MANIFEST}: it is torn, or from a run of OpenRLHF's own command"]
     try:
-        files = _manifest(checkpoint)["files"]
-        expected = [(name, files[name]["size"], files[name]["sha256"]) for name in sorted(files)[share]]
-    except _UNREADABLE as error:
+        files = sorted(_manifest(checkpoint)["files"].items())
+    except (*_UNREADABLE, AttributeError) as error:
         return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
-    return [reason for name, size, sha256 in expected if (reason := _difference(checkpoint, name, size, sha256))]
-
-
-def _difference(checkpoint: Path, name: str, size: int, sha256: str) -> str | None:
-    try:
-        with (checkpoint / name).open("rb") as file:
-            actual = os.fstat(file.fileno()).st_size
-            if actual != size:
-                return f"{name} has {actual} bytes, not {size}"
-            return None if _sha256(file) == sha256 else f"{name} has changed since it was written"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+    reasons = []
+    for name, entry in files[share]:
+        try:
+            if (actual := _entry(checkpoint / name)) != entry:
+                reasons.append(f"{name} has changed since it was written, and has {actual['size']} bytes now")
+        except FileNotFoundError:
+            reasons.append(f"{name} is missing")
+        except OSError as error:
+            reasons.append(f"{name} cannot be read: {error.strerror}")
+    return reasons
 
 
 # Rotation

@@ -28,14 +28,25 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
         self._incomplete: set[str] = set()  # metrics that the log has named
 
     def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
-        """Return upstream's micro-batches, after each sample has got every metric."""
-        for name, count in fill_missing_metrics(rollout_samples).items():
+        """Return upstream's micro-batches, after each sample has got every metric of the others.
+
+        `info` is for the logs, which show its mean over the batch. A sample without a metric gets the mean of those
+        that have it, so the logs show that mean.
+        """
+        for name in dict.fromkeys(name for sample in rollout_samples for name in sample.info):
+            given = [sample.info[name] for sample in rollout_samples if name in sample.info]
+            missing = len(rollout_samples) - len(given)
+            if not missing:
+                continue
             if name not in self._incomplete:
                 self._incomplete.add(name)
                 logger.warning(
-                    f"extra_logs: {count} of {len(rollout_samples)} samples have no `{name}`. "
+                    f"extra_logs: {missing} of {len(rollout_samples)} samples have no `{name}`. "
                     "The logs show the mean over the others."
                 )
+            mean = torch.cat(given).float().mean(dim=0, keepdim=True)
+            for sample in rollout_samples:
+                sample.info[name] = sample.info[name].float() if name in sample.info else mean
         return super().split_rollout_samples(rollout_samples)
 
     def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
@@ -79,27 +90,3 @@ def equal_groups(experiences: Sequence[Experience], group_size: int) -> list[tor
     groups = in_order.reshape(-1, group_size)
     is_equal = (groups == groups[:, :1]).all(dim=-1)
     return list(is_equal[index // group_size].split(sizes))
-
-
-def fill_missing_metrics(samples: Sequence[Experience]) -> dict[str, int]:
-    """Give each sample every metric of the others, because upstream batches them.
-
-    `info` is for the logs, which show its mean over the batch. A sample without a metric gets the mean of those that
-    have it, so the logs show that mean.
-
-    Args:
-        samples: the single samples of one rollout batch. Their `info` holds one number (1,) per metric.
-
-    Returns:
-        metric -> how many samples had none.
-    """
-    missing = {}
-    for name in dict.fromkeys(name for sample in samples for name in sample.info):
-        given = [sample.info[name] for sample in samples if name in sample.info]
-        if len(given) == len(samples):
-            continue
-        missing[name] = len(samples) - len(given)
-        mean = torch.cat(given).float().mean(dim=0, keepdim=True)
-        for sample in samples:
-            sample.info[name] = sample.info[name].float() if name in sample.info else mean
-    return missing

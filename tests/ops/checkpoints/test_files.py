@@ -41,7 +41,7 @@ def overwrite_64_bytes(path: Path) -> None:
     ("damage", "reason"),
     [
         (overwrite_64_bytes, "has changed since it was written"),
-        (lambda path: os.truncate(path, 50), "has 50 bytes, not 100"),
+        (lambda path: os.truncate(path, 50), "has changed since it was written, and has 50 bytes now"),
         (os.remove, "is missing"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "fi'), "cannot be read"),
         (lambda path: path.with_name(files.MANIFEST).unlink(), "torn, or from a run of OpenRLHF's own command"),

@@ -12,7 +12,7 @@ from openrlhf.utils.config import hierarchize
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.ops import controller
 from arlopti_openrlhf.ops.rollouts import experience_maker
-from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, fill_missing_metrics
+from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker
 from arlopti_openrlhf.patching import plain_class
 
 GROUP, LENGTH = 8, 5
@@ -123,6 +123,10 @@ def test_both_trainers_have_it():
         assert issubclass(plain_class(actor), controller.Controller)
 
 
+def make_maker(kind: type):
+    return kind(None, None, None, None, None, SimpleNamespace(args=make_args()), SimpleNamespace(pad_token_id=0))
+
+
 def make_sample(**info: float) -> Experience:
     return Experience(
         sequences=torch.ones(1, 3, dtype=torch.long),
@@ -141,8 +145,7 @@ def make_samples() -> list[Experience]:
 def test_metrics_that_some_samples_lack(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(experience_maker.logger, "warning", lines.append)
-    args = make_args()
-    maker = ExperienceMaker(None, None, None, None, None, SimpleNamespace(args=args), SimpleNamespace(pad_token_id=0))
+    maker = make_maker(ExperienceMaker)
     for _ in range(2):
         samples = make_samples()
         batches = maker.split_rollout_samples(samples)
@@ -156,15 +159,13 @@ def test_metrics_that_some_samples_lack(monkeypatch):
 
 
 def test_upstream_cannot_batch_them():
-    strategy = SimpleNamespace(args=make_args())
-    maker = RemoteExperienceMaker(None, None, None, None, None, strategy, SimpleNamespace(pad_token_id=0))
     with pytest.raises(ValueError, match="steps"):
-        for batch in maker.split_rollout_samples(make_samples()):
+        for batch in make_maker(RemoteExperienceMaker).split_rollout_samples(make_samples()):
             split_experience_batch(batch)
 
 
 def test_metrics_that_all_samples_have_stay_as_they_are():
     samples = [make_sample(reward=1.0, clipped=True), make_sample(reward=2.0, clipped=False)]
     before = [dict(sample.info) for sample in samples]
-    assert fill_missing_metrics(samples) == {}
+    make_maker(ExperienceMaker).split_rollout_samples(samples)
     assert all(sample.info[name] is info[name] for sample, info in zip(samples, before, strict=True) for name in info)
