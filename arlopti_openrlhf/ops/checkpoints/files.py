@@ -95,10 +95,10 @@ def size_needed(folder: Path) -> int:
 
 
 def begin(writing: Path, say: Callable[[str], None]) -> None:
-    """Make the folder to write a checkpoint to.
+    """Make the folder to write a checkpoint or a model to.
 
     Raises:
-        OSError: there is no room for the checkpoint.
+        OSError: there is no room for another checkpoint.
     """
     folder = writing.parent
     folder.mkdir(parents=True, exist_ok=True)

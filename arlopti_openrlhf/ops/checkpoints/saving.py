@@ -185,17 +185,12 @@ class CheckpointStrategy(GuardedStrategy):
         """Save a model as upstream does. Its files get their names when all are whole, `config.json` the last.
 
         Raises:
-            NotWritten: the final model could not be written. That of a checkpoint
-                (`--ckpt.save_hf`) costs a line.
+            NotWritten: the final model could not be written. That of a checkpoint (`--ckpt.save_hf`) costs a line.
             Diverged: a weight is not finite.
         """
         _require_finite(engine_of(model))
-        writing = Path(output_dir, ".writing")
+        writing = Path(output_dir, f"{files.WRITING}model")
         failure: Exception | None = None
-
-        def begin() -> None:
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir(parents=True)
 
         def finish() -> None:
             if failure:
@@ -205,7 +200,7 @@ class CheckpointStrategy(GuardedStrategy):
                 _move_up(writing)
 
         try:
-            on_rank_0(begin)
+            on_rank_0(lambda: files.begin(writing, say))
             try:
                 super().save_model(model, tokenizer, str(writing), **kwargs)
             except Exception as error:  # on rank 0, which writes, while the others wait at upstream's last barrier

@@ -129,7 +129,9 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     (tmp_path / "final" / "kept").mkdir()  # OpenRLHF's default keeps the checkpoints there
     actor(group, "save_model")
     model = {path.name for path in (tmp_path / "final").iterdir()}
-    assert {"kept", "config.json", "model.safetensors", "tokenizer.json"} <= model and ".writing" not in model
+    assert {"kept", "config.json", "model.safetensors", "tokenizer.json"} <= model and not any(
+        name.startswith(files.WRITING) for name in model
+    )
 
     # The newest is damaged: the one before it is loaded. Both are: the run does not start anew in silence.
     overwrite_64_bytes(folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
