@@ -9,28 +9,25 @@ import argparse
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any
 
 MANIFEST = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not whole
 _PROBE = _BLOCK = 1 << 20  # bytes
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what a manifest raises that is missing or torn
 
 
 def step_of(tag: str) -> int | None:
     """Return the step of a checkpoint's folder name, or None where it is no checkpoint's."""
-    found = re.fullmatch(r"(?:best_)?global_step(\d+)", tag)
-    return int(found[1]) if found else None
-
-
-def is_best(tag: str) -> bool:
-    return tag.startswith("best")
+    match = re.fullmatch(r"(?:best_)?global_step(\d+)", tag)
+    return int(match[1]) if match else None
 
 
 def tags(folder: Path) -> list[str]:
@@ -43,8 +40,8 @@ def tags(folder: Path) -> list[str]:
 def saved_in(path: Path) -> list[str]:
     """Return the names of the checkpoints and of the models next to them in `--ckpt.path`, by their steps."""
     models = [model.name for model in path.glob("*_hf") if step_of(model.name.removesuffix("_hf")) is not None]
-    found = {*tags(path / "_actor"), *tags(path / "_critic"), *models}
-    return sorted(found, key=lambda name: (step_of(name.removesuffix("_hf")), name))
+    names = {*tags(path / "_actor"), *tags(path / "_critic"), *models}
+    return sorted(names, key=lambda name: (step_of(name.removesuffix("_hf")), name))
 
 
 def are_saved(args: SimpleNamespace | argparse.Namespace) -> bool:
@@ -57,36 +54,30 @@ def are_saved(args: SimpleNamespace | argparse.Namespace) -> bool:
 
 
 def newest_first(folders: Sequence[Path]) -> list[str]:
-    """Return the checkpoints that one of `folders` holds, in the order to try them: what was written last comes first.
+    """Return the checkpoints of `folders` in the order to try them: what was written last comes first.
 
     The manifest's serial number says so. The step would not do, because a run that starts again counts its steps
-    from 1, next to what an earlier run has left. What is seen to be torn comes first and is named.
+    from 1, next to what an earlier run has left. What is missing in one of `folders`, or is seen to be torn there,
+    comes before all others, so that it is named.
     """
-
-    def order(tag: str) -> tuple[float, int, str]:
-        serials = [_serial(folder / tag) for folder in folders if (folder / tag).is_dir()]
-        return max(serials), step_of(tag) or 0, tag
-
-    return sorted({tag for folder in folders for tag in tags(folder)}, key=order, reverse=True)
+    return sorted({tag for folder in folders for tag in tags(folder)}, key=lambda t: (_serial(folders, t), t))[::-1]
 
 
 def newest_published(folders: Sequence[Path]) -> str | None:
     """Return the checkpoint that was written last of those that are in all `folders`, or None. No file is verified."""
-    return next((tag for tag in newest_first(folders) if not _is_torn(folders, tag)), None)
+    return next((tag for tag in newest_first(folders) if _serial(folders, tag) < math.inf), None)
 
 
-def _is_torn(folders: Sequence[Path], tag: str) -> bool:
-    """Return whether a checkpoint is missing in one of `folders`, or is seen to be torn there."""
-    return any(not (folder / tag).is_dir() or _serial(folder / tag) == float("inf") for folder in folders)
-
-
-def _serial(checkpoint: Path) -> float:
+def _serial(folders: Sequence[Path], tag: str) -> float:
+    """Return a checkpoint's serial number: infinity where it is not in all `folders`, or is seen to be torn."""
     try:
-        return int(json.loads((checkpoint / MANIFEST).read_text("utf-8"))["serial"])
-    except FileNotFoundError:  # OpenRLHF's own, or torn
-        return 0 if list(checkpoint.glob("*_model_states.pt")) else float("inf")
-    except (OSError, ValueError, KeyError, TypeError):
-        return float("inf")
+        return max(int(_manifest(folder / tag)["serial"]) for folder in folders)
+    except _UNREADABLE:
+        return math.inf
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / MANIFEST).read_text("utf-8"))
 
 
 def size_of(folder: Path) -> int:
@@ -94,69 +85,70 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def names_in(checkpoint: Path) -> list[str]:
-    """Return the names of a checkpoint's files, except its manifest's, relative to it."""
-    found = (str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST)
+def size_needed(folder: Path) -> int:
+    """Return the bytes that the next checkpoint in `folder` will need, judged by the last, or 0."""
+    newest = newest_published([folder])
+    return size_of(folder / newest) if newest else 0
 
 
 # Writing
 
 
-def begin(writing: Path, say: Callable[[str], None]) -> int:
-    """Make the folder to write a checkpoint to; return the bytes it will need, judged by the last, or 0."""
+def begin(writing: Path, say: Callable[[str], None]) -> None:
+    """Make the folder to write a checkpoint or a model to.
+
+    Raises:
+        OSError: there is no room for another checkpoint.
+    """
     folder = writing.parent
     folder.mkdir(parents=True, exist_ok=True)
     for line in clear_leftovers(folder):
         say(line)
     writing.mkdir()
-    newest = newest_first([folder])
-    return size_of(folder / newest[0]) if newest else 0
+    if shutil.disk_usage(folder).free < size_needed(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def names_in(checkpoint: Path) -> list[str]:
+    """Return the names of a checkpoint's files relative to it."""
+    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
 
 
 def describe(checkpoint: Path, names: Sequence[str]) -> dict[str, dict]:
     """Flush files to the disk and return {name: {"size": bytes, "sha256": hexadecimal}}."""
-    described = {}
     for name in names:
-        with (checkpoint / name).open("rb") as file:
-            os.fsync(file.fileno())
-            described[name] = {"size": os.fstat(file.fileno()).st_size, "sha256": _sha256(file)}
-    return described
+        _flush(checkpoint / name)
+    return {name: _entry(checkpoint / name) for name in names}
 
 
-def _sha256(file: BinaryIO) -> str:
+def _entry(path: Path) -> dict[str, int | str]:
     digest = hashlib.sha256()
-    while block := file.read(_BLOCK):
-        digest.update(block)
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
 def publish(writing: Path, described: dict[str, dict]) -> None:
     """Write the manifest of a checkpoint and give it its name. Whatever interrupts this, no torn one has the name."""
     folder, checkpoint = writing.parent, writing.with_name(writing.name.removeprefix(WRITING))
-    serial = 1 + max((n for tag in tags(folder) if (n := _serial(folder / tag)) < float("inf")), default=0)
-    manifest = {"serial": int(serial), "files": described}
-    _write_flushed(writing / MANIFEST, json.dumps(manifest, indent=1))
-    _flush_folder(writing)
+    newest = newest_published([folder])
+    manifest = {"serial": 1 + int(_serial([folder], newest)) if newest else 1, "files": described}
+    (writing / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+    _flush(writing / MANIFEST)
+    _flush(writing)
     if checkpoint.exists():
         remove(checkpoint)
     writing.rename(checkpoint)
-    _flush_folder(folder)
-    # OpenRLHF's and DeepSpeed's own tools read this. `newest_first` does not.
-    beside = folder / ".latest"
-    _write_flushed(beside, checkpoint.name)
-    beside.rename(folder / "latest")
+    _flush(folder)
+    (folder / "latest").write_text(
+        checkpoint.name, "utf-8"
+    )  # for DeepSpeed's own tools. `newest_first` does not read it
 
 
-def _write_flushed(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -180,105 +172,62 @@ def clear_leftovers(folder: Path) -> list[str]:
     A folder with a manifest is whole: only its last renaming was missing, so it gets its name.
     """
     lines = []
-    for path in sorted(folder.glob(f"{WRITING}*")):
+    for path in sorted([*folder.glob(f"{WRITING}*"), *folder.glob(f"{REMOVING}*")]):
         checkpoint = folder / path.name.removeprefix(WRITING)
-        if (path / MANIFEST).exists() and not checkpoint.exists():
+        if (path / MANIFEST).exists() and path.name.startswith(WRITING) and not checkpoint.exists():
             path.rename(checkpoint)
             lines.append(f"{checkpoint} had been written, but not named")
         else:
             shutil.rmtree(path, ignore_errors=True)
-            lines.append(f"removed {path}, which was never finished")
-    for path in folder.glob(f"{REMOVING}*"):
-        shutil.rmtree(path, ignore_errors=True)
+            lines.append(f"removed what was left of {path}")
     return lines
 
 
 def cause_of(error: Exception, folder: Path) -> str:
     """Return why writing to `folder` failed.
 
-    torch's writer says "iostream error" and nothing else. So a small file is written in its place. Its error has a
-    number.
+    torch's writer says "iostream error" and nothing else. So a small file is written in its place, whose error has
+    the cause.
     """
-    if not isinstance(error, OSError) or error.errno is None:
-        probe = folder / f".probe-{os.getpid()}"
-        try:
-            with probe.open("wb") as file:
-                file.write(bytes(_PROBE))
-                os.fsync(file.fileno())
-        except OSError as found:
-            error = found
-        finally:
-            probe.unlink(missing_ok=True)
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"{os.strerror(error.errno)}: {error.filename or folder}"
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(_PROBE))
+            os.fsync(file.fileno())
+    except OSError as cause:
+        error = cause
+    finally:
+        probe.unlink(missing_ok=True)
     return f"{type(error).__name__}: {error}"
-
-
-def check_room(folder: Path, needed: int) -> None:
-    """Raise ENOSPC where fewer than `needed` bytes are free."""
-    if shutil.disk_usage(folder).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 # Reading
 
 
-def problems(checkpoint: Path, ranks: int, share: slice = slice(None)) -> list[str]:
-    """Return why a checkpoint is not whole, or nothing.
+def problems(checkpoint: Path, share: slice = slice(None)) -> list[str]:
+    """Return why a checkpoint is not whole, or nothing. Every file's size and hash are compared with the manifest's.
 
-    With a manifest, every file's size and hash are compared. Without one, as OpenRLHF writes it, the files that
-    DeepSpeed needs have to be there, and the checksums in them have to be right.
-
-    Args:
-        checkpoint: the folder.
-        ranks: how many processes wrote it, which counts only without a manifest.
-        share: which of the files to read. Several processes divide the work.
+    `share` says which of the files to read, since several processes divide the work.
     """
     if not checkpoint.is_dir():
         return ["it is not there"]
-    if not has_manifest(checkpoint):
-        return _problems_without_manifest(checkpoint, ranks, share)
+    if not (checkpoint / MANIFEST).exists():
+        # The place in the prompts that OpenRLHF keeps is none that a run of ours could go on from.
+        return [f"it has no {MANIFEST}: it is torn, or from a run of OpenRLHF's own command"]
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text("utf-8"))["files"]
-        expected = [(name, files[name]["size"], files[name]["sha256"]) for name in sorted(files)[share]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = sorted(_manifest(checkpoint)["files"].items())
+    except (*_UNREADABLE, AttributeError) as error:
         return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
-    return [reason for name, size, sha256 in expected if (reason := _difference(checkpoint, name, size, sha256))]
-
-
-def has_manifest(checkpoint: Path) -> bool:
-    return (checkpoint / MANIFEST).exists()
-
-
-def _difference(checkpoint: Path, name: str, size: int, sha256: str) -> str | None:
-    try:
-        with (checkpoint / name).open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                return f"{name} has {found} bytes, not {size}"
-            return None if _sha256(file) == sha256 else f"{name} has changed since it was written"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-
-
-def _problems_without_manifest(checkpoint: Path, ranks: int, share: slice) -> list[str]:
-    optimizer = sorted(checkpoint.glob("*_optim_states.pt"))
-    models = sorted(checkpoint.glob("*_model_states.pt"))
-    found = []
-    if not models:
-        found.append("it holds no *_model_states.pt")
-    if optimizer and len(optimizer) != ranks:
-        found.append(f"it holds {len(optimizer)} *_optim_states.pt for {ranks} ranks")
-    for path in (models + optimizer)[share]:
+    reasons = []
+    for name, entry in files[share]:
         try:
-            with zipfile.ZipFile(path) as archive:
-                if archive.testzip():
-                    found.append(f"{path.name}: a checksum is wrong")
-        except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
-            found.append(f"{path.name} cannot be read: {error}")
-    return found
+            if (actual := _entry(checkpoint / name)) != entry:
+                reasons.append(f"{name} has changed since it was written, and has {actual['size']} bytes now")
+        except FileNotFoundError:
+            reasons.append(f"{name} is missing")
+        except OSError as error:
+            reasons.append(f"{name} cannot be read: {error.strerror}")
+    return reasons
 
 
 # Rotation
@@ -300,18 +249,18 @@ def rotate(
         max_gib: `--ckpt.max_mem`, for each folder.
         metric: returns a checkpoint's metric.
     """
-    if any(not (folder / newest).is_dir() for folder in folders):
+    if _serial(folders, newest) == math.inf:
         return
-    old = [tag for tag in newest_first(folders) if tag != newest]
 
     def worth(tag: str) -> tuple[bool, bool, float]:
         value = metric(tag)
-        return not _is_torn(folders, tag), value is not None, value or 0.0
+        return _serial(folders, tag) < math.inf, value is not None, value or 0.0
 
     # Python's sort is stable, so the oldest comes first among equals.
-    others = sorted((tag for tag in reversed(old) if not is_best(tag)), key=worth)
-    if is_best(newest):
-        going = [(tag, f"{newest} is better") for tag in old if is_best(tag)]
+    old = sorted((tag for tag in reversed(newest_first(folders)) if tag != newest), key=worth)
+    others = [tag for tag in old if not tag.startswith("best")]
+    if newest.startswith("best"):
+        going = [(tag, f"{newest} is better") for tag in old if tag not in others]
     else:
         excess = max(0, len(others) + 1 - max(max_num, 1))
         going = [(tag, f"--ckpt.max_num {max_num}") for tag in others[:excess]]

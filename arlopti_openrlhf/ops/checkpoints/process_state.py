@@ -31,51 +31,49 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def save(folder: Path, time_steps: dict[str, int], averaged: nn.Module | None, is_partitioned: bool) -> None:
+def save(folder: Path, time_steps: dict[str, int], averaged: nn.Module | None) -> None:
     """Write this rank's state to a checkpoint's folder.
 
     Args:
         folder: the checkpoint, which is being written.
         time_steps: upstream's counters of the moving average.
-        averaged: the moving average, or None.
-        is_partitioned: each rank holds a part of it (ZeRO-3). Else all hold the whole, and rank 0 writes it.
+        averaged: the moving average, or None. Where all ranks hold the whole of it, rank 0 writes it.
     """
-    torch.save({"random": random_state(), "time_steps": dict(time_steps)}, _path(folder))
-    if averaged is not None and (is_partitioned or dist.get_rank() == 0):
-        torch.save(_memory(averaged), _averaged_path(folder, is_partitioned))
+    rank = dist.get_rank()
+    memory = _memory(averaged) if averaged is not None and _writer(averaged) == rank else None
+    torch.save({"random": random_state(), "time_steps": dict(time_steps), "averaged": memory}, _path(folder, rank))
 
 
-def restore(folder: Path, time_steps: dict[str, int], averaged: nn.Module | None, is_partitioned: bool) -> None:
-    """Restore what `save` wrote, with the same arguments. Where there is nothing, a line says so.
+def restore(folder: Path, time_steps: dict[str, int], averaged: nn.Module | None) -> None:
+    """Restore what `save` wrote, with the same arguments. Where there was no moving average, a line says so.
 
     Raises:
         ValueError: the checkpoint's moving average is that of another model.
     """
-    if not _path(folder).exists():
-        say(f"{folder} holds no state of the processes: random numbers and a moving average start anew")
-        return
-    state = torch.load(_path(folder), weights_only=False)
+    state = torch.load(_path(folder, dist.get_rank()), weights_only=False)
     set_random_state(state["random"])
     time_steps.update(state["time_steps"])
     if averaged is None:
         return
-    path = _averaged_path(folder, is_partitioned)
-    if not path.exists():
+    path = _path(folder, _writer(averaged))
+    saved, own = torch.load(path, weights_only=False, map_location="cpu")["averaged"], _memory(averaged)
+    if saved is None:
         say(f"{folder} holds no moving average (--train.enable_ema): it starts anew")
         return
-    own, saved = _memory(averaged), torch.load(path, map_location="cpu")
     if [tensor.shape for tensor in own] != [tensor.shape for tensor in saved]:
         raise ValueError(f"{path}: the moving average (--train.enable_ema) is that of another model")
     for tensor, value in zip(own, saved, strict=True):
         tensor.copy_(value)
 
 
-def _path(folder: Path) -> Path:
-    return folder / f"process_rank_{dist.get_rank()}.pt"
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"process_rank_{rank}.pt"
 
 
-def _averaged_path(folder: Path, is_partitioned: bool) -> Path:
-    return folder / f"averaged_rank_{dist.get_rank() if is_partitioned else 0}.pt"
+def _writer(averaged: nn.Module) -> int:
+    """Return the rank that writes what this rank holds of the moving average: its own part under ZeRO-3."""
+    is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in averaged.parameters())
+    return dist.get_rank() if is_partitioned else 0
 
 
 def _memory(model: nn.Module) -> list[torch.Tensor]:

@@ -16,26 +16,24 @@ def everywhere(do: Callable[[], T]) -> list[T]:
     An error on one rank is raised on all, so no rank enters a collective call in which the others are missing.
 
     Raises:
-        RunStopped: `do` raised it on some rank; of the same class.
-        OSError: `do` raised one.
+        RunStopped, OSError: `do` raised it on some rank.
         RuntimeError: `do` raised anything else.
     """
     value: Any = None
-    failure: tuple[type[Exception], str] | None = None
+    failure: Exception | None = None
     try:
         value = do()
     except RunStopped as error:
-        failure = type(error), str(error)
+        failure = error
     except OSError as error:
-        failure = OSError, str(error)
+        failure = OSError(str(error))  # some subclasses cannot be pickled
     except Exception as error:
-        failure = RuntimeError, f"{type(error).__name__}: {error}"
+        failure = RuntimeError(f"{type(error).__name__}: {error}")
     answers: list = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (value, failure))
-    for _, found in answers:
-        if found:
-            kind, text = found
-            raise kind(text)
+    for _, raised in answers:
+        if raised:
+            raise raised
     return [answer for answer, _ in answers]
 
 

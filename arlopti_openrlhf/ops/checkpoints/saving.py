@@ -4,9 +4,12 @@ OpenRLHF deletes before it writes, writes in place, and loads what `latest` name
 place where that changes, because OpenRLHF saves and loads through its strategy alone.
 """
 
+import argparse
 import os
 import shutil
+import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,6 @@ from transformers.utils import cached_file
 
 from arlopti_openrlhf import learning_rate
 from arlopti_openrlhf.ops.checkpoints import files, process_state
-from arlopti_openrlhf.ops.checkpoints.newest import newest_whole, parts_of
 from arlopti_openrlhf.ops.checkpoints.rank_agreement import everywhere, on_rank_0, say, share
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
@@ -37,6 +39,12 @@ _PROCESSOR = (
 
 class NotWritten(RunStopped):
     """A checkpoint or a model could not be written."""
+
+
+class NoWholeCheckpoint(RunStopped):
+    """There are checkpoints, and none of them is whole. To start again silently would lose the run."""
+
+    exit_code = 5
 
 
 def install() -> None:
@@ -89,26 +97,16 @@ class CheckpointStrategy(GuardedStrategy):
     ) -> None:
         """Save a checkpoint. This restates upstream's method in another order. All ranks have to call it.
 
-        Args:
-            model: the engine.
-            save_dir: `_actor` or `_critic`.
-            tag: `global_step<N>` or `best_global_step<N>`. None is the first, with the engine's steps.
-            max_num: how many of the first kind to keep.
-            max_mem: how many GiB all in `save_dir` may take.
-            client_state: the controller's state.
-            save_latest: upstream's, who always has it so: the file `latest` names the checkpoint written last.
-            metric_value: ranks the checkpoint for removal.
-            metric_key: that metric's name.
+        The file `latest` names it, as in each of upstream's calls, which leave `save_latest` at True.
 
         Raises:
             Diverged: a weight is not finite.
         """
         _require_finite(model)
         folder, tag = Path(save_dir), tag or f"global_step{model.global_steps}"
-        writing, needed = folder / f"{files.WRITING}{tag}", 0
+        writing = folder / f"{files.WRITING}{tag}"
         try:
-            needed = on_rank_0(lambda: files.begin(writing, say))
-            on_rank_0(lambda: files.check_room(folder, needed))
+            on_rank_0(lambda: files.begin(writing, say))
             self._write(model, writing, client_state or {})
             on_rank_0(lambda: self._write_ckpt_metric(str(writing), metric_value, metric_key))
             names = on_rank_0(lambda: files.names_in(writing))
@@ -116,14 +114,13 @@ class CheckpointStrategy(GuardedStrategy):
             on_rank_0(lambda: files.publish(writing, dict(chain(*(each.items() for each in described)))))
         except (NotWritten, OSError) as error:
             self.not_written += 1
-            self._clear(f"checkpoint {folder / tag}", writing, needed, error)
+            self._clear(f"checkpoint {folder / tag}", writing, error)
             say(f"{self.not_written} checkpoints in a row are not written. The run goes on, and older ones stay.")
             return
         self.not_written = 0
-        folders = [part.folder for part in parts_of(folder, self.args)]
 
         def rotate() -> None:
-            metric = self._read_ckpt_metric
+            folders, metric = folders_of(folder, self.args), self._read_ckpt_metric
             for line in files.rotate(folders, tag, max_num, max_mem, lambda other: metric(str(folder / other))):
                 say(line)
 
@@ -152,7 +149,7 @@ class CheckpointStrategy(GuardedStrategy):
             replaced_attribute(model, "_copy_recovery_script", keeping_failure(model._copy_recovery_script)),
         ):
             model.save_checkpoint(str(writing.parent), tag=writing.name, client_state=client_state, save_latest=False)
-        keeping_failure(process_state.save)(writing, self.time_steps, self.averaged, self.stage == 3)
+        keeping_failure(process_state.save)(writing, self.time_steps, self.averaged)
 
         def raise_failure() -> None:
             if failures:
@@ -165,12 +162,6 @@ class CheckpointStrategy(GuardedStrategy):
     ) -> tuple[str | None, dict]:
         """Load the newest whole checkpoint, with the state of this process. All ranks have to call it.
 
-        Args:
-            model: the engine, which has not been trained.
-            load_dir: `_actor` or `_critic`.
-            tag: the checkpoint; None chooses.
-            **kwargs: upstream's.
-
         Returns:
             What upstream returns. Where no checkpoint has been written yet, None and the state of a run's beginning.
 
@@ -179,33 +170,27 @@ class CheckpointStrategy(GuardedStrategy):
         """
         if self.use_ds_universal_ckpt:  # in a layout of its own, made by DeepSpeed's tool
             return super().load_ckpt(model, load_dir, tag, **kwargs)
-        if tag is None:
-            parts = [part for part in parts_of(Path(load_dir), self.args) if part.folder.is_dir()]
-            tag = newest_whole(parts)
+        folders = [folder for folder in folders_of(Path(load_dir), self.args) if folder.is_dir()]
+        tag = tag or newest_whole(folders)
         if tag is None:
             say(f"{load_dir}: no checkpoint yet, the run starts at its beginning")
             return None, dict(BEGINNING)
         path, states = super().load_ckpt(model, load_dir, tag, **kwargs)
         learning_rate.follow(model.lr_scheduler)
         checkpoint = Path(load_dir, tag)
-        everywhere(lambda: process_state.restore(checkpoint, self.time_steps, self.averaged, self.stage == 3))
+        everywhere(lambda: process_state.restore(checkpoint, self.time_steps, self.averaged))
         return path, states
 
     def save_model(self, model, tokenizer, output_dir: str, **kwargs) -> None:
         """Save a model as upstream does. Its files get their names when all are whole, `config.json` the last.
 
         Raises:
-            NotWritten: the final model could not be written. That of a checkpoint
-                (`--ckpt.save_hf`) costs a line.
+            NotWritten: the final model could not be written. That of a checkpoint (`--ckpt.save_hf`) costs a line.
             Diverged: a weight is not finite.
         """
         _require_finite(engine_of(model))
-        writing = Path(output_dir, ".writing")
+        writing = Path(output_dir, f"{files.WRITING}model")
         failure: Exception | None = None
-
-        def begin() -> None:
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir(parents=True)
 
         def finish() -> None:
             if failure:
@@ -215,7 +200,7 @@ class CheckpointStrategy(GuardedStrategy):
                 _move_up(writing)
 
         try:
-            on_rank_0(begin)
+            on_rank_0(lambda: files.begin(writing, say))
             try:
                 super().save_model(model, tokenizer, str(writing), **kwargs)
             except Exception as error:  # on rank 0, which writes, while the others wait at upstream's last barrier
@@ -223,15 +208,15 @@ class CheckpointStrategy(GuardedStrategy):
                 torch_dist_barrier_and_cuda_sync()
             everywhere(finish)
         except (NotWritten, OSError) as error:
-            explained = self._clear(f"model {output_dir}", writing, 0, error)
+            explained = self._clear(f"model {output_dir}", writing, error)
             if output_dir in (self.args.ckpt.output_dir, f"{self.args.ckpt.output_dir}_critic"):
                 raise NotWritten(explained) from error
 
-    def _clear(self, what: str, writing: Path, needed: int, error: Exception) -> str:
+    def _clear(self, what: str, writing: Path, error: Exception) -> str:
         """Remove what was written of something, and return what is missing, which is also printed."""
 
         def clear() -> str:
-            written = files.size_of(writing) if writing.is_dir() else 0
+            written, needed = files.size_of(writing), files.size_needed(writing.parent)
             shutil.rmtree(writing, ignore_errors=True)
             free = shutil.disk_usage(next(path for path in writing.parents if path.exists())).free
             size = f"{needed:,}" if needed else f"more than {written:,}"
@@ -240,6 +225,45 @@ class CheckpointStrategy(GuardedStrategy):
         explained = on_rank_0(clear)
         say(explained)
         return explained
+
+
+def folders_of(folder: Path, args: argparse.Namespace) -> list[Path]:
+    """Return the folders of a run's checkpoints. `folder` is one of them, and `args` are upstream's, nested."""
+    return [folder.parent / "_actor", *([folder.parent / "_critic"] if args.critic.model_name_or_path else [])]
+
+
+def newest_whole(folders: list[Path]) -> str | None:
+    """Return the newest checkpoint that is whole in all folders, or None where there is no checkpoint.
+
+    All ranks have to call it. They share the reading. Every checkpoint that is passed over is named, with the reason.
+
+    Raises:
+        NoWholeCheckpoint: there are checkpoints, and none of them is whole.
+    """
+    since = time.monotonic()
+
+    def candidates() -> list[str]:
+        for line in chain.from_iterable(map(files.clear_leftovers, folders)):
+            say(line)
+        return files.newest_first(folders)
+
+    def problems(tag: str) -> list[str]:
+        return [f"{folder.name}: {line}" for folder in folders for line in files.problems(folder / tag, share())]
+
+    passed_over = []
+    for tag in on_rank_0(candidates):
+        found = list(dict.fromkeys(chain(*everywhere(partial(problems, tag)))))
+        if not found:
+            say(f"resumes from {folders[0] / tag}, verified in {time.monotonic() - since:.1f} s")
+            return tag
+        passed_over.append(f"{tag} is not whole ({'; '.join(found[:3])})")
+        say(f"passed over checkpoint {passed_over[-1]}")
+    if passed_over:
+        raise NoWholeCheckpoint(
+            f"{folders[0].parent}: no checkpoint is whole: {', '.join(passed_over)}. To start anew, give another "
+            "--ckpt.path."
+        )
+    return None
 
 
 def _require_finite(engine: deepspeed.DeepSpeedEngine) -> None:

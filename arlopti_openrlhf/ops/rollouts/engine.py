@@ -15,10 +15,7 @@ _RolloutRayActor: Any = plain_class(vllm_engine.RolloutRayActor)
 
 
 def install() -> None:
-    """Make OpenRLHF start these engines. Call it on the driver, before the CLI's `train`.
-
-    `create_vllm_engines` looks the class up in its module. Ray pickles the class by value.
-    """
+    """Make OpenRLHF start these engines: `create_vllm_engines` looks the class up in its module."""
     vllm_engine.RolloutRayActor = RolloutRayActor
 
 
@@ -40,16 +37,14 @@ class RolloutRayActor(_RolloutRayActor):
     async def generate_in_order(
         self, requests: Sequence[dict], sampling_params, max_length: int, hf_tokenizer
     ) -> list[list[dict]]:
-        """Return the responses to each request, which does not depend on when anything arrives.
+        """Return the responses to each request, which do not depend on when anything arrives.
 
         vLLM's scheduler stands still until it has all requests, and has them in their order. From there on, what it
         computes together follows from its own state alone. That state is the same each time, because no other request
         is under way and the pause empties the prefix cache.
 
         Args:
-            requests: each with `prompt`, `label` and `images` as for `generate_responses`, and with `seeds`, one for
-                each sample.
-            sampling_params, max_length, hf_tokenizer: as for `generate_responses`.
+            requests: each with `prompt`, `label`, `images` and `seeds`, one for each sample.
         """
         tasks = []
         await self.pause_generation()
@@ -57,15 +52,8 @@ class RolloutRayActor(_RolloutRayActor):
             for seed in request["seeds"]:
                 seeded = copy(sampling_params)
                 seeded.seed = seed
-                sample = self.executor.execute(
-                    prompt=request["prompt"],
-                    label=request["label"],
-                    sampling_params=seeded,
-                    max_length=max_length,
-                    hf_tokenizer=hf_tokenizer,
-                    llm_engine=self,
-                    images=request["images"],
-                )
+                prompt, label, images = request["prompt"], request["label"], request["images"]
+                sample = self.executor.execute(prompt, label, seeded, max_length, hf_tokenizer, self, images=images)
                 tasks.append(await self._admit(sample))
         await self.resume_generation()
         responses = iter(await asyncio.gather(*tasks))

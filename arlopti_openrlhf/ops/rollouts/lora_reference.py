@@ -11,9 +11,7 @@ from openrlhf.trainer.ray import launcher
 
 
 class ReferenceInPolicy:
-    """Stands for the group of reference actors. Each call goes to the policy's actors (`PolicyActor`).
-
-    It has what OpenRLHF's experience maker asks of a group.
+    """Stands for the group of reference actors. It has the two methods that OpenRLHF's experience maker calls.
 
     Args:
         policy: OpenRLHF's group of policy actors.
@@ -23,14 +21,8 @@ class ReferenceInPolicy:
         self._policy = policy
 
     def async_run_method_batch(self, method_name: str, **kwargs) -> list:
-        """Return the references to the results of `forward`, one for each policy actor.
-
-        Raises:
-            ValueError: another method is asked for.
-        """
-        if method_name != "forward":
-            raise ValueError(f"a reference has no {method_name}")
-        return self._policy.async_run_method_batch(method_name="forward_reference", **kwargs)
+        """Return what the policy's actors do in a reference's place. `forward` is the one method that they have so."""
+        return self._policy.async_run_method_batch(method_name=f"{method_name}_reference", **kwargs)
 
     def async_run_method(self, method_name: str) -> list:
         """Return what the policy's actors do. `empty_cache` is the one method that OpenRLHF calls so."""
@@ -38,12 +30,9 @@ class ReferenceInPolicy:
 
 
 def install(cli: ModuleType) -> None:
-    """Make upstream's `train` start no reference actors, where the run would have a reference.
+    """Make `train` of `openrlhf.cli.train_ppo_ray` start no reference actors, as `Controller` then sees.
 
-    `Controller` sees that there are none. Call it on the driver.
-
-    Args:
-        cli: `openrlhf.cli.train_ppo_ray`. Its name alone is rebound. Ray pickles groups by the name in `launcher`.
+    The name in that module alone is rebound, because Ray pickles groups by the name in `launcher`.
     """
 
     def make_group(num_nodes: int, num_gpus_per_node: int, ray_actor_type: Any, **kwargs) -> Any:

@@ -6,6 +6,7 @@ prompt that it has yielded, whether a step has had the samples or not.
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,10 +23,7 @@ _upstream_datasets = ppo_trainer.prepare_datasets
 
 
 def install() -> None:
-    """Make OpenRLHF's trainers draw from `Prompts`. Call it on the driver, before the CLI's `train`.
-
-    Ray pickles the trainers by value, with their modules' globals as they are on the driver.
-    """
+    """Make OpenRLHF's trainers draw from `Prompts`."""
     for module in (ppo_trainer, ppo_trainer_async):
         module.prepare_datasets = prepare_datasets
 
@@ -44,10 +42,7 @@ def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
             f"argument --data.prompt_dataset: {len(loader)} prompts with {args.rollout.n_samples_per_prompt} samples "
             f"each are fewer than one batch of --train.batch_size {args.train.batch_size}, so nothing would be trained"
         )
-    prompts = Prompts(
-        loader, args.train.seed, args.rollout.n_samples_per_prompt, digest_of(loader.dataset), args.ckpt.load_changed
-    )
-    return prompts, eval_loader, max_steps
+    return Prompts(loader, digest_of(loader.dataset), args), eval_loader, max_steps
 
 
 def digest_of(dataset) -> str:
@@ -110,14 +105,14 @@ class Prompts:
 
     Args:
         loader: upstream's loader, one prompt per batch.
-        seed: `--train.seed`.
-        samples: `--rollout.n_samples_per_prompt`.
         digest: `digest_of` the loader's data set.
-        may_change: `--ckpt.load_changed`.
+        args: upstream's, nested.
     """
 
-    def __init__(self, loader, seed: int, samples: int, digest: str, may_change: bool = False) -> None:
-        self.loader, self.seed, self.samples, self.digest, self.may_change = loader, seed, samples, digest, may_change
+    def __init__(self, loader, digest: str, args: SimpleNamespace) -> None:
+        self.loader, self.digest = loader, digest
+        self.seed, self.samples = args.train.seed, args.rollout.n_samples_per_prompt
+        self.may_change = args.ckpt.load_changed
         self.leftover = Leftover()
         self._set_place(episode=0, drawn=0)
 
@@ -149,14 +144,11 @@ class Prompts:
         Samples that it holds are left out where a prompt has another number of them now.
 
         Raises:
-            ValueError: the state is that of upstream's loader, from a checkpoint of an earlier version.
             OtherPrompts: it is a place among other prompts, and that was not asked for.
+            ValueError: it is the place of upstream's loader. Only a universal checkpoint can come from there.
         """
-        if "leftover" not in state:
-            raise ValueError("the checkpoint is of an earlier version, which did not keep the place in the prompts")
         if "digest" not in state:
-            logger.warning("the checkpoint is of an earlier version, and its prompts cannot be compared with these")
-            state = {**state, "digest": self.digest, "samples": self.samples}
+            raise ValueError("the checkpoint is of OpenRLHF's own command, whose place in the prompts is another kind")
         if state["digest"] != self.digest:
             what = f"the run that is resumed had other prompts or labels ({state['of']} then, {len(self)} now)"
             wrong = "in the rest of this episode, prompts may come again or not at all"

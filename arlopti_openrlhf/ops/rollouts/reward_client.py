@@ -1,4 +1,4 @@
-"""Fetches the reward of each sample, and stops the run with the cause where there is none.
+"""Lets vLLM answer a prompt and fetches the answer's reward, or stops the run with the cause where there is none.
 
 Upstream logs that it got no reward and continues without it. The run then dies later, of something else.
 """
@@ -12,55 +12,49 @@ from copy import copy
 from typing import Any
 
 import aiohttp
+import numpy as np
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
+from vllm import SamplingParams
 
 from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
-from arlopti_openrlhf.grading.worker_pool import Died, TimedOut
 from arlopti_openrlhf.ops.lifecycle import awake, credentials
-from arlopti_openrlhf.ops.rollouts.reward_process import Raised, RewardProcess
-from arlopti_openrlhf.ops.rollouts.rollout_log_probs import SpotChecks, fill
+from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, about
 
 logger = init_logger(__name__)
 
 _ATTEMPT = aiohttp.ClientTimeout(total=180)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, doubling
 _SAY_EVERY = 60.0  # seconds
+# vLLM returns log-probs for one sample in so many, beginning with the first. While it works on such a sample, it
+# normalizes the logits of all that it works on, and its Python takes some 10 µs more for each of the sample's tokens.
+# One response's tokens suffice for a mean.
+EVERY = 512
 # The entry of an output that is true if its source returned no scores: the reward then takes their place.
 SCORES_ARE_REWARDS = "scores_are_rewards"
 
 
-class RewardError(Exception):
-    """A sample has no usable reward, and nothing is left to try."""
-
-
 def install(retry_minutes: float, timeout_seconds: float) -> None:
-    """Make OpenRLHF's vLLM engines fetch rewards with `RewardExecutor`. Call it on the driver, before Ray starts.
-
-    Ray pickles `RolloutRayActor` by value, with its module's globals as they are on the driver.
-
-    Args:
-        retry_minutes: how long each sample waits for a reward server.
-        timeout_seconds: how long a call of a reward function may take.
-    """
+    """Make OpenRLHF's vLLM engines fetch rewards with a `RewardExecutor` of these limits."""
     vllm_engine.SingleTurnAgentExecutor = functools.partial(
         RewardExecutor, retry_minutes=retry_minutes, timeout_seconds=timeout_seconds
     )
 
 
 class RewardExecutor(SingleTurnAgentExecutor):
-    """`SingleTurnAgentExecutor` with five changes.
+    """`SingleTurnAgentExecutor` with six changes.
 
     1. `kk` and `math` stand for the package's reward files.
     2. It waits for a server that does not answer.
     3. A reward function runs in a process of its own, and each call has a time limit.
     4. A reward function that raises, or a reward that is no finite number, ends the run with its cause.
     5. vLLM returns tokens and no text.
+    6. It returns the log-probs of a few samples, which the update compares with the actor's (`rollout/gap`).
 
     Args:
-        remote_rm_url: `kk`, `math`, the path of a Python file, or URLs that take turns.
+        remote_rm_url: `kk`, `math` or the path of a Python file alone, or URLs that take turns.
         retry_minutes: how long each sample waits for a server.
         timeout_seconds: how long a call of a reward function may take.
 
@@ -69,27 +63,21 @@ class RewardExecutor(SingleTurnAgentExecutor):
     """
 
     def __init__(
-        self,
-        remote_rm_url: str | list[str] | None = None,
-        retry_minutes: float = 10.0,
-        timeout_seconds: float = 300.0,
+        self, remote_rm_url: list[str] | None = None, retry_minutes: float = 10.0, timeout_seconds: float = 300.0
     ) -> None:
         # Without endpoints, upstream's `execute` generates and leaves the reward to ours. It loads no file either.
         super().__init__(None)
-        sources = [remote_rm_url] if isinstance(remote_rm_url, str) else remote_rm_url or []
         credentials.receive()  # the URLs name them
         # The engine looks the files up, and not the driver, because their nodes may have the package in two folders.
-        self.sources = [REWARD_FILES.get(source, source) for source in sources]
+        self.sources = [REWARD_FILES.get(source, source) for source in remote_rm_url or []]
         self._servers = itertools.cycle(self.sources)
         self.retry_seconds = 60 * retry_minutes
         is_file = bool(self.sources) and self.sources[0].endswith(".py")
         self._process = RewardProcess(self.sources[0], timeout_seconds) if is_file else None
         if is_file:
             logger.info(f"rewards come from {self.sources[0]}")
-        self._spot_checks = SpotChecks()
+        self._count = itertools.count()  # samples whose log-probs can be compared
         self.calls = 0  # under way. Each ends within a limit of its own
-        self._failure: RewardError | None = None  # of the call that ended the process
-        self._waiting = 0  # samples that wait for a server
         self._down_since = self._said = 0.0
 
     async def execute(self, prompt, label, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None):
@@ -99,115 +87,93 @@ class RewardExecutor(SingleTurnAgentExecutor):
             RewardError: the function raised, took too long or ended its process, no server answered in time, one
                 refused the request, or the answer has no finite reward.
         """
-        asked = copy(self._spot_checks.ask(sampling_params))
+        asked = copy(sampling_params)
         asked.detokenize = False  # vLLM's text is not read, and the query has the prompt's too
-        output = await super().execute(
-            prompt,
-            label,
-            asked,
-            max_length,
-            hf_tokenizer,
-            llm_engine,
-            images=images,
-        )
-        fill(output, sampling_params)
+        # vLLM's log-probs are those at temperature 1, whatever it samples at, and the actor's are those at the
+        # sampling temperature. Where OpenRLHF corrects by importance sampling, it asks for the log-probs of all.
+        is_comparable = sampling_params.logprobs is None and sampling_params.temperature == 1
+        if is_comparable and self._is_chosen(sampling_params):
+            asked.logprobs, asked.flat_logprobs = 0, True  # the sampled tokens' alone
+        output = await super().execute(prompt, label, asked, max_length, hf_tokenizer, llm_engine, images=images)
+        if is_comparable and output["rollout_log_probs"] is None:  # OpenRLHF batches those of all samples or of none
+            output["rollout_log_probs"] = np.full(len(output["observation_tokens"]), np.nan, dtype=np.float32)
         if not self.sources:
             return output
         query = hf_tokenizer.decode(output["observation_tokens"], skip_special_tokens=False)
         self.calls += 1
         try:
             if self._process:
-                result = await self._call_function(query, prompt, label)
+                result = await asyncio.to_thread(self._process.call, query, prompt, label)
             else:
-                result = await self._ask_server({"query": [query], "prompts": [prompt], "labels": [label]})
+                result = await self._ask_server(query, prompt, label)
         finally:
             self.calls -= 1
         try:
             answer = normalise(result, 1)
         except ValueError as error:
-            raise RewardError(f"{self.sources[0]} returned {error}{_about(query, label)}") from None
+            raise RewardError(f"{self.sources[0]} returned {error}{about(query, label)}") from None
         [output["reward"]], scores = answer["rewards"], answer["scores"]
         output["scores"] = output["reward"] if scores is None else scores[0]
         output[SCORES_ARE_REWARDS] = scores is None
         output["extra_logs"] = {name: value for name, [value] in answer["extra_logs"].items()}
         return output
 
-    async def _call_function(self, query: str, prompt: str, label: Any) -> Any:
-        assert self._process is not None
-        try:
-            return await asyncio.to_thread(self._process.call, [query], [prompt], [label])
-        except Raised as error:
-            cause = f"raised {error.summary}"
-            raise RewardError(f"{self.sources[0]}: reward_func {cause}{_about(query, label)}") from error
-        except TimedOut as error:
-            # Before it is killed: the other calls, which end with the process, then name this one.
-            cause = f"gave {error}"
-            self._failure = self._failure or RewardError(
-                f"{self.sources[0]}: reward_func {cause}{_about(query, label)}"
-            )
-            self._process.kill()
-        except Died as error:
-            self._failure = self._failure or RewardError(
-                f"{self.sources[0]}: {error} while it graded this sample, and perhaps others{_about(query, label)}"
-            )
-        raise self._failure
+    def _is_chosen(self, sampling_params: SamplingParams) -> bool:
+        """Return whether vLLM is to return a sample's log-probs.
 
-    async def _ask_server(self, message: dict) -> Any:
+        The seed says so where there is one (`--train.deterministic`), so a resumed run chooses the same samples.
+        """
+        turn = next(self._count) if sampling_params.seed is None else sampling_params.seed
+        return turn % EVERY == 0
+
+    async def _ask_server(self, query: str, prompt: str, label: Any) -> Any:
         """Return a server's answer, after as many attempts as the time allows. Each attempt asks the next server.
 
         Raises:
             RewardError: the time is up, or the server refuses the request itself (4xx).
         """
-        clock, pause, failed = awake.Clock(longest=_ATTEMPT.total + 2 * _LONGEST_PAUSE), _FIRST_PAUSE, False
-        try:
-            while True:
-                url = next(self._servers)
-                try:
-                    answer = await _post(url, message)
-                except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError) as error:
-                    cause = credentials.mask(f"{type(error).__name__}: {error}", url)
-                else:
-                    if failed and self._down_since:
-                        logger.info(f"reward server: answers again, after {time.monotonic() - self._down_since:.0f} s")
-                        self._down_since = 0.0
-                    return answer
-                if not failed:
-                    failed = True
-                    self._waiting += 1
-                waited = clock()
-                self._say(url, cause)
-                if waited + pause > self.retry_seconds:
-                    raise RewardError(
-                        f"no reward from {url} in {waited / 60:.1f} minutes (--reward.retry_minutes): {cause}"
-                    )
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, _LONGEST_PAUSE)
-        finally:
-            self._waiting -= failed
+        clock, pause = awake.Clock(longest=_ATTEMPT.total + 2 * _LONGEST_PAUSE), _FIRST_PAUSE
+        while True:
+            url = next(self._servers)
+            try:
+                answer = await _post(url, query, prompt, label)
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError) as error:
+                cause = credentials.mask(f"{type(error).__name__}: {error}", url)
+            else:
+                if self._down_since:
+                    logger.info(f"reward server: answers again, after {time.monotonic() - self._down_since:.0f} s")
+                    self._down_since = 0.0
+                return answer
+            waited = clock()
+            self._say(url, cause)
+            if waited + pause > self.retry_seconds:
+                raise RewardError(
+                    f"no reward from {url} in {waited / 60:.1f} minutes (--reward.retry_minutes): {cause}"
+                )
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _say(self, url: str, cause: str) -> None:
+        """Log why samples wait for a server, once a minute for all of them."""
         now = time.monotonic()
         self._down_since = self._down_since or now
         if now - self._said >= _SAY_EVERY:
             self._said = now
             logger.warning(
-                f"reward server: {self._waiting} samples wait for {url}, for {now - self._down_since:.0f} s so far, "
+                f"reward server: {self.calls} samples wait for {url}, for {now - self._down_since:.0f} s so far, "
                 f"for up to {self.retry_seconds / 60:g} minutes: {cause}"
             )
 
 
-async def _post(url: str, message: dict) -> Any:
+async def _post(url: str, query: str, prompt: str, label: Any) -> Any:
+    message = {"query": [query], "prompts": [prompt], "labels": [label]}
     # Each request opens its own connection, as upstream's do. A kept one could have died with its server since.
     whole = credentials.expand(url)
     async with aiohttp.ClientSession(timeout=_ATTEMPT) as session, session.post(whole, json=message) as response:
-        if 400 <= response.status < 500 and response.status not in (408, 429):
-            text = credentials.mask((await response.text())[:500], url)
-            about = _about(message["query"][0], message["labels"][0])
-            raise RewardError(f"{url} refuses the request with status {response.status}: {text}{about}")
-        if response.status >= 400:
-            raise OSError(f"status {response.status}: {(await response.text())[:500]}")
-        return await response.json(content_type=None)
-
-
-def _about(query: str, label: Any) -> str:
-    return f"\nlabel: {str(label)[:2000]}\nquery: {query}"
+        if response.status < 400:
+            return await response.json(content_type=None)
+        text = (await response.text())[:500]
+        if response.status >= 500 or response.status in (408, 429):
+            raise OSError(f"status {response.status}: {text}")
+        refusal = f"{url} refuses the request with status {response.status}: {credentials.mask(text, url)}"
+        raise RewardError(f"{refusal}{about(query, label)}")

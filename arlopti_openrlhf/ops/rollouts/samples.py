@@ -1,7 +1,7 @@
 """Generates the samples of a step and of an evaluation, and waits for them."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import ray
 import torch
@@ -13,24 +13,36 @@ from openrlhf.utils.logging_utils import init_logger
 from tqdm import tqdm
 from vllm import SamplingParams
 
+from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of, unmatched
 from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.rollouts.prompts import Leftover, Numbered, Prompts, seed_of
+from arlopti_openrlhf.ops.rollouts.reward_client import SCORES_ARE_REWARDS
 
 logger = init_logger(__name__)
 
 
 class SamplesGenerator(samples_generator.SamplesGenerator):
-    """Restates upstream's loops, with three changes.
+    """Restates upstream's loops, with five changes.
 
     1. `Prompts` keeps the samples that a step leaves over, so a checkpoint knows which prompts have been trained.
     2. A request to stop ends the wait for samples, as `stopping.Interrupted`.
     3. Under `--train.deterministic` the samples come in the order of their prompts. Each has a seed that follows from
        `--train.seed` and the place of its prompt. Each engine gets its whole list at once, because what it computes
        may depend, in the last bits, on which requests it computes together.
+    4. An evaluation samples each data source as its specification says.
+    5. A sample knows whether its `scores` are its rewards, because the reward function returned none.
     """
 
     prompts_dataloader: Prompts
     _has_ended = False  # the caller knows that the episode is over
+
+    def __init__(self, *args, specs: Sequence[Sampling], **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.specs = specs
+        self._with_and_without_scores: set[bool] = set()  # the kinds of samples so far
+        sources = {str(source) for sources, *_ in self.eval_dataloader or () for source in sources}
+        for pattern in unmatched(specs[1:], sources) if sources else ():
+            logger.warning(f"--eval.sampling {pattern}: matches none of the sources {', '.join(sorted(sources))}")
 
     @torch.no_grad()
     def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
@@ -60,6 +72,26 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self._has_ended = prompts.is_drawn and not prompts.leftover
         return of_step, pass_rate, drawn, self._has_ended
 
+    def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
+        """Return upstream's samples with their `datasource`, ordered by source and then by problem.
+
+        The specifications give `temperature` and `n_samples_per_prompt`.
+        """
+        problems = defaultdict(list)
+        for batch in self.eval_dataloader:
+            for source, *problem in zip(*batch, strict=True):
+                problems[str(source)].append(([source], *([part] for part in problem)))
+        samples = []
+        for source, batches in problems.items():
+            sampling = sampling_of(source, self.specs)
+            self._eval_dataloader_iter = Numbered(("eval", source), batches)
+            own = {"n_samples_per_prompt": sampling.n, "temperature": sampling.temperature}
+            of_source = super().generate_eval_samples(**generate_kwargs | own)
+            for sample in of_source:
+                sample.datasource = source
+            samples += of_source
+        return samples
+
     def _generate_vllm(
         self, dataloader_iter: Numbered, num_prompts: int, dynamic_filtering: bool, **generate_kwargs
     ) -> tuple[list[Experience], int, bool]:
@@ -88,12 +120,11 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
 
     def _draw(self, dataloader_iter: Numbered, count: int, **generate_kwargs) -> tuple[list[ray.ObjectRef], int, bool]:
         """Send the next prompts to vLLM. Return the calls, how many prompts, and whether there are no others."""
-        first = dataloader_iter.drawn
+        place = (*dataloader_iter.name, dataloader_iter.drawn)
         prompts, labels, images, is_exhausted = _collect_prompt_batch(dataloader_iter, count)
         if not prompts:
             return [], 0, is_exhausted
         if self.args.train.deterministic:
-            place = (*dataloader_iter.name, first)
             refs = self._dispatch_in_order(place, prompts, labels, images, **generate_kwargs)
         else:
             refs = self._dispatch_prompts_to_vllm(prompts, labels, images=images, **generate_kwargs)
@@ -118,7 +149,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             Interrupted: a request to stop.
         """
         if self.args.train.deterministic:
-            # Without a limit, because the engines give signs of life, and long responses take their time.
+            # Without a limit, because the engines have heartbeats, and long responses take their time.
             by_engine = stopping.wait(pending)
             # Prompt i is with engine i mod the number of engines.
             engines, count = len(by_engine), sum(map(len, by_engine))
@@ -150,14 +181,11 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             }
             for i, (prompt, label, image) in enumerate(zip(prompts, labels, images, strict=True))
         ]
-        shared: dict[str, Any] = {
-            "sampling_params": self._sampling_params(**generate_kwargs),
-            "max_length": generate_kwargs.get("max_len", 2048),
-            "hf_tokenizer": self.tokenizer,
-        }
         engines = self.vllm_engines[: len(requests)]
+        parameters, max_length = self._sampling_params(**generate_kwargs), generate_kwargs.get("max_len", 2048)
         return [
-            engine.generate_in_order.remote(requests[i :: len(engines)], **shared) for i, engine in enumerate(engines)
+            engine.generate_in_order.remote(requests[i :: len(engines)], parameters, max_length, self.tokenizer)
+            for i, engine in enumerate(engines)
         ]
 
     def _sampling_params(self, **generate_kwargs) -> SamplingParams:
@@ -171,3 +199,16 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             skip_special_tokens=generate_kwargs.get("skip_special_tokens", False),
             logprobs=1 if self.args.algo.advantage.is_correction_level != "off" else None,
         )
+
+    def _process_response_into_experience(self, response, **generate_kwargs) -> Experience:
+        experience = super()._process_response_into_experience(response, **generate_kwargs)
+        # A custom agent's responses have no such entry. Their scores are its own.
+        experience.scores_are_rewards = response.get(SCORES_ARE_REWARDS, False)
+        if experience.scores_are_rewards not in self._with_and_without_scores:
+            self._with_and_without_scores.add(experience.scores_are_rewards)
+            if len(self._with_and_without_scores) == 2:
+                logger.warning(
+                    "the reward function returns `scores` for some samples only. For the others, their reward stands "
+                    "in, and a data source with such samples has no accuracy."
+                )
+        return experience

@@ -1,14 +1,16 @@
-"""Which checkpoint is whole, which is the newest, which goes: on folders as a run leaves them."""
+"""Which checkpoint is whole, which is resumed from, which goes: on folders as a run leaves them."""
 
 import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
+from torch import distributed as dist
 
 from arlopti_openrlhf.ops.checkpoints import files
+from arlopti_openrlhf.ops.checkpoints.saving import NoWholeCheckpoint, folders_of, newest_whole
 
 
 def write(folder: Path, tag: str, size: int = 100) -> Path:
@@ -22,19 +24,9 @@ def write(folder: Path, tag: str, size: int = 100) -> Path:
     return folder / tag
 
 
-def write_without_manifest(folder: Path, tag: str, ranks: int = 2) -> Path:
-    """Write a checkpoint as OpenRLHF does."""
-    (folder / tag).mkdir(parents=True)
-    torch.save({"weights": torch.arange(999.0)}, folder / tag / "mp_rank_00_model_states.pt")
-    for rank in range(ranks):
-        state = {"moments": torch.arange(999.0) + rank}
-        torch.save(state, folder / tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    return folder / tag
-
-
 def test_a_published_checkpoint_is_whole_and_named_in_latest(tmp_path):
     checkpoint = write(tmp_path, "global_step2")
-    assert files.problems(checkpoint, ranks=2) == []
+    assert files.problems(checkpoint) == []
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
 
@@ -49,49 +41,64 @@ def overwrite_64_bytes(path: Path) -> None:
     ("damage", "reason"),
     [
         (overwrite_64_bytes, "has changed since it was written"),
-        (lambda path: os.truncate(path, 50), "has 50 bytes, not 100"),
+        (lambda path: os.truncate(path, 50), "has changed since it was written, and has 50 bytes now"),
         (os.remove, "is missing"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "fi'), "cannot be read"),
+        (lambda path: path.with_name(files.MANIFEST).unlink(), "torn, or from a run of OpenRLHF's own command"),
+        (lambda path: path.parent.rename(path.parents[1] / "elsewhere"), "it is not there"),
     ],
 )
 def test_every_damage_is_named(damage, reason, tmp_path):
     damage(write(tmp_path, "global_step2") / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    shares = [files.problems(tmp_path / "global_step2", 2, slice(rank, None, 2)) for rank in range(2)]
+    shares = [files.problems(tmp_path / "global_step2", slice(rank, None, 2)) for rank in range(2)]
     found = {problem for share in shares for problem in share}
     assert len(found) == 1 and reason in found.pop()
 
 
-def test_openrlhfs_checkpoints_are_judged_by_their_own_checksums(tmp_path):
-    checkpoint = write_without_manifest(tmp_path, "global_step2")
-    assert files.problems(checkpoint, ranks=2) == []
-    assert files.problems(checkpoint, ranks=3) == ["it holds 2 *_optim_states.pt for 3 ranks"]
-    optimizer = checkpoint / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    whole = optimizer.read_bytes()
-    optimizer.write_bytes(whole[:2000] + b"\x7f" * 64 + whole[2064:])
-    assert files.problems(checkpoint, ranks=2) == [f"{optimizer.name}: a checksum is wrong"]
-    optimizer.write_bytes(whole[:2000])
-    assert "cannot be read" in files.problems(checkpoint, ranks=2)[0]
-    (checkpoint / "mp_rank_00_model_states.pt").unlink()
-    assert "it holds no *_model_states.pt" in files.problems(checkpoint, ranks=2)
-
-
 def test_the_newest_is_what_was_written_last(tmp_path):
-    write_without_manifest(tmp_path, "global_step90")
     for tag in ("global_step40", "global_step2", "best_global_step2", "global_step4"):
         write(tmp_path, tag)
     (tmp_path / "notes").mkdir()
-    ours = ["global_step4", "best_global_step2", "global_step2", "global_step40"]
-    assert files.newest_first([tmp_path]) == [*ours, "global_step90"]
+    assert files.newest_first([tmp_path]) == ["global_step4", "best_global_step2", "global_step2", "global_step40"]
     (tmp_path / "global_step40" / files.MANIFEST).write_text("{")  # it comes first, so that it is named
     (tmp_path / "global_step1").mkdir()  # emptied
     assert files.newest_first([tmp_path])[:2] == ["global_step40", "global_step1"]
+    assert files.newest_published([tmp_path]) == "global_step4"
     assert files.newest_first([tmp_path / "nothing"]) == []
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_actor_and_critic_resume_from_the_newest_that_is_whole_in_both(one_rank, tmp_path, capsys):
+    model = SimpleNamespace(model_name_or_path="model")
+    actor, critic = folders = folders_of(tmp_path / "_critic", SimpleNamespace(critic=model))
+    assert newest_whole(folders) is None
+    for step in (2, 4, 6, 8):
+        for folder in folders[: 1 if step == 8 else 2]:
+            write(folder, f"global_step{step}")
+    overwrite_64_bytes(critic / "global_step6" / "mp_rank_00_model_states.pt")
+    capsys.readouterr()
+    assert newest_whole(folders) == "global_step4"
+    passed_over, also, chosen = capsys.readouterr().out.splitlines()
+    assert passed_over.endswith("passed over checkpoint global_step8 is not whole (_critic: it is not there)")
+    assert "global_step6 is not whole (_critic: mp_rank_00_model_states.pt has changed since" in also
+    assert "resumes from" in chosen and "_actor/global_step4, verified in" in chosen
+    for step in (2, 4):
+        (actor / f"global_step{step}" / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(NoWholeCheckpoint, match=r"global_step2 is not whole \(_actor: .* is missing\)"):
+        newest_whole(folders)
+    assert folders_of(actor, SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))) == [actor]
 
 
 def test_a_checkpoint_is_replaced_by_one_of_its_name(tmp_path):
     write(tmp_path, "global_step2", size=10)
     checkpoint = write(tmp_path, "global_step2", size=20)
-    assert files.problems(checkpoint, 2) == [] and files.size_of(checkpoint) > 40
+    assert files.problems(checkpoint) == [] and files.size_of(checkpoint) > 40
     assert json.loads((checkpoint / files.MANIFEST).read_text())["serial"] == 2
 
 
@@ -100,7 +107,7 @@ def test_leftovers_of_killed_processes_go_and_a_whole_one_gets_its_name(tmp_path
     (tmp_path / f"{files.WRITING}global_step4").mkdir()
     (tmp_path / f"{files.REMOVING}global_step1").mkdir()
     lines = files.clear_leftovers(tmp_path)
-    assert len(lines) == 2 and "global_step2 had been written" in lines[0] and "never finished" in lines[1]
+    assert "left of" in lines[0] and "global_step2 had been written" in lines[1] and "left of" in lines[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
 
 
@@ -152,12 +159,17 @@ def test_actor_and_critic_rotate_together_once_both_are_whole(tmp_path):
     assert rotated(folders, "global_step8", 2, {"global_step6": 1.0}) == ["global_step4", "global_step8"]
 
 
+def test_without_room_for_as_much_as_the_last_one_took_nothing_is_written(tmp_path, monkeypatch):
+    write(tmp_path, "global_step2", size=1000)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2000))
+    with pytest.raises(OSError, match="No space left on device"):
+        files.begin(tmp_path / f"{files.WRITING}global_step4", print)
+
+
 def test_a_writer_that_names_no_cause_is_asked_again(tmp_path):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x/y")
-    assert files.cause_of(full, tmp_path) == "No space left on device: /x/y"
+    assert files.cause_of(full, tmp_path) == "OSError: [Errno 28] No space left on device: '/x/y'"
     silent = RuntimeError("basic_ios::clear: iostream error")
     assert files.cause_of(silent, tmp_path) == "RuntimeError: basic_ios::clear: iostream error"
     assert "No such file or directory" in files.cause_of(silent, tmp_path / "gone")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(OSError, match="No space left on device"):
-        files.check_room(tmp_path, 1 << 60)

@@ -11,7 +11,6 @@ import torch
 from arlopti_testing.update_workers import OFF, SAMPLES, Group, cluster, experiences, flags
 
 from arlopti_openrlhf.ops.checkpoints import files
-from arlopti_openrlhf.ops.checkpoints import newest as newest_checkpoint
 from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged
 
@@ -31,7 +30,7 @@ def actor(group: Group, method: str, *args, **kwargs) -> list:
 
 def start(model: str, folder: Path, *more: str, max_steps: int = 8) -> Group:
     """Two optimizer steps for each rollout batch, and a learning rate that falls."""
-    schedule = "--actor.adam.lr 1e-2 --actor.lr_scheduler linear --train.enable_ema --ckpt.load_enable".split()
+    schedule = "--actor.adam.lr 1e-2 --actor.lr_scheduler linear --ckpt.load_enable".split()
     paths = ["--ckpt.path", str(folder), "--ckpt.output_dir", str(folder / "final"), "--ckpt.max_num", "2"]
     batch = ["--train.batch_size", str(SAMPLES // 2)]
     return Group(flags(model, *schedule, *paths, *batch, *more), max_steps=max_steps)
@@ -48,7 +47,7 @@ def random_numbers(group: Group) -> list[tuple]:
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_resumed_run_is_the_same_run(stage, tiny_model, tmp_path):
-    group = start(tiny_model, tmp_path, "--ds.zero_stage", stage)
+    group = start(tiny_model, tmp_path, "--train.enable_ema", "--ds.zero_stage", stage)
     group.run(experiences(1), METHODS)
     actor(group, "save_checkpoint", tag="global_step1", client_states={"global_step": 1})
     at_checkpoint, numbers = everything(group), random_numbers(group)
@@ -109,7 +108,7 @@ def limit_files(group: Group, rank: int, size: int) -> None:
 
 def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     """One group of workers for all, because it takes long to start."""
-    group = start(tiny_model, tmp_path)
+    group = start(tiny_model, tmp_path, "--train.enable_ema")
     group.run(experiences(1), METHODS)
     at_checkpoint = everything(group)
     for step in (1, 2, 3):
@@ -130,7 +129,9 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     (tmp_path / "final" / "kept").mkdir()  # OpenRLHF's default keeps the checkpoints there
     actor(group, "save_model")
     model = {path.name for path in (tmp_path / "final").iterdir()}
-    assert {"kept", "config.json", "model.safetensors", "tokenizer.json"} <= model and ".writing" not in model
+    assert {"kept", "config.json", "model.safetensors", "tokenizer.json"} <= model and not any(
+        name.startswith(files.WRITING) for name in model
+    )
 
     # The newest is damaged: the one before it is loaded. Both are: the run does not start anew in silence.
     overwrite_64_bytes(folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
@@ -138,9 +139,7 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     assert [states["global_step"] for states in actor(group, "get_checkpoint_states")] == [2, 2]
     assert all(map(torch.equal, everything(group), at_checkpoint))
     (folder / "global_step2" / "process_rank_1.pt").unlink()
-    with pytest.raises(
-        newest_checkpoint.NoWholeCheckpoint, match=r"global_step3 .* has changed .*global_step2 .*missing"
-    ):
+    with pytest.raises(checkpoints.NoWholeCheckpoint, match=r"global_step3 .* has changed .*global_step2 .*missing"):
         group.start()
 
     # A folder in which nothing was ever finished is a run's beginning.
@@ -161,8 +160,6 @@ def test_weights_that_are_not_finite_are_not_saved(stage, tiny_model, tmp_path):
         (weight.ds_tensor if stage == "3" else weight).data.flatten()[-1] = torch.nan
 
     group = start(tiny_model, tmp_path, "--ds.zero_stage", stage)
-    group.args.train.enable_ema = False
-    group.start()
     actor(group, "save_checkpoint", tag="global_step1")
     ray.get(group.workers[group.selective]._actor_handlers[1].__ray_call__.remote(spoil))
     for method, kwargs in (("save_checkpoint", {"tag": "global_step2"}), ("save_model", {})):

@@ -1,12 +1,14 @@
 """Evaluation during training: its measures and its samples."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch
 
 from arlopti_openrlhf.evaluation.sampling import Sampling
-from arlopti_openrlhf.ops.rollouts.evaluation import SourceSamplesGenerator, compute_eval_metrics
+from arlopti_openrlhf.ops.rollouts.evaluation import compute_eval_metrics
 from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator
 
 # Batches of sources, prompts, labels, images. One problem occurs in two sources, once with a list of labels.
@@ -67,12 +69,8 @@ def test_samples_are_drawn_as_each_source_says(monkeypatch):
         return [sample(p, a, 0.0) for p, a in zip(prompts, labels, strict=True) for _ in range(n)], 0, exhausted
 
     monkeypatch.setattr(SamplesGenerator, "_generate_vllm", generate)
-    args = torch.nn.Module()
-    args.vllm, args.rollout = torch.nn.Module(), torch.nn.Module()
-    args.vllm.enable_sleep, args.rollout.batch_size = False, 16
-    strategy = torch.nn.Module()
-    strategy.args = args
-    generator = SourceSamplesGenerator(strategy, None, DATA, None, [], specs=SPECS)
+    args = SimpleNamespace(vllm=SimpleNamespace(enable_sleep=False), rollout=SimpleNamespace(batch_size=16))
+    generator = SamplesGenerator(SimpleNamespace(args=args), None, DATA, None, [], specs=SPECS)
     for _ in range(2):  # an evaluation leaves nothing behind
         calls.clear()
         samples = generator.generate_eval_samples(n_samples_per_prompt=9, temperature=0.1, top_p=0.9)

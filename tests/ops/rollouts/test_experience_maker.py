@@ -7,10 +7,12 @@ import torch
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.utils.config import hierarchize
 
+from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.ops import controller
 from arlopti_openrlhf.ops.rollouts import experience_maker
-from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, fill_missing_metrics
+from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker
 from arlopti_openrlhf.patching import plain_class
 
 GROUP, LENGTH = 8, 5
@@ -18,21 +20,10 @@ GROUP, LENGTH = 8, 5
 REWARDS = [[0.1] * 8, [0.1, 0.7] * 4, [0.1] * 7 + [0.1 + 1e-8], [3.0] * 8]
 
 
-def make_args(estimator: str = "group_norm", **reward) -> SimpleNamespace:
-    reward = {"clip_range": (-10, 10)} | reward
-    return SimpleNamespace(
-        algo=SimpleNamespace(
-            advantage=SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False),
-            kl=SimpleNamespace(target=None, init_coef=0.1),
-        ),
-        rollout=SimpleNamespace(n_samples_per_prompt=GROUP, micro_batch_size=4, max_new_tokens=LENGTH),
-        train=SimpleNamespace(dynamic_batch_enable=False, max_bad_steps=3, seed=1),
-        alarm=SimpleNamespace(flat_reward_steps=20, grad_norm_factor=10, rollout_gap=0.1),
-        ds=SimpleNamespace(param_dtype="bf16"),
-        reward=SimpleNamespace(**reward),
-        logger=SimpleNamespace(wandb=SimpleNamespace(key=None), tensorboard_dir=None),
-        ckpt=SimpleNamespace(best_metric_key=""),
-    )
+def make_args(estimator: str = "group_norm", *more: str) -> SimpleNamespace:
+    sizes = f"--rollout.n_samples_per_prompt {GROUP} --rollout.micro_batch_size 4 --rollout.max_new_tokens {LENGTH}"
+    flags = f"--actor.model_name_or_path m --algo.advantage.estimator {estimator} --algo.kl.init_coef 0.1 {sizes}"
+    return hierarchize(parse([*flags.split(), *more]))
 
 
 def advantages(kind: type, args: SimpleNamespace, rewards: list[list[float]], kl: bool = False) -> list[Experience]:
@@ -89,7 +80,7 @@ def test_equal_rewards_have_no_advantage(kl):
 
 def test_rewards_count_after_the_length_penalties():
     """The penalty makes the first prompt's rewards equal, and half of the second's, which were equal, different."""
-    args = make_args(stop_properly_penalty_coef=-0.1)
+    args = make_args("group_norm", "--reward.stop_properly_penalty_coef", "-0.1")
     rewards = [[float(i) for i in range(GROUP)], [0.1] * GROUP]
     ours, stock = (advantages(kind, args, rewards) for kind in (ExperienceMaker, RemoteExperienceMaker))
     assert by_sample(ours, "advantages")[GROUP:].any() and by_sample(stock, "advantages")[:GROUP].any()
@@ -132,6 +123,10 @@ def test_both_trainers_have_it():
         assert issubclass(plain_class(actor), controller.Controller)
 
 
+def make_maker(kind: type):
+    return kind(None, None, None, None, None, SimpleNamespace(args=make_args()), SimpleNamespace(pad_token_id=0))
+
+
 def make_sample(**info: float) -> Experience:
     return Experience(
         sequences=torch.ones(1, 3, dtype=torch.long),
@@ -150,8 +145,7 @@ def make_samples() -> list[Experience]:
 def test_metrics_that_some_samples_lack(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(experience_maker.logger, "warning", lines.append)
-    args = make_args()
-    maker = ExperienceMaker(None, None, None, None, None, SimpleNamespace(args=args), SimpleNamespace(pad_token_id=0))
+    maker = make_maker(ExperienceMaker)
     for _ in range(2):
         samples = make_samples()
         batches = maker.split_rollout_samples(samples)
@@ -165,17 +159,13 @@ def test_metrics_that_some_samples_lack(monkeypatch):
 
 
 def test_upstream_cannot_batch_them():
-    args = make_args()
-    maker = RemoteExperienceMaker(
-        None, None, None, None, None, SimpleNamespace(args=args), SimpleNamespace(pad_token_id=0)
-    )
     with pytest.raises(ValueError, match="steps"):
-        for batch in maker.split_rollout_samples(make_samples()):
+        for batch in make_maker(RemoteExperienceMaker).split_rollout_samples(make_samples()):
             split_experience_batch(batch)
 
 
 def test_metrics_that_all_samples_have_stay_as_they_are():
     samples = [make_sample(reward=1.0, clipped=True), make_sample(reward=2.0, clipped=False)]
     before = [dict(sample.info) for sample in samples]
-    assert fill_missing_metrics(samples) == {}
+    make_maker(ExperienceMaker).split_rollout_samples(samples)
     assert all(sample.info[name] is info[name] for sample, info in zip(samples, before, strict=True) for name in info)

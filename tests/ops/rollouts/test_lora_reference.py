@@ -37,11 +37,6 @@ def test_the_experience_makers_calls_go_to_the_policy(is_colocated, monkeypatch)
     assert policy.asked == [("forward_reference", samples), ("empty_cache", {})][: 1 + is_colocated]
 
 
-def test_a_reference_has_no_other_method():
-    with pytest.raises(ValueError, match="no append"):
-        ReferenceInPolicy(Policy()).async_run_method_batch(method_name="append", experience=[])
-
-
 def test_upstream_starts_no_reference_and_all_other_groups(monkeypatch):
     made = []
     monkeypatch.setattr(upstream, "RayActorGroup", upstream.RayActorGroup)

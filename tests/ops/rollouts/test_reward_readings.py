@@ -68,18 +68,18 @@ NAMES = [line.split('"')[1] for line in ANSWERS.splitlines() if "lambda n" in li
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """The file, and the URL of a server that has it."""
+    """What asks the file, what asks a server that has it, the file, and the server's URL."""
     path = tmp_path_factory.mktemp("rewards") / "answers.py"
     path.write_text(ANSWERS, encoding="utf-8")
     with server("--grader", path, "--workers", "1") as process:
-        yield str(path), f"{process.url}/get_reward"
+        url = f"{process.url}/get_reward"
+        yield RewardExecutor([str(path)]), RewardExecutor([url]), str(path), url
 
 
-def outcome(source: str, label: str) -> dict | None:
+def outcome(executor: RewardExecutor, label: str) -> dict | None:
     """What the run reads from a source, or None where it refuses it."""
 
     async def run() -> dict:
-        executor = RewardExecutor([source])
         return await executor.execute("prompt", label, SamplingParams(max_tokens=8), 100, Tokenizer(), Engine())
 
     try:
@@ -98,8 +98,8 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_sample_is_read_alike_in_process_over_http_and_before_the_run(sources, name):
-    file, url = sources
-    in_process, over_http = outcome(file, name), outcome(url, name)
+    function, service, file, _ = sources
+    in_process, over_http = outcome(function, name), outcome(service, name)
     assert same(in_process, over_http), "a server changes the answer"
     assert same(in_process, READ.get(name))
     assert (reward_problem(file, [("prompt", name)]) is None) == (in_process is not None)
@@ -107,7 +107,7 @@ def test_one_sample_is_read_alike_in_process_over_http_and_before_the_run(source
 
 @pytest.mark.parametrize("name", NAMES)
 def test_several_samples_are_read_as_one_is(sources, name):
-    _, url = sources
+    url = sources[-1]
     status, answer = post(url, {"query": ["a", "b"], "prompts": ["", ""], "labels": [name, name]})
     if name not in READ:
         assert status == 422 and answer["error"]

@@ -1,44 +1,60 @@
 """vLLM is asked for the log-probs of some samples, and each sample has log-probs that fit its tokens."""
 
-import numpy as np
+import asyncio
+from types import SimpleNamespace
+
+import pytest
 import torch
+from arlopti_testing.engine_fakes import Engine, Tokenizer
 from vllm import SamplingParams
 
-from arlopti_openrlhf.ops.rollouts.rollout_log_probs import EVERY, SpotChecks, fill
+from arlopti_openrlhf.ops.rollouts.reward_client import EVERY, RewardExecutor
+
+
+class AskedEngine(Engine):
+    """Notes which log-probs it is asked for. Those of each token are -0.5."""
+
+    def __init__(self) -> None:
+        self.asked: list[int | None] = []
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        self.asked.append(sampling_params.logprobs)
+        output = await super().generate(prompt_token_ids, sampling_params)
+        if sampling_params.logprobs is not None:
+            [answer] = output.outputs
+            answer.logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in answer.token_ids]
+        return output
+
+
+def outputs(*samples: SamplingParams) -> tuple[list[dict], list[int | None]]:
+    executor, engine = RewardExecutor(), AskedEngine()
+
+    async def run() -> list[dict]:
+        return [await executor.execute("prompt", "label", each, 100, Tokenizer(), engine) for each in samples]
+
+    return asyncio.run(run()), engine.asked
 
 
 def test_one_sample_in_so_many_is_asked_for():
-    params, checks = SamplingParams(temperature=1.0), SpotChecks()
-    asked = [checks.ask(params).logprobs for _ in range(2 * EVERY)]
-    assert asked == [0, *[None] * (EVERY - 1)] * 2
+    params = SamplingParams(max_tokens=8)
+    assert outputs(*[params] * 2 * EVERY)[1] == [0, *[None] * (EVERY - 1)] * 2
     assert params.logprobs is None  # it is shared with the other samples
 
 
 def test_a_seed_says_whether_its_sample_is_asked_for():
     """Whatever an engine has sampled before."""
-    chosen, other = (
-        SamplingParams(temperature=1.0, seed=3 * EVERY),
-        SamplingParams(temperature=1.0, seed=3 * EVERY + 1),
-    )
-    checks = SpotChecks()
-    assert [checks.ask(params).logprobs for params in (other, chosen, chosen, other)] == [None, 0, 0, None]
+    chosen, other = (SamplingParams(max_tokens=8, seed=3 * EVERY + i) for i in (0, 1))
+    assert outputs(other, chosen, chosen, other)[1] == [None, 0, 0, None]
 
 
-def test_what_is_not_comparable_is_left_alone():
-    checks = SpotChecks()
-    for params in (SamplingParams(temperature=0.7), SamplingParams(temperature=1.0, logprobs=1)):
-        assert checks.ask(params) is params
-        output = {"rollout_log_probs": None, "observation_tokens": [1, 2]}
-        fill(output, params)
-        assert output["rollout_log_probs"] is None
+@pytest.mark.parametrize("changed, asked", [({"temperature": 0.7}, None), ({"logprobs": 1}, 1)])
+def test_what_is_not_comparable_is_left_alone(changed, asked):
+    [output], seen = outputs(SamplingParams(max_tokens=8, **changed))
+    assert seen == [asked] and (output["rollout_log_probs"] is None) == (asked is None)
 
 
 def test_the_others_have_nan():
-    params = SamplingParams(temperature=1.0)
-    output = {"rollout_log_probs": None, "observation_tokens": [1, 2, 3]}
-    fill(output, params)
-    as_upstream = torch.tensor(output["rollout_log_probs"][1:2048])
-    assert as_upstream.dtype == torch.float32 and as_upstream.isnan().tolist() == [True, True]
-    output["rollout_log_probs"] = np.zeros(3)
-    fill(output, params)
-    assert not np.isnan(output["rollout_log_probs"]).any()
+    params = SamplingParams(max_tokens=8)
+    chosen, other = (torch.tensor(output["rollout_log_probs"][1:2048]) for output in outputs(params, params)[0])
+    assert chosen.tolist() == [0] * 5 + [-0.5] * 7  # "prompt" has 6 tokens, and " answer" 7
+    assert other.dtype == torch.float32 and other.isnan().all() and other.shape == chosen.shape

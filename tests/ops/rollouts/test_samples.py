@@ -5,17 +5,19 @@ import pickle
 import random
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils import samples_generator
+from openrlhf.utils.config import hierarchize
 from torch.utils.data import DataLoader
 
+from arlopti_openrlhf.cli.train_ppo_ray import parse
+from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops import controller
 from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.rollouts import samples
-from arlopti_openrlhf.ops.rollouts.prompts import Numbered, Prompts
+from arlopti_openrlhf.ops.rollouts.prompts import Prompts
 from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator
 
 N = 2  # samples per prompt
@@ -35,7 +37,7 @@ class Engine:
         answer |= {"reward": float(prompt), "scores": float(prompt) % 3 / 2, "rollout_log_probs": None}
         return tuple(answer for _ in range(num_samples))
 
-    def _in_order(self, requests, **kwargs) -> list:
+    def _in_order(self, requests, *args) -> list:
         self.asked += requests
         return [self._responses(request["prompt"], request["label"], len(request["seeds"])) for request in requests]
 
@@ -64,32 +66,16 @@ def fake_ray(monkeypatch):
     return fake
 
 
-def namespace(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return SimpleNamespace(**{name: namespace(value) for name, value in tree.items()})
-    return tree
-
-
-def arguments(**changed) -> Any:
+def arguments(*more: str) -> SimpleNamespace:
     """Return the arguments of a run over 2 episodes, with 4 prompts in each step."""
-    flags = {
-        "rollout.batch_size": 4,
-        "rollout.n_samples_per_prompt": N,
-        "rollout.vllm_generate_batch_size": None,
-        "algo.dynamic_filtering_enable": False,
-        "algo.dynamic_filtering_range": (0.1, 0.9),
-        "algo.advantage": {"is_correction_level": "off"},
-        "train.deterministic": False,
-        "train.seed": 7,
-        "train.num_episodes": 2,
-        "vllm.enable_sleep": False,
-        "eval.steps": float("inf"),
-    } | changed
-    tree: dict[str, dict] = {}
-    for name, value in flags.items():
-        group, flag = name.split(".")
-        tree.setdefault(group, {})[flag] = value
-    return namespace(tree)
+    flags = f"--actor.model_name_or_path m --rollout.batch_size 4 --rollout.n_samples_per_prompt {N} --train.seed 7"
+    args = hierarchize(parse([*flags.split(), "--train.num_episodes", "2", *more]))
+    args.eval.steps = float("inf")
+    return args
+
+
+FILTERING = "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.1 0.9".split()
+DETERMINISTIC = "--train.deterministic"
 
 
 def loader(count: int) -> DataLoader:
@@ -100,8 +86,8 @@ def generator(args, count: int, upstream: bool = False):
     strategy = SimpleNamespace(args=args)
     if upstream:
         return samples_generator.SamplesGenerator(strategy, loader(count), None, None, [Engine(), Engine()])
-    prompts = Prompts(loader(count), args.train.seed, args.rollout.n_samples_per_prompt, digest="of these")
-    return SamplesGenerator(strategy, prompts, None, None, [Engine(), Engine()])
+    prompts = Prompts(loader(count), "digest of these", args)
+    return SamplesGenerator(strategy, prompts, None, None, [Engine(), Engine()], specs=[Sampling("*", 3, 1.0)])
 
 
 class Trainer(controller._PPOTrainer):
@@ -166,18 +152,13 @@ def checkpoint_states(monkeypatch):
 
 @pytest.mark.parametrize("runner", [Trainer, Generator])
 @pytest.mark.parametrize("count", [16, 18])  # whole steps, and an episode that ends with a smaller one
-@pytest.mark.parametrize("together", [None, 6, 12])  # prompts of one call of vLLM
+@pytest.mark.parametrize("together", [4, 6, 12])  # prompts of one call of vLLM
 @pytest.mark.parametrize("filtering", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_stopped_after_any_step(runner, count, together, filtering, deterministic, checkpoint_states):
     """The steps before and after the stop train each prompt as often as a run without one."""
-    args = arguments(
-        **{
-            "rollout.vllm_generate_batch_size": together,
-            "algo.dynamic_filtering_enable": filtering,
-            "train.deterministic": deterministic,
-        }
-    )
+    flags = ["--rollout.vllm_generate_batch_size", str(together), *FILTERING * filtering]
+    args = arguments(*flags, *[DETERMINISTIC] * deterministic)
     whole = runner(args, count)
     whole.fit()
     good = [prompt for prompt in range(count) if not filtering or prompt % 3 == 1]
@@ -196,7 +177,7 @@ def test_stopped_after_any_step(runner, count, together, filtering, deterministi
 @pytest.mark.parametrize("filtering", [False, True])
 def test_without_the_flag_samples_are_upstreams(filtering, fake_ray):
     """Upstream's generator, with prompts of the same order, gives the same samples at each arrival."""
-    args = arguments(**{"algo.dynamic_filtering_enable": filtering})
+    args = arguments(*FILTERING * filtering)
     ours, upstream = generator(args, 18), generator(args, 18, upstream=True)
     order = [batch for batch in generator(args, 18).prompts_dataloader.rest]
     upstream.prompts_dataloader = order
@@ -210,7 +191,7 @@ def test_without_the_flag_samples_are_upstreams(filtering, fake_ray):
 
 
 def test_deterministic_samples_are_by_prompt_with_seeds_of_their_own():
-    args = arguments(**{"train.deterministic": True, "algo.dynamic_filtering_enable": True})
+    args = arguments(DETERMINISTIC, *FILTERING)
     one = generator(args, 18)
     order = [prompts[0] for _, prompts, *_ in generator(args, 18).prompts_dataloader.rest]
     rollout, *_ = one.generate_samples(max_len=8)
@@ -219,7 +200,7 @@ def test_deterministic_samples_are_by_prompt_with_seeds_of_their_own():
     seeds = {request["prompt"]: request["seeds"] for engine in one.vllm_engines for request in engine.asked}
     assert len({seed for of_prompt in seeds.values() for seed in of_prompt}) == N * len(seeds)
     # A run without filtering draws the prompts in other rounds, and each has the seeds of its place.
-    other = generator(arguments(**{"train.deterministic": True}), 18)
+    other = generator(arguments(DETERMINISTIC), 18)
     for _ in range(4):
         other.generate_samples(max_len=8)
     others = {request["prompt"]: request["seeds"] for engine in other.vllm_engines for request in engine.asked}
@@ -227,15 +208,15 @@ def test_deterministic_samples_are_by_prompt_with_seeds_of_their_own():
 
 
 def test_evaluation_does_not_depend_on_when_it_is():
-    args = arguments(**{"train.deterministic": True})
+    args = arguments(DETERMINISTIC)
     asked = []
     for _ in range(2):
         one = generator(args, 18)
         one.generate_samples(max_len=8)
         for engine in one.vllm_engines:
             engine.asked.clear()
-        one._eval_dataloader_iter = Numbered(("eval", "kk"), loader(6))
-        found = one.generate_eval_samples(max_len=8, n_samples_per_prompt=3)
+        one.eval_dataloader = loader(6)
+        found = one.generate_eval_samples(max_len=8)
         assert [sample.prompts[0] for sample in found] == [prompt for prompt in range(6) for _ in range(3)]
         asked.append([engine.asked for engine in one.vllm_engines])
     assert asked[0] == asked[1] and len(asked[0][0]) == 3  # of rounds of 4 and 2 prompts over two engines
