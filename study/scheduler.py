@@ -242,7 +242,8 @@ def make_inputs(condition: str, seed: int, folder: Path) -> None:
     greedy = [row | {"datasource": f"{row['datasource']}_greedy"} for row in test[sampled:]]
     write_rows(test[:sampled] + greedy, folder / "test.jsonl")
     warm_start = runs.CONDITIONS[condition].warm_start
-    tiny_policy.make_policy(folder / "model", people=runs.PEOPLE, seed=seed, **warm_start)
+    arguments = {name: value for name, value in warm_start.items() if name not in runs.FIXED}
+    tiny_policy.make_policy(folder / "model", people=runs.PEOPLE, seed=seed, **arguments)
 
 
 def _package_file() -> str:

@@ -118,12 +118,12 @@ def test_unknown_statement_is_refused():
 @pytest.mark.parametrize("num_people", [1, 9])
 def test_number_of_people_out_of_range(num_people):
     with pytest.raises(ValueError, match=rf"\[2, 8\], got {num_people}"):
-        generate(num_people, random.Random(0))
+        next(generate(num_people, random.Random(0)))
 
 
 def test_too_few_names():
     with pytest.raises(ValueError, match="3 people need as many names"):
-        generate(3, random.Random(0), names=["Zoey", "Liam"])
+        next(generate(3, random.Random(0), names=["Zoey", "Liam"]))
 
 
 def test_names_are_distinct_words():
