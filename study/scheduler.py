@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
-from arlopti_openrlhf.lab.analysis.scalars import read_scalars
+from arlopti_openrlhf.lab.analysis.curves import read_scalars
 from study import runs
 from study.runs import ROOT, Run
 from study.stored import STAMP, refuse_another_warm_start, sha256, write, write_whole

@@ -8,8 +8,9 @@ The seed determines everything, in any process. Nothing depends on hash() or on 
 """
 
 import hashlib
+import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -69,8 +70,13 @@ _SENTENCES = (
     '"{Said}," {who} mentioned.',
     '"{Said}" - {who}.',
 )
-# How the published puzzles join the claims {0} and {1}.
-_WORDING = {"and": "{0} and {1}", "or": "{0} or {1}", "->": "if {0} then {1}", "<=>": "{0} if and only if {1}"}
+# {connective: how the published puzzles join two claims by it, whether the two together hold}. "if" is ≤ of the two.
+_CONNECTIVES: dict[str, tuple[str, Callable[[bool, bool], bool]]] = {
+    "and": ("{0} and {1}", operator.and_),
+    "or": ("{0} or {1}", operator.or_),
+    "->": ("if {0} then {1}", operator.le),
+    "<=>": ("{0} if and only if {1}", operator.eq),
+}
 _TEST_SHARE = 3  # one structure in three is held out; with 2 people there are only 249
 
 # With 3 people, these are all. With 4 or more, trying all wrong assignments would take more room than a response has.
@@ -133,22 +139,14 @@ def datasource(num_people: int) -> str:
 
 def is_true(statement: Statement, knights: Sequence[bool]) -> bool:
     """Tell whether a statement holds where `knights[i]` says that person i is a knight. ValueError for another one."""
-    match statement:
-        case ("telling-truth", int(person)):
-            return knights[person]
-        case ("lying", int(person)):
-            return not knights[person]
-        case ("not", inner):
-            return not is_true(inner, knights)
-        case ("and", left, right):
-            return is_true(left, knights) and is_true(right, knights)
-        case ("or", left, right):
-            return is_true(left, knights) or is_true(right, knights)
-        case ("->", left, right):
-            return not is_true(left, knights) or is_true(right, knights)
-        case ("<=>", left, right):
-            return is_true(left, knights) == is_true(right, knights)
-    raise ValueError(f"not a statement of a Knights-and-Knaves puzzle: {statement!r}")
+    kind, *parts = statement
+    if kind in _CONNECTIVES:
+        return _CONNECTIVES[kind][1](*(is_true(part, knights) for part in parts))
+    if kind == "not":
+        return not is_true(parts[0], knights)
+    if kind not in ("telling-truth", "lying"):
+        raise ValueError(f"not a statement of a Knights-and-Knaves puzzle: {statement!r}")
+    return knights[parts[0]] == (kind == "telling-truth")
 
 
 @lru_cache(maxsize=MAX_PEOPLE)
@@ -192,14 +190,8 @@ def generate(
 ) -> Iterator[Puzzle]:
     """Yield puzzles of 2 to 8 people without end, each with exactly one solution.
 
-    Args:
-        num_people: people in each.
-        rng: the only source of chance. The same seed gives the same puzzles in every process.
-        held_out: True for the test split, False for the training split, None for both.
-        names: the pool that the people's names are drawn from, without replacement.
-
-    Raises:
-        ValueError: another number of people, or too few names.
+    `rng` is the only source of chance, so the same seed gives the same puzzles in every process. They are of the test
+    split, of the training split (False), or of both (None). ValueError for another number of people, or too few names.
     """
     if not MIN_PEOPLE <= num_people <= MAX_PEOPLE:
         raise ValueError(f"num_people must be in [{MIN_PEOPLE}, {MAX_PEOPLE}], got {num_people}")
@@ -216,8 +208,8 @@ def generate(
 def _draw_statement(speaker: int, num_people: int, rng: random.Random) -> Statement:
     # The published mixture has a plain claim, a negated one and the four connectives, equally often. A plain claim is
     # never about the speaker: "I am a knight" says nothing, and nobody can say "I am a knave".
-    kind = rng.choice(("plain", "not", *_WORDING))
-    if kind in _WORDING:
+    kind = rng.choice(("plain", "not", *_CONNECTIVES))
+    if kind in _CONNECTIVES:
         left, right = rng.sample(range(2 * num_people), 2)
         return (kind, _atom(left), _atom(right))
     other = rng.randrange(num_people - 1)
@@ -235,8 +227,8 @@ def _role(knight: bool) -> str:
 
 def _claim(statement: Statement, names: Sequence[str]) -> str:
     kind, *parts = statement
-    if kind in _WORDING:
-        return _WORDING[kind].format(*(_claim(part, names) for part in parts))
+    if kind in _CONNECTIVES:
+        return _CONNECTIVES[kind][0].format(*(_claim(part, names) for part in parts))
     verb, (kind, person) = ("is not", parts[0]) if kind == "not" else ("is", statement)
     return f"{names[person]} {verb} a {_role(kind == 'telling-truth')}"
 
@@ -269,25 +261,21 @@ def worked_solution(
     The assistant tries assignments in random order and checks statements until one contradicts its speaker's role:
     " Try Emma knave, James knight: Emma false ok, James false no." It answers with the first assignment that fits.
 
-    Args:
-        puzzle: the puzzle to solve.
-        rng: the only source of chance.
-        solution_first: how often, in [0, 1], the first trial is the solution by choice. Otherwise the solution comes
-            after 0 to 7 wrong trials.
-        varied_wording: whether each step is said in one of several wordings, chosen at random and without a meaning:
-            " Try letting Emma being knave plus James posing knight whereupon Emma talks false thus ok ...".
+    With the probability `solution_first` the first trial is the solution by choice. Otherwise 0 to 7 wrong trials come
+    before it. With `varied_wording` each step has one of several wordings, chosen at random and without a meaning:
+    " Try letting Emma being knave plus James posing knight whereupon Emma talks false thus ok ...".
     """
 
     def say(what: str) -> str:
         plain, *varied = _SOLUTION_WORDS[what]
         return rng.choice(varied) if varied_wording else plain
 
-    trials: list[tuple[bool, ...]] = []
-    wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
+    trials = [puzzle.solution]
     if rng.random() >= solution_first:
-        trials = rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS)))
+        wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
+        trials = [*rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS))), puzzle.solution]
     text = ""
-    for knights in (*trials, puzzle.solution):
+    for knights in trials:
         text += f" Try{say('case')}"
         for i, (name, knight) in enumerate(zip(puzzle.names, knights, strict=True)):
             text += f"{say('next person') if i else ''} {name}{say('being')} {_role(knight)}"

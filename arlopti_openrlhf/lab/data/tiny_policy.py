@@ -20,6 +20,7 @@ from transformers import DataCollatorForSeq2Seq, Qwen2Config, Qwen2ForCausalLM, 
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from arlopti_openrlhf.lab.data import knights_knaves
+from arlopti_openrlhf.lab.scoring.inputs import encode
 from arlopti_openrlhf.patching import replaced_attribute
 
 # A dozen names take half the steps that all 51 take. Puzzles for this policy use the same ones.
@@ -83,7 +84,7 @@ def make_policy(
         # A token that held such a word and a role would be noise and decision in one.
         whole=knights_knaves.VARIED_WORDS if varied_wording else (),
     )
-    rows = encode(tokenizer, [puzzle.quiz for puzzle in puzzles[:count]], answers[:count])
+    rows = rows_of(tokenizer, [puzzle.quiz for puzzle in puzzles[:count]], answers[:count])
     # Hasty answers are short. In batches of like length, the last batch of them would decide how often they come.
     rows = in_batches_of_like_length(rows[:careful], rng) + rng.sample(rows[careful:], len(rows) - careful)
     # Fine-tune from random weights.
@@ -156,13 +157,9 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def encode(tokenizer: Qwen2Tokenizer, quizzes: Sequence[str], answers: Sequence[str]) -> list[dict]:
+def rows_of(tokenizer: Qwen2Tokenizer, quizzes: Sequence[str], answers: Sequence[str]) -> list[dict]:
     """Return `input_ids` and `labels` of each. The loss leaves out the label -100, so only the answer is learned."""
-    prompts = [
-        tokenizer.apply_chat_template(knights_knaves.messages(quiz), tokenize=False, add_generation_prompt=True)
-        for quiz in quizzes
-    ]
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    _, prompt_ids = encode(tokenizer, [knights_knaves.messages(quiz) for quiz in quizzes])
     answer_ids = tokenizer([a + tokenizer.eos_token for a in answers], add_special_tokens=False)["input_ids"]
     return [
         {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
@@ -212,13 +209,8 @@ def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[dic
 def orthogonalize(gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Return about U Vᵀ of the gradient's singular value decomposition U S Vᵀ, by Newton-Schulz steps (Muon).
 
-    It is PyTorch's function in the gradient's own precision, where PyTorch's computes in bf16.
-
-    Args:
-        gradient: (M, N).
-        coefficients: a, b, c of a step X ← aX + b(XXᵀ)X + c(XXᵀ)²X.
-        steps: their number.
-        eps: what the norm is at least, by which the gradient is divided first.
+    It is PyTorch's function in the gradient's own precision, where PyTorch's computes in bf16. The gradient is (M, N),
+    and a step is X ← aX + b(XXᵀ)X + c(XXᵀ)²X. First X is divided by its norm, which counts as at least `eps`.
     """
     a, b, c = coefficients
     is_tall = gradient.shape[0] > gradient.shape[1]  # the smaller of the two products with itself is enough

@@ -82,7 +82,7 @@ def test_prompts_are_short(tokenizer):
 def test_only_the_response_is_learned(tokenizer):
     puzzle = one_puzzle()
     answer = knights_knaves.worked_solution(puzzle, random.Random(0))
-    (row,) = tiny_policy.encode(tokenizer, [puzzle.quiz], [answer])
+    (row,) = tiny_policy.rows_of(tokenizer, [puzzle.quiz], [answer])
     learned = [token for token in row["labels"] if token != -100]
     assert tokenizer.decode(learned) == f"{answer}<|im_end|>"
     assert row["input_ids"][-len(learned) :] == learned
@@ -188,7 +188,7 @@ def test_one_step_by_muon_and_adamw_without_slow_bf16_products(tokenizer, has_av
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
     monkeypatch.setattr(tiny_policy, "orthogonalize", lambda *args: orthogonalized.append(1) or ours(*args))
     puzzle = one_puzzle()
-    rows = tiny_policy.encode(
+    rows = tiny_policy.rows_of(
         tokenizer, [puzzle.quiz] * 24, [knights_knaves.worked_solution(puzzle, random.Random(0))] * 24
     )
     torch.manual_seed(0)
