@@ -1,6 +1,6 @@
 """One command for a machine with a GPU: is the selective update exact there, and what does it save?
 
-python benchmarks/gpu_check.py [--minutes 8] [--out benchmarks/results/gpu]
+python benchmarks/gpu_check.py [--minutes 8] [--out benchmarks/gpu]
 
 It compares the selective update with OpenRLHF's own (`gpu_exactness`), and times both at the full lengths of Knights
 and Knaves, at the shapes of published models with random weights. It needs torch, transformers, accelerate, peft and
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0, help="what does not fit in them is skipped")
     parser.add_argument("--toy", action="store_true", help="tiny shapes, on the CPU or the GPU")
-    parser.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md; on a GPU benchmarks/results/gpu")
+    parser.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md; on a GPU benchmarks/gpu")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     if absent := missing([*GIVEN, *PACKAGES.values()]):
@@ -76,7 +76,7 @@ def main() -> None:
     record["minutes"] = (time.monotonic() - end) / 60 + args.minutes
     text = as_markdown(record)
     print(text)
-    out = args.out or (None if toy else HERE / "results" / "gpu")
+    out = args.out or (None if toy else HERE / "gpu")
     if out:
         Path(f"{out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         Path(f"{out}.md").write_text(text, encoding="utf-8")

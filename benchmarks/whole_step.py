@@ -19,7 +19,7 @@ from pathlib import Path
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli import quickstart
 from arlopti_openrlhf.cli.processes import Log
-from arlopti_openrlhf.lab.analysis.scalars import Series, read_scalars
+from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 
 # What a run logs -> what it is called here.
 PHASES = {

@@ -38,11 +38,12 @@ from arlopti_openrlhf.evaluation.measures import Response, estimate_source  # no
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of  # noqa: E402
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
 from arlopti_openrlhf.grading.kk_reward import reward_func  # noqa: E402
+from arlopti_openrlhf.lab.scoring.inputs import encode  # noqa: E402
 from arlopti_openrlhf.ops.health import guard  # noqa: E402
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker  # noqa: E402
 from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
 from arlopti_openrlhf.update.trainer import TokenUpdateTrainer  # noqa: E402
-from study.sampler import encode, sample  # noqa: E402
+from study.sampler import sample  # noqa: E402
 
 Row = dict[str, Any]  # a puzzle: prompt, label and datasource
 _PROMPTS_AT_A_TIME = 64  # in an evaluation
@@ -159,7 +160,7 @@ class Training:
             temperature: of sampling.
         """
         model, tokenizer = self.policy.model.module.eval(), self.tokenizer
-        texts, prompts = encode(tokenizer, puzzles)
+        texts, prompts = encode(tokenizer, [row["prompt"] for row in puzzles])
         stop = tokenizer.eos_token_id
         answers = sample(model, prompts, uniform, stop=stop, temperature=temperature)
         samples = [

@@ -13,6 +13,7 @@ HELD_OUT, EVAL_SAMPLES = 160, 8  # puzzles per number of people, and answers to 
 HELD_OUT_GREEDY = 256  # further puzzles per number of people, answered once at temperature 0
 # Four answers out of five are hasty, and right by chance. Answers that try assignments first are right far more often.
 # So training can raise accuracy, also greedy accuracy, by thinking at all, by thinking better, and with less noise.
+# Muon and no label smoothing are what `make_policy` has. They stand here for the results, which name them.
 WARM_START: dict[str, Any] = {
     "steps": 1200,
     "muon": True,
@@ -20,6 +21,7 @@ WARM_START: dict[str, Any] = {
     "hasty_share": 0.8,
     "solution_first": 0.7,
 }
+FIXED = ("muon", "label_smoothing")
 # The second condition of the family's study: what a policy thinks has one of several wordings, chosen at random. Rare
 # tokens are then mostly words that do not matter. The longest solution has 228 tokens with them, and 96 without.
 DECISIONS, NOISE = "decisions", "noise"
@@ -28,7 +30,7 @@ DECISIONS, NOISE = "decisions", "noise"
 class Condition(NamedTuple):
     """Describes how a policy is warm-started, and how long its answers may get."""
 
-    warm_start: dict[str, Any]  # arguments of `tiny_policy.make_policy`
+    warm_start: dict[str, Any]  # arguments of `tiny_policy.make_policy`, and `FIXED`
     max_new_tokens: int
 
 

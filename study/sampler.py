@@ -9,19 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import rotate_half
 
 _TIDY_EVERY = 8  # tokens between two looks at which answers have ended
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, puzzles: Sequence[dict]) -> tuple[list[str], list[list[int]]]:
-    """Return the prompts of puzzles as texts and as token ids, as OpenRLHF gives them to vLLM."""
-    texts = [
-        tokenizer.apply_chat_template(puzzle["prompt"], tokenize=False, add_generation_prompt=True)
-        for puzzle in puzzles
-    ]
-    return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 @torch.no_grad()

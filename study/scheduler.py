@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
-from arlopti_openrlhf.lab.analysis.scalars import read_scalars
+from arlopti_openrlhf.lab.analysis.curves import read_scalars
 from study import runs
 from study.runs import ROOT, Run
 from study.stored import STAMP, refuse_another_warm_start, sha256, write, write_whole
@@ -242,7 +242,8 @@ def make_inputs(condition: str, seed: int, folder: Path) -> None:
     greedy = [row | {"datasource": f"{row['datasource']}_greedy"} for row in test[sampled:]]
     write_rows(test[:sampled] + greedy, folder / "test.jsonl")
     warm_start = runs.CONDITIONS[condition].warm_start
-    tiny_policy.make_policy(folder / "model", people=runs.PEOPLE, seed=seed, **warm_start)
+    arguments = {name: value for name, value in warm_start.items() if name not in runs.FIXED}
+    tiny_policy.make_policy(folder / "model", people=runs.PEOPLE, seed=seed, **arguments)
 
 
 def _package_file() -> str:

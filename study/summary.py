@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
-from arlopti_openrlhf.lab.analysis.scalars import Series
+from arlopti_openrlhf.lab.analysis.curves import Series
 from study import runs
 from study.runs import Run
 

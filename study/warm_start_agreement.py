@@ -20,9 +20,10 @@ cpu.enable()
 
 from arlopti_openrlhf.lab.analysis import gradient_agreement, rollouts  # noqa: E402
 from arlopti_openrlhf.lab.analysis.policy import Policy  # noqa: E402
+from arlopti_openrlhf.lab.scoring.inputs import encode  # noqa: E402
 from study import runs  # noqa: E402
 from study.runs import ROOT  # noqa: E402
-from study.sampler import encode, sample  # noqa: E402
+from study.sampler import sample  # noqa: E402
 from study.stored import AGREEMENT, RESULTS, STAMP, load_agreements, sha256, write  # noqa: E402
 from study.summary import rounded  # noqa: E402
 from study.validation import DIVISIONS  # noqa: E402
@@ -67,7 +68,7 @@ def sample_batch(inputs: Path, condition: str, seed: int) -> tuple[Policy, rollo
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = (inputs / "train.jsonl").read_text("utf-8").splitlines()[:PROMPTS]
     rows = [json.loads(line) for line in lines]
-    texts, prompts = encode(tokenizer, rows)
+    texts, prompts = encode(tokenizer, [row["prompt"] for row in rows])
     longest = runs.CONDITIONS[condition].max_new_tokens
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(len(rows), runs.SAMPLES_PER_PROMPT, longest, generator=generator)

@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from arlopti_openrlhf.cli import command_line, method_checks, quickstart
 from arlopti_openrlhf.cli.train_ppo_ray import parse
-from arlopti_openrlhf.lab.analysis.scalars import read_scalars
+from arlopti_openrlhf.lab.analysis.curves import read_scalars
 
 spec = importlib.util.spec_from_file_location("whole_step", Path(__file__).parents[1] / "benchmarks" / "whole_step.py")
 whole_step = importlib.util.module_from_spec(spec)

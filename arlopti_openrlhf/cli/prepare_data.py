@@ -18,20 +18,11 @@ if __name__ == "__main__":
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, check_tokenizer
-from arlopti_openrlhf.lab.data import knights_knaves, published
-from arlopti_openrlhf.lab.data.preparation import (
-    PROMPT_FORMATS,
-    check,
-    describe,
-    generate_rows,
-    token_counter,
-    write_rows,
-)
+from arlopti_openrlhf.lab.data import knights_knaves, preparation, published
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,73 +32,40 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--generate", action="store_true", help="make new puzzles")
     source.add_argument("--from", dest="files", nargs="+", metavar="FILE.parquet", help="convert published files")
-    source.add_argument(
-        "--dataset", nargs="+", choices=published.DATA_SETS, metavar="NAME", help=f"{', '.join(_named_sets())}"
-    )
-    parser.add_argument("--out", required=True, help="folder for --generate, otherwise the .jsonl or .parquet file")
-    parser.add_argument(
-        "--prompt-format",
-        choices=PROMPT_FORMATS,
-        default="messages",
-        help="chat messages (default) or final text; rows that this command wrote keep their format",
-    )
-    parser.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="drop prompts that occur in these files, such as test sets",
-    )
-    parser.add_argument("--tokenizer", metavar="MODEL", help="count the length of prompts in this model's tokens")
-    parser.add_argument(
-        "--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts (needs --tokenizer)"
-    )
-    parser.add_argument("--strict", action="store_true", help="fail instead of dropping a row")
-    parser.add_argument(
-        "--people",
-        nargs="+",
-        type=int,
-        choices=range(knights_knaves.MIN_PEOPLE, knights_knaves.MAX_PEOPLE + 1),
-        default=[2, 3],
-        help="--generate: people per puzzle (default: 2 3)",
-    )
-    parser.add_argument(
-        "--train",
-        type=integer(0),
-        default=4000,
-        help="--generate: training puzzles for each number of people (default: 4000)",
-    )
-    parser.add_argument(
-        "--test",
-        type=integer(0),
-        default=256,
-        help="--generate: held-out puzzles for each number of people (default: 256)",
-    )
-    parser.add_argument(
+    sets = [name for name in published.DATA_SETS if not name.startswith("kk_")]
+    help_of_sets = f"{', '.join(sets)}, kk_2ppl_train ... kk_8ppl_test"
+    source.add_argument("--dataset", nargs="+", choices=published.DATA_SETS, metavar="NAME", help=help_of_sets)
+    add("--out", required=True, help="folder for --generate, otherwise the .jsonl or .parquet file")
+    formats = "chat messages (default) or final text; rows that this command wrote keep their format"
+    add("--prompt-format", choices=preparation.PROMPT_FORMATS, default="messages", help=formats)
+    exclude = "drop prompts that occur in these files, such as test sets"
+    add("--exclude", nargs="+", default=[], metavar="FILE", help=exclude)
+    add("--tokenizer", metavar="MODEL", help="count the length of prompts in this model's tokens")
+    add("--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts (needs --tokenizer)")
+    add("--strict", action="store_true", help="fail instead of dropping a row")
+    people = range(knights_knaves.MIN_PEOPLE, knights_knaves.MAX_PEOPLE + 1)
+    of_puzzle = "--generate: people per puzzle (default: 2 3)"
+    add("--people", nargs="+", type=int, choices=people, default=[2, 3], help=of_puzzle)
+    for flag, default, kind in (("--train", 4000, "training"), ("--test", 256, "held-out")):
+        count = f"--generate: {kind} puzzles for each number of people (default: {default})"
+        add(flag, type=integer(0), default=default, help=count)
+    most = len(knights_knaves.NAMES)
+    add(
         "--names",
         type=int,
-        choices=range(knights_knaves.MAX_PEOPLE, len(knights_knaves.NAMES) + 1),
-        metavar=f"{{{knights_knaves.MAX_PEOPLE}..{len(knights_knaves.NAMES)}}}",
-        default=len(knights_knaves.NAMES),
+        choices=range(knights_knaves.MAX_PEOPLE, most + 1),
+        metavar=f"{{{knights_knaves.MAX_PEOPLE}..{most}}}",
+        default=most,
         help="--generate: how many different names occur (default: all; the quickstart's policy knows 12)",
     )
-    parser.add_argument(
-        "--solutions",
-        action="store_true",
-        help="--generate: give training puzzles a column `response` with a worked solution, to fine-tune a model on",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="--generate: seed; the same seed writes the same bytes (default: 0)"
-    )
+    solutions = "give training puzzles a column `response` with a worked solution, to fine-tune a model on"
+    add("--solutions", action="store_true", help=f"--generate: {solutions}")
+    add("--seed", type=int, default=0, help="--generate: seed; the same seed writes the same bytes (default: 0)")
     return parser
-
-
-def _named_sets() -> list[str]:
-    puzzles = [name for name in published.DATA_SETS if name.startswith("kk_")]
-    return [name for name in published.DATA_SETS if name not in puzzles] + [f"{puzzles[0]} ... {puzzles[-1]}"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -128,43 +86,48 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_files(parser, flag, files)
     try:
         if args.generate:
-            for name, count, held_out in (("train", args.train, False), ("test", args.test, True)):
-                rows = generate_rows(
-                    args.people,
-                    count,
-                    held_out=held_out,
-                    seed=args.seed,
-                    prompt_format=args.prompt_format,
-                    names=knights_knaves.NAMES[: args.names],
-                    solutions=args.solutions and not held_out,
-                )
-                write_rows(rows, Path(args.out) / f"{name}.jsonl")
+            _generate(args)
         else:
             _convert(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
+def _generate(args: argparse.Namespace) -> None:
+    names = knights_knaves.NAMES[: args.names]
+    for file, count, held_out in (("train", args.train, False), ("test", args.test, True)):
+        rows = preparation.generate_rows(
+            args.people,
+            count,
+            held_out=held_out,
+            seed=args.seed,
+            prompt_format=args.prompt_format,
+            names=names,
+            solutions=args.solutions and not held_out,
+        )
+        preparation.write_rows(rows, Path(args.out) / f"{file}.jsonl")
+
+
 def _convert(args: argparse.Namespace) -> None:
-    # Files and data sets are read lazily, row by row.
-    reads = chain.from_iterable(
-        [published.read_file(file, args.prompt_format) for file in args.files or ()]
-        + [published.read_data_set(name, args.prompt_format) for name in args.dataset or ()]
-    )
+    def reads(names: Sequence[str], read) -> list[published.Read]:
+        return [one for name in names for one in read(name, args.prompt_format)]
+
     excluded = {
-        published.prompt_key(read.row["prompt"]): read.origin
-        for file in args.exclude
-        for read in published.read_file(file, args.prompt_format)
-        if read.row is not None
+        published.prompt_key(one.row["prompt"]): one.origin
+        for one in reads(args.exclude, published.read_file)
+        if one.row is not None
     }
     # Sort out what training could not use. With --strict nothing may be dropped.
-    num_tokens = token_counter(args.tokenizer) if args.tokenizer else None
-    rows, dropped = check(reads, excluded=excluded, num_tokens=num_tokens, max_tokens=args.max_prompt_tokens)
+    num_tokens = preparation.token_counter(args.tokenizer) if args.tokenizer else None
+    found = reads(args.files or (), published.read_file) + reads(args.dataset or (), published.read_data_set)
+    rows, dropped = preparation.check(
+        found, excluded=excluded, num_tokens=num_tokens, max_tokens=args.max_prompt_tokens
+    )
     if dropped and (args.strict or not rows):
         more = f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
         raise ValueError(f"{dropped[0]}{more}")
-    write_rows(rows, args.out)
-    print(describe(rows, num_tokens))
+    preparation.write_rows(rows, args.out)
+    print(preparation.describe(rows, num_tokens))
     # List what was dropped. A list of an earlier run would be wrong now.
     listed = Path(f"{args.out}.dropped")
     if dropped:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,17 +43,17 @@ class Log:
 
 
 class InUse(Exception):
-    """Says that a living process holds the lock. The message is its id and its host."""
+    """A living process holds the lock. The message is its id and its host."""
 
 
 def lock(path: Path) -> IO[str]:
     """Lock a file for as long as this process lives or the file is open, and write down which process that is.
 
-    This is a POSIX record lock, and not `flock`, for two reasons. The servers of shared file systems know it, so that
-    it holds between machines, where `flock` may stay on one (NFS mounted with `local_lock=flock`, GPFS). And a child
-    that is forked does not inherit it, so that it ends with this process, however that ends. Its price is that the
-    kernel drops it as soon as this process closes any descriptor of the file. So lock a file once in a process, and
-    open it nowhere else there.
+    This is a POSIX record lock, and not `flock`, for two reasons. The servers of shared file systems know it, so it
+    holds between machines, where `flock` may stay on one (NFS mounted with `local_lock=flock`, GPFS). And a child that
+    is forked does not inherit it, so it ends with this process, however that ends. Its price is that the kernel drops
+    it as soon as this process closes any descriptor of the file. So lock a file once in a process, and open it nowhere
+    else there.
 
     Raises:
         InUse: another process holds the lock.
@@ -68,11 +69,7 @@ def lock(path: Path) -> IO[str]:
 
 
 def look(path: Path) -> None:
-    """Look whether another process holds the lock of a file, without taking it. Not for one that this process holds.
-
-    Raises:
-        InUse: it does.
-    """
+    """Raise `InUse` if another process holds the lock of a file, without taking it. This one must not hold it."""
     with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
         _take(file, fcntl.LOCK_SH)
 
@@ -92,24 +89,15 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        self._peak = 0  # bytes
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self.gib = 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         me = psutil.Process()
-        while not self._stop.wait(2):
+        while True:
             total = 0
             for process in [me, *me.children(recursive=True)]:
-                try:
+                with suppress(psutil.Error):  # it has ended
                     total += process.memory_info().rss
-                except psutil.Error:  # it has ended
-                    continue
-            self._peak = max(self._peak, total)
-
-    def stop(self) -> float:
-        """Stop watching and return the peak in GiB."""
-        self._stop.set()
-        self._thread.join()
-        return self._peak / 2**30
+            self.gib = max(self.gib, total / 2**30)
+            time.sleep(2)

@@ -10,7 +10,6 @@ if __name__ == "__main__":
 
 import argparse
 import json
-import os
 import re
 import shutil
 import sys
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from arlopti_openrlhf.cli.bad_input import Parser, check_out
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
-from arlopti_openrlhf.lab.analysis.scalars import read_scalars
+from arlopti_openrlhf.lab.analysis.curves import read_scalars
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
 PEOPLE = (2, 3)
@@ -30,7 +29,7 @@ PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 32, 8, 112,
 
 
 class Size(NamedTuple):
-    """Says how much of everything a quickstart does."""
+    """How much of everything a quickstart does."""
 
     warm_start_steps: int
     steps: int  # of reinforcement learning, with PROMPTS_PER_STEP puzzles each
@@ -58,13 +57,10 @@ def main() -> None:
     except InUse as process:
         parser.error(f"argument --out: another quickstart writes to {out}, process {process}: wait, or give another")
 
-    # These import PyTorch and transformers. Whoever has mistyped something need not wait for that.
-    from arlopti_openrlhf import cpu
+    # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
+    from arlopti_openrlhf.lab import quickstart_results
     from arlopti_openrlhf.lab.data import tiny_policy
-    from arlopti_openrlhf.lab.quickstart_results import plot, read_accuracies, report, sample_answers
 
-    if cpu.uses_cpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the warm start's Trainer imports DeepSpeed, which would warn
     # A fresh folder, since evaluations and TensorBoard would continue what an earlier quickstart left.
     start = time.time()
     memory = PeakMemory()
@@ -83,39 +79,36 @@ def main() -> None:
     last = evaluate_model(out / "checkpoint", files.test, out / "evaluation" / "after", log, "5/5 accuracy after")
 
     # What came out, as a picture, as JSON and as text.
-    before, after = read_accuracies(first), read_accuracies(last)
-    plot(read_scalars(out / "tensorboard"), before, after, out / "curves.png")
+    records = [quickstart_results.read_records(path) for path in (first, last)]
+    before, after = map(quickstart_results.accuracies, records)
+    quickstart_results.plot(read_scalars(out / "tensorboard"), before, after, out / "curves.png")
     summary = {
         "seed": seed,
         "minutes": round((time.time() - start) / 60, 2),
-        "peak_rss_gib": round(memory.stop(), 2),
+        "peak_rss_gib": round(memory.gib, 2),
         "before": {source: before[source] for source in before if source != "all"},
         "after": {source: after[source] for source in after if source != "all"},
         "overall": {"before": before["all"], "after": after["all"]},
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print(sample_answers(first, last))
-    print(report(summary, out, f"pass@{EVAL_SAMPLES}"))
+    print(quickstart_results.sample_answers(*records))
+    print(quickstart_results.report(summary, out, f"pass@{EVAL_SAMPLES}"))
     held.close()
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = Parser(prog="quickstart", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the puzzles, the weights and sampling (default: 0)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for everything; replaces an earlier quickstart there (default: outputs/quickstart-SEED)",
-    )
-    parser.add_argument("--reduced", action="store_true", help="a few steps of everything, to test the set-up")
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="seed of the puzzles, the weights and sampling (default: 0)")
+    folder = "folder for everything; replaces an earlier quickstart there (default: outputs/quickstart-SEED)"
+    add("--out", type=Path, help=folder)
+    add("--reduced", action="store_true", help="a few steps of everything, to test the set-up")
     return parser
 
 
 class Files(NamedTuple):
-    """Says where the puzzles are."""
+    """Where the puzzles are."""
 
     train: Path
     test: Path
@@ -139,11 +132,10 @@ def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
 
 def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) -> Path:
     """Evaluate a model with `cli.evaluate`, and return the file with its responses."""
-    command = [sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", f"--model={model}", f"--data={data}"]
-    command += [f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1", "--greedy"]
-    command += [f"--max-new-tokens={MAX_NEW_TOKENS}"]
+    flags = [f"--model={model}", f"--data={data}", f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1"]
+    flags += ["--greedy", f"--max-new-tokens={MAX_NEW_TOKENS}"]
     with tqdm(total=100, desc=f"{title} (vLLM)", unit="%") as bar:
-        log.run(command, lambda line: _advance(bar, re.search(r"Processed prompts: +(\d+)%()", line)))
+        _run("evaluate", flags, log, bar, r"Processed prompts: +(\d+)%")
         bar.update(bar.total - bar.n)
     return folder / f"{model.name}.responses.jsonl"
 
@@ -152,12 +144,20 @@ def train(out: Path, files: Files, size: Size, seed: int, log: Log) -> None:
     """Train the model in `out` with GRPO + AR + Lopti."""
     with tqdm(total=size.steps, desc="4/5 GRPO + AR + Lopti", unit="step") as bar:
         bar.set_postfix_str("starting Ray, vLLM and DeepSpeed")
-        log.run(
-            [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *training_flags(out, files, size, seed)],
-            lambda line: _advance(
-                bar, re.search(r"Global step (\d+): .*'rollout/reward_mean': (-?[\d.]+)", line), "reward"
-            ),
-        )
+        progress = r"Global step (\d+): .*'rollout/reward_mean': (?P<reward>-?[\d.]+)"
+        _run("train_ppo_ray", training_flags(out, files, size, seed), log, bar, progress)
+
+
+def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> None:
+    """Run one of the commands. A line that matches `progress` moves the bar there, and shows the named groups."""
+
+    def advance(line: str) -> None:
+        if match := re.search(progress, line):
+            if match.groupdict():
+                bar.set_postfix(match.groupdict(), refresh=False)
+            bar.update(max(int(match[1]) - bar.n, 0))
+
+    log.run([sys.executable, "-m", f"arlopti_openrlhf.cli.{command}", *flags], advance)
 
 
 def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
@@ -190,13 +190,6 @@ def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
         f"--ckpt.path={out / 'checkpoints'}",
         f"--logger.tensorboard_dir={out / 'tensorboard'}",
     ]
-
-
-def _advance(bar: tqdm, match: re.Match | None, value_name: str = "") -> None:
-    if match:
-        if value_name:
-            bar.set_postfix({value_name: match[2]}, refresh=False)
-        bar.update(max(int(match[1]) - bar.n, 0))
 
 
 if __name__ == "__main__":

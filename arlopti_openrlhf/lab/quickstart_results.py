@@ -5,26 +5,29 @@ import os
 import sys
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.evaluation.measures import Z_95, estimate_source
-from arlopti_openrlhf.lab.analysis.scalars import Series
+from arlopti_openrlhf.lab.analysis.curves import Series
 from arlopti_openrlhf.lab.scoring.offline import responses_of
 
 
-def read_accuracies(responses: Path) -> dict[str, dict[str, float]]:
-    """Return the measures of an evaluation by source, and of all sources together as "all".
+def read_records(responses: Path) -> list[dict]:
+    """Return the lines of an evaluation's MODEL.responses.jsonl."""
+    with open(responses, encoding="utf-8") as lines:
+        return list(map(json.loads, lines))
+
+
+def accuracies(records: Sequence[dict]) -> dict[str, dict[str, float]]:
+    """Return the measures of an evaluation with `--greedy` by source, and of all sources together as "all".
 
     Each has `n` puzzles, `accuracy` and its `ci95` (half-width), `pass@k` and `greedy` accuracy.
-
-    Args:
-        responses: the MODEL.responses.jsonl of an evaluation with `--greedy`.
     """
     groups: dict[tuple[str, bool], list] = defaultdict(list)
-    with open(responses, encoding="utf-8") as lines:
-        for record in map(json.loads, lines):
-            for source in (record["datasource"], "all"):
-                groups[source, record["temperature"] > 0].append(responses_of(record))
+    for record in records:
+        for source in (record["datasource"], "all"):
+            groups[source, record["temperature"] > 0].append(responses_of(record))
     results = {}
     for source in sorted({source for source, _ in groups}):
         sampled, greedy = (estimate_source(groups[source, is_sampled]) for is_sampled in (True, False))
@@ -36,13 +39,12 @@ def read_accuracies(responses: Path) -> dict[str, dict[str, float]]:
     return results
 
 
-def sample_answers(before: Path, after: Path) -> str:
-    """Return two puzzles with the policy's greedy answers, the first of their kind: solved since, and not solved.
-
-    Args:
-        before, after: the MODEL.responses.jsonl of the two evaluations, with `--greedy`.
-    """
-    answers = [_greedy_answers(path) for path in (before, after)]
+def sample_answers(before: Sequence[dict], after: Sequence[dict]) -> str:
+    """Return two puzzles with their greedy answers: the first that is solved since, and the first that is not."""
+    answers = [
+        {record["prompt"]: record["responses"][0] for record in records if not record["temperature"]}
+        for records in (before, after)
+    ]
     lines = []
     for title, wanted in (("A puzzle that it has learned to solve", [0, 1]), ("One that it does not solve", [0, 0])):
         for prompt in answers[0]:
@@ -55,23 +57,14 @@ def sample_answers(before: Path, after: Path) -> str:
     return "\n".join(lines)
 
 
-def _greedy_answers(responses: Path) -> dict[str, dict]:
-    with open(responses, encoding="utf-8") as lines:
-        records = [record for record in map(json.loads, lines) if not record["temperature"]]
-    return {record["prompt"]: record["responses"][0] for record in records}
-
-
 def _wrapped(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 110, initial_indent="  ", subsequent_indent="    ")
 
 
 def plot(curves: dict[str, Series], before: dict, after: dict, path: Path) -> None:
-    """Draw reward, accuracy, the share of low-probability tokens and the gradient norms over the steps.
+    """Draw a training's reward, accuracy, share of low-probability tokens and gradient norms over its steps, as PNG.
 
-    Args:
-        curves: the training's.
-        before, after: `read_accuracies` of the evaluations of all held-out puzzles.
-        path: the PNG.
+    `before` and `after` are the `accuracies` on all held-out puzzles.
     """
     import matplotlib
 
@@ -133,13 +126,7 @@ def _plot_series(axis, series: Series, **options) -> None:
 
 
 def report(summary: dict, out: Path, pass_k: str) -> str:
-    """Return the results as text, with what to do next.
-
-    Args:
-        summary: what summary.json holds.
-        out: the quickstart's folder.
-        pass_k: the measure to show beside accuracy, such as "pass@8".
-    """
+    """Return what summary.json holds as text, with `pass_k` next to the accuracy, and what to do next."""
     overall = summary["overall"]
     before, after = (summary[when] | {"all": overall[when]} for when in ("before", "after"))
     lines = [

@@ -92,12 +92,8 @@ def test_models_side_by_side_and_responses_of_equal_reward(tiny_model, tiny_data
     [
         ("--out O", "give --model, or --runs"),
         ("--out O --model M", "--model and --data go together"),
-        ("--out O --model nowhere/x/y --data D", "nowhere/x/y"),
-        ("--out O --model EMPTY --data D", "no config.json"),
         ("--out O --model M M --data D", "two models have one name"),
         ("--out O --model M --data D --layers 3", "--layers 3: M has the layers 1 to 2"),
-        ("--out O --model M --data missing.jsonl", "missing.jsonl"),
-        ("--out O --model M --data UNLABELLED", "a row has no label"),
         ("--out O --model M --data D --alpha 1.5", "argument --alpha: 1.5 is not a number in (0, 1]"),
         ("--out O --model M --data D --eta 1", "argument --eta: 1 is not a number in (0, 1)"),
         ("--out O --model M --data D --samples 1", "argument --samples: 1 is not an integer of at least 2"),
@@ -111,11 +107,8 @@ def test_mistakes_are_one_line_and_come_first(
     arguments, message, tiny_model, tiny_data, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(rollouts, "sample", lambda *args: pytest.fail("sampling began"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "unlabelled.jsonl").write_text('{"prompt": "Hi", "datasource": "kk_2ppl"}\n', encoding="utf-8")
     (tmp_path / "empty").mkdir()
     places = {"O": tmp_path / "out", "M": tiny_model, "D": tiny_data, "EMPTY": tmp_path / "empty"}
-    places["UNLABELLED"] = tmp_path / "unlabelled.jsonl"
     for name, place in places.items():
         arguments = " ".join(str(place) if word == name else word for word in arguments.split())
         arguments = arguments.replace(f"={name}", f"={place}")

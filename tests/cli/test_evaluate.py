@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from arlopti_testing.evaluation_fakes import engine_that_knows, problems
+from arlopti_testing.evaluation_fakes import generate_right_sums, problems
 
 from arlopti_openrlhf.cli import evaluate
 from arlopti_openrlhf.lab.scoring import offline
@@ -41,7 +41,8 @@ def test_models_side_by_side(tmp_path, monkeypatch, capsys):
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(row) + "\n" for row in problems()))
     asked, processes = [], []
-    monkeypatch.setattr(offline, "_engine", engine_that_knows(asked))
+    monkeypatch.setattr(offline, "load_engine", lambda model, seed: None)
+    monkeypatch.setattr(offline, "generate", generate_right_sums(asked))
     monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: None)
 
     def main(*arguments):

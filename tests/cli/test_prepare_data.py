@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -14,8 +15,8 @@ from arlopti_openrlhf.cli.prepare_data import main
 from arlopti_openrlhf.grading.kk_reward import grade
 from arlopti_openrlhf.lab.data import knights_knaves
 from arlopti_openrlhf.lab.data import published as published_sets
-from arlopti_openrlhf.lab.data.preparation import convert_rows
-from arlopti_openrlhf.lab.data.published import MATH_INSTRUCTION
+from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
+from arlopti_openrlhf.lab.data.published import MATH_INSTRUCTION, read_file
 from arlopti_openrlhf.lab.scoring.inputs import read_rows
 
 QUIZ = (
@@ -28,6 +29,7 @@ TEXT = (
     f"<|im_start|>system\n{knights_knaves.INSTRUCTION}\n<|im_end|>\n<|im_start|>user\n{QUIZ}\n<|im_end|>\n"
     "<|im_start|>assistant\n<think>"
 )
+ROW = {"prompt": TEXT, "label": SOLUTION, "datasource": "kk_2ppl"}
 
 
 def published(path, drop=(), label=SOLUTION, text=TEXT):
@@ -63,7 +65,8 @@ def test_generated_files(tmp_path, capsys):
 
 def test_same_bytes_in_every_process(tmp_path):
     for seed in ("1", "2"):
-        options = ["--generate", "--people", "3", "--train", "20", "--test", "5", "--out", str(tmp_path / seed)]
+        options = ["--generate", "--people", "3", "--train", "20", "--test", "5", "--solutions"]
+        options += ["--out", str(tmp_path / seed)]
         subprocess.run(
             [sys.executable, "-m", "arlopti_openrlhf.cli.prepare_data", *options],
             env=os.environ | {"PYTHONHASHSEED": seed},
@@ -81,70 +84,45 @@ def test_names_option_limits_the_pool(tmp_path):
 
 def test_published_file_as_messages_and_as_text(tmp_path):
     file = published(tmp_path / "2ppl.parquet")
-    rest = {"label": SOLUTION, "datasource": "kk_2ppl"}
-    assert convert_rows(file, prompt_format="text") == [{"prompt": TEXT, **rest}]
-    assert convert_rows(file) == [{"prompt": knights_knaves.messages(QUIZ), **rest}]
-    assert knights_knaves.chatml(QUIZ) == TEXT
+    assert [one.row for one in read_file(file, "text")] == [ROW]
+    assert [one.row for one in read_file(file, "messages")] == [ROW | {"prompt": knights_knaves.messages(QUIZ)}]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_several_files_into_one(tmp_path, suffix, capsys):
+def test_several_files_into_one_which_the_other_commands_read(tmp_path, capsys):
     files = [str(published(tmp_path / name)) for name in ("a.parquet", "b.parquet")]
-    out = tmp_path / f"all.{suffix}"
-    main(["--from", *files, "--out", str(out), "--prompt-format", "text"])
-    rows = read(out) if suffix == "jsonl" else pd.read_parquet(out).to_dict("records")
-    assert [row["prompt"] for row in rows] == [TEXT, TEXT]
-    assert "kk_2ppl 2" in capsys.readouterr().out
+    for suffix in ("jsonl", "parquet"):
+        out = tmp_path / f"all.{suffix}"
+        main(["--from", *files, "--out", str(out), "--prompt-format", "text"])
+        assert "kk_2ppl 2" in capsys.readouterr().out
+        assert read_rows([str(out)]) == [one.row for one in read_file(out, "messages")] == [ROW, ROW]
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"drop": ["reward_model", "names"]}, "no column reward_model"),
-        ({"label": "Zoey is right"}, "row 0: .*Zoey is right"),
-        ({"text": "Who is who?"}, "row 0: .*not ChatML text: 'Who is who[?]'"),
+        ({"label": "Zoey is right"}, "row 1: .*Zoey is right"),
+        ({"text": "Who is who?"}, "row 1: .*not ChatML text: 'Who is who[?]'"),
     ],
 )
 def test_bad_published_file_is_one_clear_line(tmp_path, capsys, change, message):
     file = published(tmp_path / "bad.parquet", **change)
-    with pytest.raises(ValueError, match=message):
-        convert_rows(file)
     with pytest.raises(SystemExit) as stop:
         main(["--from", str(file), "--out", str(tmp_path / "out.jsonl")])
     error = capsys.readouterr().err
     assert stop.value.code == 2
-    assert str(file) in error and error.count("\n") == 1
+    assert str(file) in error and re.search(message, error) and error.count("\n") == 1
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_files_that_are_missing_or_no_parquet(tmp_path, capsys):
-    (tmp_path / "text.parquet").write_text("hello")
-    for name in ("missing.parquet", "text.parquet"):
-        with pytest.raises(SystemExit):
-            main(["--from", str(tmp_path / name), "--out", str(tmp_path / "out.jsonl")])
-        error = capsys.readouterr().err
-        assert name in error and error.count("\n") == 1
-
-
+# There is nothing to exclude from new puzzles, for example, so that is refused and not ignored.
 @pytest.mark.parametrize(
-    "options",
-    [
-        ["--people", "9"],
-        ["--people", "1"],
-        ["--train", "-1"],
-        ["--test", "many"],
-        ["--names", "3"],
-        [
-            "--exclude",
-            "test.jsonl",
-        ],  # there is nothing to exclude from new puzzles, so this is refused and not ignored
-        ["--strict"],
-    ],
+    "options", ["--people 9", "--people 1", "--train -1", "--test many", "--names 3", "--exclude x.jsonl", "--strict"]
 )
 def test_options_that_generated_puzzles_cannot_have(tmp_path, capsys, options):
     with pytest.raises(SystemExit):
-        main(["--generate", "--out", str(tmp_path), *options])
-    assert options[0] in capsys.readouterr().err
+        main(["--generate", "--out", str(tmp_path), *options.split()])
+    assert options.split()[0] in capsys.readouterr().err
 
 
 def published_math(path, labels, source="HuggingFaceH4/MATH-500", prompts=None):
@@ -195,7 +173,7 @@ def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
     main(flags)
     assert [row["prompt"] for row in read(out)] == ["One?"]
     dropped = (tmp_path / "out.jsonl.dropped").read_text().splitlines()
-    for number, reason in ((1, "a label is empty"), (2, "label"), (3, "excluded"), (4, "too long"), (5, "is empty")):
+    for number, reason in ((2, "a label is empty"), (3, "label"), (4, "excluded"), (5, "too long"), (6, "is empty")):
         assert [line for line in dropped if f"row {number}:" in line and reason in line], (number, dropped)
     assert "dropped: excluded 1, label 1, too long 1, unreadable 2" in capsys.readouterr().out
     out.unlink()
@@ -224,51 +202,37 @@ def test_rows_without_a_label(tmp_path, suffix):
     main(["--from", str(file), "--out", str(out)])
     assert [(row["label"], row["datasource"]) for row in read(out)] == [("1", "math500"), ("6", "default")]
     dropped = (tmp_path / "out.jsonl.dropped").read_text().splitlines()
-    assert [line.split(": ")[1] for line in dropped] == ["row 1", "row 2", "row 3", "row 4"]
+    assert [line.split(": ")[0][-1] for line in dropped] == ["2", "3", "4", "5"]
 
 
-def test_what_it_writes_as_parquet_is_read_by_the_other_commands(tmp_path):
-    file = published(tmp_path / "2ppl.parquet")
-    rows = []
-    for suffix in ("jsonl", "parquet"):
-        out = tmp_path / f"out.{suffix}"
-        main(["--from", str(file), "--out", str(out)])
-        rows.append([row for _, row in read_rows([str(out)])])
-        assert convert_rows(out) == rows[0]
-    assert rows[0] == rows[1]
+ONE = f"One? {MATH_INSTRUCTION}"
 
 
 @pytest.mark.parametrize(
     "name, record, row",
     [
-        ("math500", {"problem": "One?", "answer": "1"}, ("One?", "1", "math500")),
-        ("amc", {"problem": "One?", "answer": 142.0}, ("One?", "142", "amc")),
-        ("olympiad_bench", {"question": "One?", "final_answer": ["$1$"]}, ("One?", "1", "olympiad_bench")),
+        ("math500", {"problem": "One?", "answer": "1"}, (ONE, "1", "math500")),
+        ("amc", {"problem": "One?", "answer": 142.0}, (ONE, "142", "amc")),
+        ("olympiad_bench", {"question": "One?", "final_answer": ["$1$"]}, (ONE, "1", "olympiad_bench")),
         (
             "orz",
             {"0": {"from": "human", "value": "One?"}, "1": {"from": "assistant", "ground_truth": {"value": "1"}}},
-            ("One?", "1", "orz"),
+            (ONE, "1", "orz"),
+        ),
+        (
+            "kk_2ppl_test",
+            {"quiz": QUIZ, "solution_text_format": SOLUTION, "names": ["Zoey", "Liam"]},
+            (TEXT, SOLUTION, "kk_2ppl"),
         ),
     ],
 )
-def test_data_sets_by_name(name, record, row):
-    asked = []
-
-    def load(path, config, data_files, split):
-        asked.append((path, config, data_files, split))
-        return [record]
-
-    [got] = published_sets.read_data_set(name, "text", load)
-    question, label, datasource = row
-    assert got.row == {"prompt": f"{question} {MATH_INSTRUCTION}", "label": label, "datasource": datasource}
+def test_data_sets_by_name(name, record, row, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.update(kwargs, args=args) or [record])
+    [got] = published_sets.read_data_set(name, "text")
+    assert got.row == dict(zip(("prompt", "label", "datasource"), row, strict=True))
     source = published_sets.DATA_SETS[name]
-    assert asked == [(source.path, source.config, source.files, source.split)]
-
-
-def test_knights_and_knaves_by_name():
-    record = {"quiz": QUIZ, "solution_text_format": SOLUTION, "names": ["Zoey", "Liam"]}
-    [got] = published_sets.read_data_set("kk_2ppl_test", "text", lambda *args, **kwargs: [record])
-    assert got.row == {"prompt": TEXT, "label": SOLUTION, "datasource": "kk_2ppl"}
+    assert asked == {"args": (source.path, source.config), "data_files": source.files, "split": source.split}
 
 
 def test_a_data_set_that_cannot_be_had(tmp_path, capsys, monkeypatch):
@@ -286,7 +250,7 @@ def test_training_puzzles_with_solutions_are_the_same_puzzles(tmp_path):
     make = ["--generate", "--people", "3", "--train", "20", "--test", "5"]
     main([*make, "--out", str(tmp_path / "plain")])
     main([*make, "--out", str(tmp_path / "solved"), "--solutions"])
-    plain, solved = (read_lines(tmp_path / name / "train.jsonl") for name in ("plain", "solved"))
+    plain, solved = (read(tmp_path / name / "train.jsonl") for name in ("plain", "solved"))
     for row, with_solution in zip(plain, solved, strict=True):
         assert grade("<think>" + with_solution.pop("response"), row["label"]).score == 1
         assert row == with_solution
@@ -295,5 +259,19 @@ def test_training_puzzles_with_solutions_are_the_same_puzzles(tmp_path):
         main(["--from", "x.parquet", "--solutions", "--out", str(tmp_path / "x.jsonl")])
 
 
-def read_lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def test_train_and_test_share_no_puzzle_and_no_row_twice():
+    train = [row["prompt"][1]["content"] for row in generate_rows([2], 2000, held_out=False, seed=0)]
+    test = [row["prompt"][1]["content"] for row in generate_rows([2], 500, held_out=True, seed=1)]
+    assert len(set(train)) == 2000 and len(set(test)) == 500
+    assert not set(train) & set(test)
+
+
+def test_more_rows_continue_fewer():
+    assert generate_rows([3], 20, held_out=True, seed=5)[:8] == generate_rows([3], 8, held_out=True, seed=5)
+    assert generate_rows([3], 8, held_out=True, seed=6) != generate_rows([3], 8, held_out=True, seed=5)
+
+
+def test_a_line_separator_in_a_prompt_ends_no_row(tmp_path):
+    row = {"prompt": "One\u2028line?", "label": "1", "datasource": "aime"}
+    write_rows([row], tmp_path / "rows.jsonl")
+    assert [one.row for one in read_file(tmp_path / "rows.jsonl", "text")] == [row]

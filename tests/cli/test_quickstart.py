@@ -1,25 +1,15 @@
-"""The quickstart spares other folders, its flags parse, and its results are shown. CI runs it at a reduced size."""
+"""The quickstart's flags parse, and its results are shown. CI runs it at a reduced size."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 from matplotlib.figure import Figure
 
 from arlopti_openrlhf.cli import quickstart, train_ppo_ray
-from arlopti_openrlhf.lab.quickstart_results import plot, read_accuracies, report, sample_answers
+from arlopti_openrlhf.lab.quickstart_results import accuracies, plot, read_records, report, sample_answers
 
 pytestmark = pytest.mark.whole_stack
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "precious.txt").write_text("of the user")
-    command = [sys.executable, "-m", "arlopti_openrlhf.cli.quickstart", "--reduced", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and f"argument --out: {tmp_path} holds something other than" in done.stderr
-    assert (tmp_path / "data" / "precious.txt").exists()
 
 
 @pytest.mark.parametrize("size", [quickstart.FULL, quickstart.REDUCED])
@@ -43,8 +33,8 @@ def write_responses(path, right: int):
 
 
 def test_results_as_numbers_text_and_picture(tmp_path):
-    before = read_accuracies(write_responses(tmp_path / "before.jsonl", right=2))
-    after = read_accuracies(write_responses(tmp_path / "after.jsonl", right=4))
+    before = accuracies(read_records(write_responses(tmp_path / "before.jsonl", right=2)))
+    after = accuracies(read_records(write_responses(tmp_path / "after.jsonl", right=4)))
     assert {source: found["n"] for source, found in before.items()} == {"all": 3, "kk_2ppl": 2, "kk_3ppl": 1}
     assert before["all"]["accuracy"] == 0.25 and after["all"]["accuracy"] == 0.5 and after["all"]["greedy"] == 0
     assert before["all"]["ci95"] == 0  # every puzzle has the same share of right answers
@@ -76,10 +66,9 @@ def test_one_accuracy_per_step_and_no_legend_on_the_curves(tmp_path, monkeypatch
         assert axis.get_legend().get_window_extent().y0 >= axis.get_window_extent().y1
 
 
-def test_answers_are_shown_of_a_puzzle_solved_since_and_of_one_that_is_not(tmp_path):
-    files = []
-    for name, solved in (("before", {0}), ("after", {0, 2})):
-        records = [
+def test_answers_are_shown_of_a_puzzle_solved_since_and_of_one_that_is_not():
+    before, after = (
+        [
             {
                 "prompt": f"<|im_start|>user\nPuzzle {i}?<|im_end|>\n<|im_start|>assistant\n<think>",
                 "temperature": temperature,
@@ -88,12 +77,12 @@ def test_answers_are_shown_of_a_puzzle_solved_since_and_of_one_that_is_not(tmp_p
             for i in range(4)
             for temperature in (1.0, 0.0)
         ]
-        files.append(tmp_path / f"{name}.jsonl")
-        files[-1].write_text("".join(json.dumps(record) + "\n" for record in records))
+        for name, solved in (("before", {0}), ("after", {0, 2}))
+    )
     shown = ["A puzzle that it has learned to solve:", "Puzzle 2?", "before: <think>before 2</think>"]
     shown += ["after: <think>after 2</think>", "One that it does not solve:", "Puzzle 1?"]
     shown += ["before: <think>before 1</think>", "after: <think>after 1</think>"]
-    assert [line.strip() for line in sample_answers(*files).splitlines() if line] == shown
+    assert [line.strip() for line in sample_answers(before, after).splitlines() if line] == shown
 
 
 def test_each_seed_has_a_folder(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from arlopti_testing.study_fakes import of_name
 
-from arlopti_openrlhf.lab.analysis.scalars import read_scalars
+from arlopti_openrlhf.lab.analysis.curves import read_scalars
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from study import runs, summary
 

@@ -1,4 +1,4 @@
-"""Make the training curves of Fig. 6-8 from TensorBoard logs: means and ranges over the seeds of each setting."""
+"""Read training runs' TensorBoard logs, and make Fig. 6-8 of them: means and ranges over the seeds of each setting."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from arlopti_openrlhf.lab.analysis.scalars import Series, read_scalars
+Series = dict[int, float]  # step: value, in the order of the steps
 
 _BIN = "train/tokens/{}/{}"  # the statistics by probability that every training with this package logs
 # {figure: its panels}, each with a title, a unit and a pattern for the names of the scalars.
@@ -25,6 +25,29 @@ FIGURES = {
         ("gradient norm, high-probability stage", "norm before clipping", r"train/lopti/high/actor_grad_norm"),
     ),
 }
+
+
+def find_log(folder: str | Path) -> Path:
+    """Return the one folder at or below `folder` that holds TensorBoard events. ValueError for none or several."""
+    logs = sorted({file.parent for file in Path(folder).rglob("events.out.tfevents.*")})
+    if not logs:
+        raise ValueError(f"{folder}: no TensorBoard log (events.out.tfevents.*) in it or below")
+    if len(logs) > 1:
+        raise ValueError(f"{folder}: several TensorBoard logs, name one: {', '.join(map(str, logs))}")
+    return logs[0]
+
+
+def read_scalars(folder: str | Path) -> dict[str, Series]:
+    """Return every scalar of the run logged in `folder` or below, by name. ValueError as in `find_log`.
+
+    Where a step was logged twice, as after a resume, the later value counts.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # By default TensorBoard keeps a sample of 10,000 steps; 0 keeps all.
+    events = EventAccumulator(str(find_log(folder)), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
 
 
 def read_run(folder: str | Path) -> dict[str, Series]:
@@ -61,16 +84,9 @@ def entropy(scalars: dict[str, Series]) -> Series:
     return {step: total / weight for step, (total, weight) in sorted(sums.items()) if weight}
 
 
-def select(scalars: dict[str, Series], pattern: str) -> Series:
-    """Return the series whose name matches, or the mean of several, such as accuracies by source.
-
-    The mean is taken at the steps that all of them have.
-    """
-    return _mean([series for name, series in scalars.items() if series and re.fullmatch(pattern, name)])
-
-
 def _mean(series: Sequence[Series]) -> Series:
-    steps = set.intersection(*(set(s) for s in series)) if series else set()
+    """Return the mean of several curves, at the steps that all of them have."""
+    steps = set.intersection(*map(set, series)) if series else set()
     return {step: fmean(s[step] for s in series) for step in sorted(steps)}
 
 
@@ -90,7 +106,11 @@ def curves(runs: dict[str, Sequence[dict[str, Series]]]) -> dict[str, list[dict]
         for title, unit, pattern in panels:
             lines, missing = {}, []
             for label, seeds in runs.items():
-                found = [series for series in (select(scalars, pattern) for scalars in seeds) if series]
+                # One pattern may match several, such as accuracies by source.
+                matching = (
+                    [s for name, s in scalars.items() if s and re.fullmatch(pattern, name)] for scalars in seeds
+                )
+                found = [series for series in map(_mean, matching) if series]
                 middle = _mean(found)
                 if not middle:
                     missing.append(label)

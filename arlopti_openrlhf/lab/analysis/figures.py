@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from arlopti_openrlhf.evaluation.measures import Z_95
 from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, micro_batches
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
-from arlopti_openrlhf.lab.analysis.updates import log_probs_after_update
 from arlopti_openrlhf.token_update import advantage_weights, low_probability_mask, token_probabilities
 from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
 
@@ -25,7 +25,7 @@ def bin_names(edges: Sequence[float]) -> list[str]:
     return [*names, f"≥ {edges[-2]:g}"]
 
 
-def _bins(probabilities: Tensor, mask: Tensor, edges: tuple[float, ...]) -> list[Tensor]:
+def bins(probabilities: Tensor, mask: Tensor, edges: tuple[float, ...]) -> list[Tensor]:
     """Return (B, A) masks that partition `mask`."""
     index = bin_index(probabilities, edges)
     return [mask & (index == i) for i in range(len(edges) - 1)]
@@ -35,22 +35,19 @@ def _quantiles(values: Tensor) -> dict[str, float] | None:
     if not len(values):
         return None
     values = values.sort().values
-    at = [values[round(q * (len(values) - 1))].item() for q in (0.05, 0.25, 0.5, 0.75, 0.95)]
-    return dict(zip(("p5", "p25", "median", "p75", "p95"), at, strict=True)) | {"mean": values.mean().item()}
+    shares = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
+    at = {name: values[round(q * (len(values) - 1))].item() for name, q in shares.items()}
+    return at | {"mean": values.mean().item()}
 
 
 def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float, moments: Sequence[Tensor]) -> dict:
     """Compute probabilities, advantages, gradient norms and changes by one update, by quarter of the range of π.
 
-    Args:
-        policy: the policy, at the weights that the batch was sampled from.
-        batch: the rollouts.
-        tokens: their statistics.
-        learning_rate: of each of the three updates: by all tokens, by the lowest quarter, by the highest.
-        moments: AdamW's second moments for all three, from a training that updates all tokens.
+    There are three updates: by all tokens, by the lowest quarter, and by the highest. All have the second moments of a
+    training that updates all tokens, one per parameter. The policy has the weights that the batch was sampled from.
     """
     probabilities, mask = token_probabilities(tokens.log_probs), batch.action_mask
-    quarters = _bins(probabilities, mask, EDGES)
+    quarters = bins(probabilities, mask, EDGES)
     norm = logit_gradient_norm(batch.advantages, tokens.log_probs, tokens.squared_rest)
     # The gradient of each quarter alone, by a backward pass, and its share at the logits, by Eq. 15.
     groups = []
@@ -61,7 +58,7 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float,
                 "name": name,
                 "tokens": int(quarter.sum()),
                 "advantages": _quantiles(batch.advantages[quarter]),
-                "gradient_norm": _norm(gradient),
+                "gradient_norm": sum(g.square().sum().item() for g in gradient) ** 0.5,
                 # The mean over the tokens of their own gradients' norms at the logits, by Eq. 15.
                 "logit_gradient_norm": norm[quarter].mean().item() if quarter.any() else None,
                 "logit_gradient_share": (norm[quarter].sum() / norm[mask].sum()).item(),
@@ -74,8 +71,8 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float,
     # One update each by all tokens, by the lowest quarter and by the highest.
     changes = {}
     for name, selected in (("all", mask), ("lowest", quarters[0]), ("highest", quarters[-1])):
-        after = log_probs_after_update(
-            policy, batch, tokens.log_probs, batch.advantages, [selected], learning_rate, moments
+        after = policy.log_probs_after_update(
+            batch, tokens.log_probs, batch.advantages, [selected], learning_rate, moments
         )
         change = token_probabilities(after) - probabilities
         changes[name] = {
@@ -95,53 +92,42 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float,
     }
 
 
-def _norm(gradient: Sequence[Tensor]) -> float:
-    return sum(g.square().sum().item() for g in gradient) ** 0.5
-
-
 def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: Sequence[int] | None = None) -> dict:
     """Compute the gradient of single tokens' log π at the activations of some layers, against 1 - π (Proposition 4.2).
 
-    The norm is over all positions that the token's loss reaches, with weight w = 1.
-
-    Args:
-        policy: the policy.
-        batch: the rollouts.
-        tokens: their statistics.
-        count: tokens to look at, spread evenly over the range of probabilities.
-        layers: numbers of decoder layers, from 1; by default the first, middle and last.
+    The norm is over all positions that the token's loss reaches, with weight w = 1. About `count` tokens are spread
+    evenly over the range of probabilities. Layers count from 1; by default they are the first, middle and last.
     """
     probabilities = token_probabilities(tokens.log_probs)
     # As many tokens from each tenth of the range, although most tokens have a probability near 1.
     generator = torch.Generator().manual_seed(0)
-    tenths = _bins(probabilities, batch.action_mask, tuple(i / 10 for i in range(11)))
     drawn = []
-    for tenth in tenths:
+    for tenth in bins(probabilities, batch.action_mask, tuple(i / 10 for i in range(11))):
         places = tenth.nonzero()
-        drawn.append(places[torch.randperm(len(places), generator=generator)[: max(1, count // len(tenths))]])
+        drawn.append(places[torch.randperm(len(places), generator=generator)[: max(1, count // 10)]])
     chosen = torch.cat(drawn)
-    modules = _layers(policy.model, layers)
-    norms = _activation_gradient_norms(policy, batch, chosen, modules)
+    blocks = decoder_layers(policy.model)
+    numbers = layers or sorted({1, (len(blocks) + 1) // 2, len(blocks)})
+    modules = {"embedding": policy.model.get_input_embeddings()}
+    modules |= {f"layer {n} of {len(blocks)}": blocks[n - 1] for n in numbers}
+    norms = activation_gradient_norms(policy, batch, chosen, modules)
     rows, columns = chosen.unbind(dim=1)
     rest = 1 - probabilities[rows, columns]
-    expected = logit_gradient_norm(
-        torch.ones(len(rows)), tokens.log_probs[rows, columns], tokens.squared_rest[rows, columns]
-    )
     # At the logits, Eq. 15 gives the norm, and Proposition 4.2 its bounds.
+    log_probs, squared_rest = tokens.log_probs[rows, columns], tokens.squared_rest[rows, columns]
+    expected = logit_gradient_norm(torch.ones(len(rows)), log_probs, squared_rest)
     vocabulary = policy.model.get_output_embeddings().weight.shape[0]
     lower, upper = logit_gradient_bounds(1 - rest, vocabulary)
     at_logits = norms["logits"] * policy.temperature
     inside = (at_logits >= lower * (1 - 1e-3) - 1e-6) & (at_logits <= upper * (1 + 1e-3) + 1e-6)  # float32
     panels = []
     for name, values in norms.items():
-        # Near 1 - π = 0 the quotient is nothing but rounding.
-        slopes = (values / rest)[rest > 1e-3]
         correlation = torch.corrcoef(torch.stack([rest, values]))[0, 1].item()
         panels.append(
             {
                 "layer": name,
                 "norm": values.tolist(),
-                "slope": _quantiles(slopes),
+                "slope": _quantiles((values / rest)[rest > 1e-3]),  # near 1 - π = 0 it is nothing but rounding
                 "correlation": correlation if math.isfinite(correlation) else None,  # where one of the two is constant
             }
         )
@@ -156,11 +142,7 @@ def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: S
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the model's decoder layers.
-
-    Raises:
-        ValueError: no list of modules has as many members as the model has layers.
-    """
+    """Return the model's decoder layers. ValueError where no list of modules has as many members as it has layers."""
     number = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
@@ -168,20 +150,13 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     raise ValueError(f"{type(model).__name__}: no list of its {number} decoder layers was found")
 
 
-def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, nn.Module]:
-    blocks = decoder_layers(model)
-    numbers = numbers or sorted({1, (len(blocks) + 1) // 2, len(blocks)})
-    named = {"embedding": model.get_input_embeddings()}
-    return named | {f"layer {n} of {len(blocks)}": blocks[n - 1] for n in numbers}
-
-
-def _activation_gradient_norms(
+def activation_gradient_norms(
     policy: Policy, batch: Batch, chosen: Tensor, modules: dict[str, nn.Module]
 ) -> dict[str, Tensor]:
-    """Return {layer: (N,) norms} of the gradients of the chosen tokens' log π, at the modules' outputs and the logits.
+    """Return {layer: (N,) norms} of the gradients of N tokens' log π, at the modules' outputs and at the "logits".
 
-    Every token gets a row of its own, cut before it. Rows do not interact, so one backward pass gives all their
-    gradients.
+    Every token, a row and a column in `chosen` (N, 2), gets a row of its own, cut before it. Rows do not interact, so
+    one backward pass gives all their gradients.
     """
     outputs: dict[str, Tensor] = {}
 
@@ -197,18 +172,13 @@ def _activation_gradient_norms(
     stops = chosen[:, 1] + 1
     order = stops.argsort()
     for piece in micro_batches(order, stops, policy.micro_batch_tokens):
-        longest = int(stops[piece].max())
-        sequences = torch.zeros(len(piece), longest, dtype=torch.long)
-        attention_mask = torch.zeros_like(sequences)
-        for i, (row, stop) in enumerate(zip(chosen[piece, 0], stops[piece], strict=True)):
-            # Padded on the left, so that the last position of each row predicts its token.
-            sequences[i, longest - stop :] = batch.sequences[row, :stop]
-            attention_mask[i, longest - stop :] = 1
-        positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        prefixes = [batch.sequences[row, :stop] for row, stop in zip(chosen[piece, 0], stops[piece], strict=True)]
+        # Padded on the left, so the last position of each row predicts its token.
+        attention_mask = pad_sequence([torch.ones_like(p) for p in prefixes], True, padding_side="left")
         outputs["logits"] = policy.model(
-            sequences.to(policy.device),
+            pad_sequence(prefixes, True, padding_side="left").to(policy.device),
             attention_mask=attention_mask.to(policy.device),
-            position_ids=positions.to(policy.device),
+            position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0).to(policy.device),
             logits_to_keep=1,
         ).logits
         targets = batch.sequences[chosen[piece, 0], stops[piece]].to(policy.device)
@@ -238,11 +208,9 @@ def figure_3(
     Every update starts from the same weights and the same batch. Shares have a 95% interval, clustered by prompt. The
     rounding of log π is returned too: the median difference between two passes with other micro-batches.
     """
-    probabilities = token_probabilities(tokens.log_probs)
     positive = batch.action_mask & (batch.advantages > 0)
-    bins = _bins(probabilities, positive, DIRECTION_EDGES)
+    selections = [*bins(token_probabilities(tokens.log_probs), positive, DIRECTION_EDGES), positive]
     # Every method is one update. AR changes the advantages, Lopti takes two stages.
-    before = policy.log_probs(batch)
     variants = [("GRPO", batch.advantages, [batch.action_mask])]
     for alpha in alphas:
         advantages = advantage_weights(tokens.log_probs, alpha) * batch.advantages
@@ -251,26 +219,24 @@ def figure_3(
         low = low_probability_mask(tokens.log_probs, batch.action_mask, eta)
         stages = [low, batch.action_mask & ~low]
         variants.append((f"Lopti η={eta:g}", batch.advantages, [stage for stage in stages if stage.any()]))
+    before = policy.log_probs(batch)
     results = {}
     for name, advantages, stages in variants:
-        after = log_probs_after_update(policy, batch, tokens.log_probs, advantages, stages, learning_rate)
-        results[name] = [_share(after > before, selected, batch.prompts) for selected in [*bins, positive]]
+        after = policy.log_probs_after_update(batch, tokens.log_probs, advantages, stages, learning_rate)
+        results[name] = [_share(after > before, selected, batch.prompts) for selected in selections]
     # The two differ only in their micro-batches, so their difference is rounding.
     rounding = (before - tokens.log_probs)[batch.action_mask].abs().median().item()
     return {
         "edges": list(DIRECTION_EDGES),
         "bins": [*bin_names(DIRECTION_EDGES), "all"],
-        "positive_tokens": [int(selected.sum()) for selected in [*bins, positive]],
+        "positive_tokens": [int(selected.sum()) for selected in selections],
         "right_direction": results,
         "median_rounding_of_log_probs": rounding,
     }
 
 
 def _share(right: Tensor, selected: Tensor, prompts: Tensor) -> dict[str, float] | None:
-    """Return Σ right / Σ selected and its 95% half-width, linearised and clustered by prompt.
-
-    None where nothing is selected.
-    """
+    """Return Σ right / Σ selected and its 95% half-width, linearised and clustered by prompt. None for 0 / 0."""
     total = int(selected.sum())
     if not total:
         return None

@@ -34,7 +34,7 @@ LEAST_PROMPTS = 8  # with different rewards. With fewer, a resample is often of 
 # most as many parameters keeps its gradients exactly, as the quickstart's does.
 SKETCH = 2**20 - 3
 _RESAMPLES = 2000
-AGREES, NO_AGREEMENT, OPPOSES, EMPTY = "agrees", "no agreement", "opposes", "no gradient"
+AGREES = "agrees"
 
 
 class Cell(NamedTuple):
@@ -45,7 +45,7 @@ class Cell(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Holds inner products between the gradients of P prompts, for C sets of tokens. The last set is all tokens."""
+    """Inner products between the gradients of P prompts, for C sets of tokens. The last set is all tokens."""
 
     with_whole: Tensor  # (C, P, P) ⟨g_cp, g_q⟩
     own: Tensor  # (C, P, P) ⟨g_cp, g_cq⟩
@@ -54,10 +54,7 @@ class Products(NamedTuple):
 def make_cells(batch: Batch, tokens: Tokens, by: str) -> list[Cell]:
     """Divide the tokens that have an advantage, by the sign of the advantage and by `by`.
 
-    Args:
-        batch: the rollouts.
-        tokens: their statistics, (B, A).
-        by: "probability" (the bins of Fig. 3) or "entropy" (`ENTROPY_EDGES`, in nats).
+    `by` is "probability" (the bins of Fig. 3) or "entropy" (`ENTROPY_EDGES`, in nats).
     """
     if by == "entropy":
         symbol, values, edges = "H", tokens.entropy, ENTROPY_EDGES
@@ -81,13 +78,8 @@ def inner_products(policy: Policy, batch: Batch, old_log_probs: Tensor, cells: S
     """Compute the inner products of the prompts' gradients, cell by cell, and then those of all tokens.
 
     Each prompt takes one backward pass for each cell, over its own responses. So a cell costs one pass over the batch.
-    2 · P gradients are kept at a time, of at most `SKETCH` float32 numbers, on the CPU.
-
-    Args:
-        policy: the policy, at the weights that the batch was sampled from.
-        batch: the rollouts.
-        old_log_probs: (B, A) log π_old.
-        cells: C − 1 cells.
+    2 · P gradients of at most `SKETCH` float32 numbers are kept on the CPU at a time. The policy has the weights that
+    the batch was sampled from, and `old_log_probs` (B, A) are its log π.
     """
     prompts = informative_prompts(batch)
     size = min(SKETCH, sum(p.numel() for p in policy.parameters))
@@ -115,18 +107,14 @@ def sketch(gradient: Sequence[Tensor], size: int) -> Tensor:
 
     Those of gradients with at most `size` numbers stay exactly, because each number keeps a place of its own. Others
     stay on average. The error of a cosine is then about 1 / √size, so 0.001 with `SKETCH`. The signs are the same in
-    each call.
-
-    Args:
-        gradient: one tensor per parameter, on one device.
-        size: numbers to keep.
+    each call. The gradient has one tensor per parameter, on one device.
     """
     device = gradient[0].device
     generator = torch.Generator(device).manual_seed(0)
     total = torch.zeros(size, device=device)
     start = 0
     for tensor in gradient:
-        # In pieces, so that the signs and places take little memory beside the gradient.
+        # In pieces, so the signs and places take little memory next to the gradient.
         for piece in tensor.flatten().split(size):
             signs = torch.randint(2, piece.shape, generator=generator, device=device, dtype=torch.int8) * 2 - 1
             places = (torch.arange(len(piece), device=device) + start) % size
@@ -138,9 +126,7 @@ def sketch(gradient: Sequence[Tensor], size: int) -> Tensor:
 def measure(products: Products, seed: int = 0) -> list[dict[str, float] | None]:
     """Return the share and the agreement of each set of tokens, the last of which is all tokens.
 
-    Args:
-        products: of P prompts.
-        seed: of the bootstrap over prompts.
+    `seed` is that of the bootstrap over prompts.
 
     Returns:
         For each set, or None where it or the whole has no gradient:
@@ -172,31 +158,26 @@ def measure(products: Products, seed: int = 0) -> list[dict[str, float] | None]:
         inner = half**2 * sums / drawn_pairs  # (resamples,) E ⟨g_c^A, g^B⟩
         low, high = (torch.quantile(inner[1:], q).item() for q in (0.025, 0.975))
         of_cosine, of_contribution = (square * squares[-1]).sqrt().item(), squares[-1].item()
-        found = {
-            "norm": (own.sum() / products.own[-1].sum()).clamp(min=0).sqrt().item(),
-            "share": (matrix.sum() / products.own[-1].sum()).item(),
-            "cosine": inner[0].item() / of_cosine,
-            "low": low / of_cosine,
-            "high": high / of_cosine,
-            "contribution": inner[0].item() / of_contribution,
-            "contribution_low": low / of_contribution,
-            "contribution_high": high / of_contribution,
-        }
-        results.append(found)
+        results.append(
+            {
+                "norm": (own.sum() / products.own[-1].sum()).clamp(min=0).sqrt().item(),
+                "share": (matrix.sum() / products.own[-1].sum()).item(),
+                "cosine": inner[0].item() / of_cosine,
+                "low": low / of_cosine,
+                "high": high / of_cosine,
+                "contribution": inner[0].item() / of_contribution,
+                "contribution_low": low / of_contribution,
+                "contribution_high": high / of_contribution,
+            }
+        )
     return results
 
 
 def analyze(policy: Policy, batch: Batch, tokens: Tokens, by: str, seed: int) -> dict | None:
     """Return the agreement of every cell, and which token methods lower what, as the picture and the report show it.
 
-    None where fewer than `LEAST_PROMPTS` prompts have responses of different reward.
-
-    Args:
-        policy: the policy, at the weights that the batch was sampled from.
-        batch: the rollouts.
-        tokens: their statistics.
-        by: "probability" or "entropy", see `make_cells`.
-        seed: of the bootstrap.
+    None where fewer than `LEAST_PROMPTS` prompts have responses of different reward. The policy has the weights that
+    the batch was sampled from, `by` is that of `make_cells`, and `seed` the bootstrap's.
     """
     number = len(informative_prompts(batch))
     if number < LEAST_PROMPTS:
@@ -232,5 +213,5 @@ def analyze(policy: Policy, batch: Batch, tokens: Tokens, by: str, seed: int) ->
 def standing(found: dict[str, float] | None) -> str:
     """Say whether a cell agrees with the whole on other prompts, by its 95% interval."""
     if found is None:
-        return EMPTY
-    return AGREES if found["low"] > 0 else OPPOSES if found["high"] < 0 else NO_AGREEMENT
+        return "no gradient"
+    return AGREES if found["low"] > 0 else "opposes" if found["high"] < 0 else "no agreement"

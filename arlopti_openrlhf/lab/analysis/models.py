@@ -1,14 +1,15 @@
 """Analyse models one by one: sample and grade responses, then compute what the figures show of them."""
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig
 
-from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, method_effects, rollouts, shares, updates, words
+from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, method_effects, rollouts, words
 from arlopti_openrlhf.lab.analysis.policy import Policy
+from arlopti_openrlhf.lab.scoring.inputs import Row
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
 LAYER_TOKENS = 300  # of Fig. 2
@@ -16,7 +17,7 @@ _FEW = 30  # positive tokens in a bin of Fig. 3
 
 
 class Settings(NamedTuple):
-    """Says how every model is asked and updated."""
+    """How every model is asked and updated."""
 
     samples: int  # per prompt
     temperature: float
@@ -31,20 +32,15 @@ class Settings(NamedTuple):
     cells: str  # of the agreement: "probability" or "entropy"
 
 
-def check_models(models: Iterable[str], layers: Sequence[int] | None) -> None:
-    """Check that every model's configuration can be read and that the model has all of the layers.
-
-    Raises:
-        OSError, ValueError: it does not.
-    """
-    for model in models:
-        number = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
-        wrong = [layer for layer in layers or () if not 1 <= layer <= number]
-        if wrong:
-            raise ValueError(f"--layers {wrong[0]}: {model} has the layers 1 to {number}")
+def check_layers(model: str, layers: Sequence[int]) -> None:
+    """Check that a model's configuration can be read and that it has all of the layers. OSError, ValueError if not."""
+    number = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
+    wrong = [layer for layer in layers if not 1 <= layer <= number]
+    if wrong:
+        raise ValueError(f"--layers {wrong[0]}: {model} has the layers 1 to {number}")
 
 
-def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Settings) -> tuple[dict, dict, dict]:
+def analyze_model(name: str, model: str, rows: list[Row], settings: Settings) -> tuple[dict, dict, dict]:
     """Analyse one model's responses to the rows.
 
     Returns:
@@ -76,12 +72,12 @@ def analyze_model(name: str, model: str, rows: list[rollouts.Row], settings: Set
     # Fig. 2 needs no advantage. The rest needs an update, and so some prompt whose rewards differ.
     data = {"fig2": figures.figure_2(policy, batch, tokens, LAYER_TOKENS, settings.layers)}
     if batch.advantages.any():
-        summary["shares"] = shares.gradient_by_probability(batch, tokens)
+        summary["shares"] = method_effects.gradient_by_probability(batch, tokens)
         summary |= {key: summary["shares"][key] for key in ("low_tokens", "low_gradient")}
-        found = gradient_agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
-        if found:
-            data["agreement"] = found
-            summary["agreement"] = method_effects.sentences(found)
+        agreement = gradient_agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
+        if agreement:
+            data["agreement"] = agreement
+            summary["agreement"] = method_effects.sentences(agreement)
         else:
             summary["notices"].append(
                 f"Fewer than {gradient_agreement.LEAST_PROMPTS} prompts have responses of different reward, too few "
@@ -109,12 +105,14 @@ def _analyze_update(policy: Policy, batch: rollouts.Batch, tokens, settings: Set
     """Return the learning rate and the data of Fig. 1 and Fig. 3."""
     moments = policy.zeros()
     gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask, moments)
-    rate = settings.learning_rate or updates.learning_rate_of(policy, batch, tokens.log_probs, gradient, moments, STEP)
+    rate = settings.learning_rate or policy.learning_rate_of(batch, tokens.log_probs, gradient, moments, STEP)
     del gradient  # as large as the model
     figure_1 = figures.figure_1(policy, batch, tokens, rate, moments)
     del moments  # as large, too
-    figure_3 = figures.figure_3(policy, batch, tokens, rate, settings.alpha, settings.eta)
-    return rate, {"fig1": figure_1, "fig3": figure_3}
+    return rate, {
+        "fig1": figure_1,
+        "fig3": figures.figure_3(policy, batch, tokens, rate, settings.alpha, settings.eta),
+    }
 
 
 def empty_bins(data: dict) -> list[str]:
@@ -131,13 +129,12 @@ def empty_bins(data: dict) -> list[str]:
 def describe(summary: dict) -> list[str]:
     """Return a model's summary as lines for the terminal."""
     lines = [
-        f"  mean reward {summary['reward']:.3f}, accuracy {summary['accuracy']:.3f}, "
+        f"mean reward {summary['reward']:.3f}, accuracy {summary['accuracy']:.3f}, "
         f"{summary['length']:.0f} tokens per response, entropy {summary['entropy']:.3f} nats"
     ]
     if summary["shares"]:
         lines.append(
-            f"  tokens with probability < {shares.MIDDLE}: {summary['low_tokens']:.1%}, "
+            f"tokens with probability < {method_effects.MIDDLE}: {summary['low_tokens']:.1%}, "
             f"{summary['low_gradient']:.1%} of the gradient"
         )
-    lines += [f"  {sentence}" for sentence in summary["agreement"] or ()]
-    return lines + [f"  {notice}" for notice in summary["notices"]]
+    return [f"  {line}" for line in (*lines, *(summary["agreement"] or ()), *summary["notices"])]

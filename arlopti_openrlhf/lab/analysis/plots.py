@@ -77,19 +77,20 @@ def _figure_1(data: dict) -> Figure:
     norms.margins(y=0.12)
     norms.set(title="(d) gradient norm, all parameters", xlabel="probability, number of tokens", ylabel="‖∂L/∂θ‖")
 
-    titles = {
-        "all": (change, "(c) change by one update of all tokens"),
-        "lowest": (lowest, "(e) ... of the lowest quarter alone"),
-        "highest": (highest, "(f) ... of the highest quarter alone"),
-    }
+    titles = [
+        "(c) change by one update of all tokens",
+        "(e) ... of the lowest quarter alone",
+        "(f) ... of the highest quarter alone",
+    ]
     # One scale for the three. Outliers do not set it.
     sizes = sorted(abs(v) for c in data["change"].values() for v in c["points"])
     limit = 1.1 * sizes[int(0.998 * (len(sizes) - 1))] or 1e-6
-    for name, (axis, title) in titles.items():
-        x, advantages_of = data["points"]["probability"], data["points"]["advantage"]
-        # One call draws the points in the order of the sample, so that neither sign hides the other.
-        colours = [_POSITIVE if a > 0 else _NEGATIVE if a else _COLOURS[-1] for a in advantages_of]
-        axis.scatter(x, data["change"][name]["points"], s=4, alpha=0.5, c=colours, linewidths=0)
+    # One call draws the points in the order of the sample, so neither sign hides the other.
+    colours = [_POSITIVE if a > 0 else _NEGATIVE if a else _COLOURS[-1] for a in data["points"]["advantage"]]
+    for name, axis, title in zip(("all", "lowest", "highest"), (change, lowest, highest), titles, strict=True):
+        axis.scatter(
+            data["points"]["probability"], data["change"][name]["points"], s=4, alpha=0.5, c=colours, linewidths=0
+        )
         axis.set(title=title, xlabel="probability π before", ylabel="change of π", ylim=(-limit, limit))
         axis.axhline(0, color=ink, linewidth=0.6)
     for sign, colour in ((">", _POSITIVE), ("<", _NEGATIVE)):
@@ -124,18 +125,9 @@ def _figure_3(data: dict) -> Figure:
             points = [(j, r["share"], r["ci95"]) for j, r in enumerate(results[:-1]) if r]
             x, y, error = zip(*points, strict=True) if points else ([], [], [])
             shift = 0.06 * (i - (len(shown) - 1) / 2)
-            is_base = name == "GRPO"
-            axis.errorbar(
-                [j + shift for j in x],
-                y,
-                error,
-                fmt="o--" if is_base else "o-",
-                color=_COLOURS[-1] if is_base else None,
-                label=name,
-                markersize=4,
-                linewidth=1.2,
-                elinewidth=0.8,
-            )
+            kind, colour = ("o--", _COLOURS[-1]) if name == "GRPO" else ("o-", None)
+            style = {"markersize": 4, "linewidth": 1.2, "elinewidth": 0.8}
+            axis.errorbar([j + shift for j in x], y, error, fmt=kind, color=colour, label=name, **style)
         axis.axhline(0.5, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
         axis.set(title=f"GRPO and {method}", ylabel="share of positive tokens\nwhose probability rises")
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -147,22 +139,17 @@ def _figure_3(data: dict) -> Figure:
 
 def _figure_5(data: dict) -> Figure:
     figure, (correlation, frequency) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained", sharey=True)
-    models = list(data)
-    categories = list(data[models[0]])
-    height = 0.8 / len(models)
-    for i, model in enumerate(models):
-        results = [data[model][name] for name in categories]
-        y = [j + (i - (len(models) - 1) / 2) * height for j in range(len(categories))]
+    categories = list(next(iter(data.values())))
+    height = 0.8 / len(data)
+    for i, (model, by_category) in enumerate(data.items()):
+        colour = _COLOURS[i % len(_COLOURS)]
+        y = [j + (i - (len(data) - 1) / 2) * height for j in range(len(categories))]
+        results = [by_category[name] for name in categories]
         for place, result in zip(y, results, strict=True):
-            value = result["correlation"]
-            if value is None:
-                correlation.text(0.02, place, "does not vary", va="center", fontsize=7)
-            else:
-                error = [[max(0.0, value - result["low"])], [max(0.0, result["high"] - value)]]
-                correlation.errorbar(value, place, xerr=error, fmt="o", color=_COLOURS[i % 7], markersize=4, capsize=2)
-        bars = frequency.barh(
-            y, [r["per_1000_words"] for r in results], height * 0.9, color=_COLOURS[i % 7], label=model
-        )
+            _interval(
+                correlation, place, result["correlation"], result["low"], result["high"], colour, "does not vary"
+            )
+        bars = frequency.barh(y, [r["per_1000_words"] for r in results], height * 0.9, color=colour, label=model)
         labels = [f"{r['per_1000_words']:.3g} (in {r['responses']:.1%} of responses)" for r in results]
         frequency.bar_label(bars, labels, fontsize=7, padding=2)
     correlation.set_yticks(range(len(categories)), categories)
@@ -173,33 +160,42 @@ def _figure_5(data: dict) -> Figure:
     frequency.margins(x=0.5)  # room for the labels
     if not any(result["per_1000_words"] for results in data.values() for result in results.values()):
         frequency.set_xlim(0, 1)
-    if len(models) > 1:
-        figure.legend(*frequency.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(models)))
+    if len(data) > 1:
+        figure.legend(*frequency.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(data)))
     return figure
 
 
+def _interval(
+    axis: Axes, y: float, middle: float | None, low: float | None, high: float | None, colour: str, missing: str
+) -> None:
+    """Draw a value with its interval at a height, or say that it is missing."""
+    if middle is None or low is None or high is None:
+        axis.text(0.02, y, missing, va="center", fontsize=7)
+        return
+    # A percentile interval need not hold the value.
+    error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
+    axis.errorbar(middle, y, xerr=error, fmt="o", color=colour, markersize=4, capsize=2)
+
+
 def _agreement(data: dict) -> Figure:
-    figure, (shares, cosines, contributions) = plt.subplots(
-        1, 3, figsize=(11, 0.8 + 0.36 * len(data["cells"])), layout="constrained", sharey=True
-    )
+    cells = data["cells"]
+    figure, axes = plt.subplots(1, 3, figsize=(11, 0.8 + 0.36 * len(cells)), layout="constrained", sharey=True)
+    shares, cosines, contributions = axes
     colours = {"agrees": _COLOURS[2], "opposes": _COLOURS[1], "no agreement": _COLOURS[-1]}
     ink = plt.rcParams["text.color"]
-    for y, cell in enumerate(data["cells"]):
+    for y, cell in enumerate(cells):
         if cell["found"] not in colours:
             cosines.text(0, y, "  no gradient", va="center", fontsize=7)
             continue
         colour = colours[cell["found"]]
         shares.barh(y, cell["share"], 0.7, color=colour)
         for axis, value, prefix in ((cosines, "cosine", ""), (contributions, "contribution", "contribution_")):
-            middle, low, high = cell[value], cell[f"{prefix}low"], cell[f"{prefix}high"]
-            # A percentile interval need not hold the value.
-            error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-            axis.errorbar(middle, y, xerr=error, fmt="o", color=colour, markersize=4, capsize=2)
+            _interval(axis, y, cell[value], cell[f"{prefix}low"], cell[f"{prefix}high"], colour, "")
     if data["whole"]:
         cosines.axvline(data["whole"]["cosine"], color=ink, linewidth=0.8, linestyle=":")
-    for axis in (shares, cosines, contributions):
+    for axis in axes:
         axis.axvline(0, color=ink, linewidth=0.8)
-    shares.set_yticks(range(len(data["cells"])), [f"{c['name']} ({c['tokens']:,})" for c in data["cells"]])
+    shares.set_yticks(range(len(cells)), [f"{c['name']} ({c['tokens']:,})" for c in cells])
     shares.invert_yaxis()
     shares.set(title="share of the gradient\n(adds up to 1)", xlabel="⟨$g_c$, g⟩ / ‖g‖²")
     halves = f"gradient of the other half of {data['prompts']} prompts"
@@ -218,22 +214,18 @@ def _curves(data: list[dict]) -> Figure:
     labels = list(dict.fromkeys(label for panel in data for label in [*panel["lines"], *panel["missing"]]))
     handles: dict[str, Line2D] = {}
     for axis, panel in zip(axes[0], data, strict=True):
-        _draw_curves(axis, panel, labels, handles)
+        for label, line in panel["lines"].items():
+            colour = _COLOURS[labels.index(label) % len(_COLOURS)]
+            marker = "." if len(line["steps"]) < 12 else None
+            (handles[label],) = axis.plot(line["steps"], line["mean"], color=colour, marker=marker, label=label)
+            if line["seeds"] > 1:
+                axis.fill_between(line["steps"], line["low"], line["high"], color=colour, alpha=0.2, linewidth=0)
+        if not panel["lines"]:
+            axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set(title=panel["title"], xlabel="step", ylabel=panel["unit"])
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, max(1, len(handles))))
     return figure
-
-
-def _draw_curves(axis: Axes, panel: dict, labels: list[str], handles: dict[str, Line2D]) -> None:
-    for label, line in panel["lines"].items():
-        colour = _COLOURS[labels.index(label) % len(_COLOURS)]
-        marker = "." if len(line["steps"]) < 12 else None
-        (handles[label],) = axis.plot(line["steps"], line["mean"], color=colour, marker=marker, label=label)
-        if line["seeds"] > 1:
-            axis.fill_between(line["steps"], line["low"], line["high"], color=colour, alpha=0.2, linewidth=0)
-    if not panel["lines"]:
-        axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set(title=panel["title"], xlabel="step", ylabel=panel["unit"])
 
 
 _DRAW: dict[str, Callable[..., Figure]] = {
@@ -242,7 +234,5 @@ _DRAW: dict[str, Callable[..., Figure]] = {
     "fig2": _figure_2,
     "fig3": _figure_3,
     "fig5": _figure_5,
-    "fig6": _curves,
-    "fig7": _curves,
-    "fig8": _curves,
+    **dict.fromkeys(("fig6", "fig7", "fig8"), _curves),
 }

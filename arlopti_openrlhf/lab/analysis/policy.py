@@ -1,4 +1,4 @@
-"""Hold a policy whose weights can be moved and put back: log-probs, gradients of chosen tokens, optimizer steps.
+"""Move a policy's weights and put them back: log-probs, gradients of chosen tokens, optimizer steps, updates.
 
 The loss is OpenRLHF's `PolicyLoss`, through the actor that training uses, with the paper's clipping. There is no KL
 term: its gradient is zero where the policy is its own reference.
@@ -20,7 +20,7 @@ _EPSILON = 1e-8  # AdamW's
 
 
 class Tokens(NamedTuple):
-    """Says what the policy predicts at every response token. Each is (B, A), 0 outside the response."""
+    """What the policy predicts at every response token, (B, A) each, 0 outside the response."""
 
     log_probs: Tensor  # log π, at the sampling temperature
     squared_rest: Tensor  # Σ_{j≠o} P_j²
@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
 
 
 class Policy:
-    """Holds a model with float32 weights, on the GPU where there is one, and its weights at the start.
+    """A model with float32 weights, on the GPU where there is one, and its weights at the start.
 
     It takes 16 bytes per parameter there. bf16 weights do not resolve one update of a training.
 
@@ -47,22 +47,18 @@ class Policy:
         self.actor = SelectiveActor(causal_lm, temperature=temperature).to(self.device).eval()
         # Upstream sets the two only where it loads the model itself.
         self.actor.packing_samples = self.actor.is_vlm = False
+        self.model: nn.Module = self.actor.model
         self.temperature, self.micro_batch_tokens, self.optimizer = temperature, micro_batch_tokens, optimizer
         self.parameters = [p for p in self.actor.parameters() if p.requires_grad]
         self.start = [p.detach().cpu().clone() for p in self.parameters]
         self.loss = PolicyLoss(clip_eps_low=0.2, clip_eps_high=0.24, dual_clip=10.0)
 
-    @property
-    def model(self) -> nn.Module:
-        """Return Hugging Face's causal LM."""
-        return self.actor.model
-
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> Tensor:
         """Return (B, A) log π of the response tokens, 0 elsewhere."""
         result = torch.zeros(batch.action_mask.shape)
-        for rows in self._micro_batches(batch, torch.arange(len(result))):
-            values = self.actor(*self._inputs(batch, rows, batch.action_mask))
+        for rows, *inputs in self._micro_batches(batch, torch.arange(len(result)), batch.action_mask):
+            values = self.actor(*inputs)
             result[rows, : values.shape[1]] = values.cpu()
         return result
 
@@ -70,8 +66,7 @@ class Policy:
     def tokens(self, batch: Batch) -> Tokens:
         """Return the statistics of every response token."""
         results = Tokens(*(torch.zeros(batch.action_mask.shape) for _ in Tokens._fields))
-        for rows in self._micro_batches(batch, torch.arange(len(batch.sequences))):
-            inputs = self._inputs(batch, rows, batch.action_mask)
+        for rows, *inputs in self._micro_batches(batch, torch.arange(len(batch.sequences)), batch.action_mask):
             log_probs, output = self.actor(*inputs, return_output=True, return_statistics=True)
             entropy, squared_rest = output.statistics
             for result, values in zip(results, (log_probs, squared_rest, entropy), strict=True):
@@ -88,22 +83,24 @@ class Policy:
     ) -> list[Tensor]:
         """Return ∂L/∂θ of the selected tokens, with the denominator of the whole batch.
 
-        At one θ the gradients of groups that partition the response add up to the whole gradient.
-
-        Args:
-            batch: the rollouts.
-            old_log_probs: (B, A) log π_old.
-            advantages: (B, A), reweighted or not.
-            selected: (B, A) bool, the tokens to update.
-            moments: one per parameter. The mean square of the mini-batches' gradients is added to them.
+        At one θ the gradients of groups that partition the response add up to the whole gradient. `old_log_probs`,
+        `advantages` and `selected` are (B, A). The mean square of the mini-batches' gradients is added to `moments`,
+        one per parameter.
         """
         # A token without advantage has no gradient.
         selected = selected & batch.action_mask & (advantages != 0)
         total = self.zeros()
         for prompts in batch.prompts.unique().tensor_split(MINI_BATCHES):
-            rows = (torch.isin(batch.prompts, prompts) & selected.any(dim=1)).nonzero()[:, 0]
-            for micro_batch in self._micro_batches(batch, rows):
-                self._backward(batch, old_log_probs, advantages, selected, micro_batch)
+            with_gradient = (torch.isin(batch.prompts, prompts) & selected.any(dim=1)).nonzero()[:, 0]
+            for rows, sequences, mask, attention_mask in self._micro_batches(batch, with_gradient, selected):
+                loss, *_ = self.loss(
+                    self.actor(sequences, mask, attention_mask),
+                    old_log_probs[rows, : mask.shape[1]].to(self.device),
+                    advantages[rows, : mask.shape[1]].to(self.device),
+                    action_mask=mask,
+                    batch_num_tokens=batch.action_mask.sum().item(),
+                )
+                loss.backward()
             for i, p in enumerate(self.parameters):
                 if p.grad is None:  # nothing selected here, or an expert without tokens
                     continue
@@ -139,46 +136,77 @@ class Policy:
         for p, start in zip(self.parameters, self.start, strict=True):
             p.copy_(start)
 
-    def _micro_batches(self, batch: Batch, rows: Tensor) -> Iterator[Tensor]:
-        return micro_batches(rows, batch.attention_mask.sum(dim=1), self.micro_batch_tokens)
+    def log_probs_after_update(
+        self,
+        batch: Batch,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        stages: Sequence[Tensor],
+        learning_rate: float,
+        moments: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Return (B, A) log π after one update, which takes one optimizer step per stage. Then undo the update.
 
-    def _inputs(self, batch: Batch, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        length = int(batch.attention_mask[rows].sum(dim=1).max())
-        sequences, attention_mask = batch.sequences[rows, :length], batch.attention_mask[rows, :length]
-        mask = mask[rows, : length - 1]
-        return sequences.to(self.device), mask.to(self.device), attention_mask.to(self.device)
+        `old_log_probs`, `advantages` and each stage's mask are (B, A). Without AdamW's second moments, they are those
+        of a training that always makes this update: the mean over its stages.
+        """
+        if moments is None:
+            # Of all stages at the start. The first one last, since its gradient is the first step's.
+            own_moments = self.zeros()
+            for stage in reversed(stages):
+                gradient = self.gradient(batch, old_log_probs, advantages, stage, own_moments)
+            moments = [moment.div_(len(stages)) for moment in own_moments]
+        else:
+            gradient = self.gradient(batch, old_log_probs, advantages, stages[0])
+        self.step(gradient, moments, learning_rate)
+        # Every further stage sees the weights that the one before has moved.
+        for stage in stages[1:]:
+            self.step(self.gradient(batch, old_log_probs, advantages, stage), moments, learning_rate)
+        log_probs = self.log_probs(batch)
+        self.restore()
+        return log_probs
 
-    def _backward(
-        self, batch: Batch, old_log_probs: Tensor, advantages: Tensor, selected: Tensor, rows: Tensor
-    ) -> None:
-        sequences, mask, attention_mask = self._inputs(batch, rows, selected)
-        width = mask.shape[1]
-        loss, *_ = self.loss(
-            self.actor(sequences, mask, attention_mask),
-            old_log_probs[rows, :width].to(self.device),
-            advantages[rows, :width].to(self.device),
-            action_mask=mask,
-            batch_num_tokens=batch.action_mask.sum().item(),
-        )
-        loss.backward()
+    def learning_rate_of(
+        self,
+        batch: Batch,
+        old_log_probs: Tensor,
+        gradient: Sequence[Tensor],
+        moments: Sequence[Tensor],
+        change: float,
+    ) -> float:
+        """Find the learning rate at which one step along `gradient` changes the response tokens' log π by `change`.
+
+        `change` is the root mean square over the tokens. `old_log_probs` (B, A) are those before the step.
+        """
+        # The first guess moves the weights by 1e-4 of their own norm.
+        size = sum(self.direction(g, v).square().sum().item() for g, v in zip(gradient, moments, strict=True))
+        weights = sum(p.detach().square().sum().item() for p in self.parameters)
+        learning_rate = 1e-4 * (weights / size) ** 0.5
+        # Twice, as the change is linear in the step only near the one that is wanted.
+        for _ in range(2):
+            self.step(gradient, moments, learning_rate)
+            moved = (self.log_probs(batch) - old_log_probs)[batch.action_mask].square().mean().sqrt().item()
+            self.restore()
+            learning_rate *= change / moved
+        return learning_rate
+
+    def _micro_batches(self, batch: Batch, rows: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the numbers of each micro-batch's rows, and their sequences, part of `mask` and attention mask."""
+        lengths = batch.attention_mask.sum(dim=1)
+        for piece in micro_batches(rows, lengths, self.micro_batch_tokens):
+            length = int(lengths[piece].max())
+            inputs = batch.sequences[piece, :length], mask[piece, : length - 1], batch.attention_mask[piece, :length]
+            yield piece, *(tensor.to(self.device) for tensor in inputs)
 
 
 def micro_batches(rows: Tensor, lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
-    """Yield `rows`, in order, in pieces of at most `max_tokens` padded tokens, or of one row.
+    """Yield the numbers (N,) of rows, in order, in pieces of at most `max_tokens` padded tokens, or of one row.
 
-    Args:
-        rows: (N,) numbers of rows.
-        lengths: (B,) tokens of every row.
-        max_tokens: the limit.
+    `lengths` (B,) are the tokens of all rows.
     """
-    piece: list[int] = []
-    longest = 0
-    for row in rows.tolist():
-        length = int(lengths[row])
-        if piece and max(longest, length) * (len(piece) + 1) > max_tokens:
-            yield torch.tensor(piece)
-            piece, longest = [], 0
-        piece.append(row)
-        longest = max(longest, length)
-    if piece:
-        yield torch.tensor(piece)
+    start = 0
+    for stop in range(1, len(rows) + 1):
+        # The next row may be the longest one so far.
+        if stop == len(rows) or int(lengths[rows[start : stop + 1]].max()) * (stop + 1 - start) > max_tokens:
+            yield rows[start:stop]
+            start = stop

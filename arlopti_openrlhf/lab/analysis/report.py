@@ -1,17 +1,18 @@
 """Write the analysis as one HTML page that needs nothing else. report.html.j2 has its words and its looks."""
 
 import base64
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from arlopti_openrlhf.lab.analysis import plots
-from arlopti_openrlhf.lab.analysis.shares import MIDDLE
+from arlopti_openrlhf.lab.analysis.method_effects import MIDDLE
 
 
 class Table(NamedTuple):
-    """Holds a table's cells as text."""
+    """A table's cells as text."""
 
     head: list[str]
     rows: list[list[str]]  # the first cell of each is its head
@@ -34,9 +35,18 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    columns = {
+        "responses": "{responses:,}",
+        "mean reward": "{reward:.3f}",
+        "accuracy": "{accuracy:.3f}",
+        "tokens per response": "{length:.0f}",
+        "entropy, nats": "{entropy:.3f}",
+        f"tokens with π < {MIDDLE}": "{low_tokens:.1%}",
+        "their share of the gradient": "{low_gradient:.1%}",
+    }
     return environment.get_template("report.html.j2").render(
         middle=MIDDLE,
-        summary=_summary_table(summaries),
+        summary=_table("model", columns, summaries),
         models=[_model(name, summary, figures[name]) for name, summary in summaries.items()],
         pictures=_pictures(figures[""]),
         missing={name: _missing(data) for name, data in figures[""].items() if name in ("fig6", "fig7", "fig8")},
@@ -44,28 +54,46 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
     )
 
 
+def _table(corner: str, columns: dict[str, str], items: Mapping[str, Any], caption: str = "") -> Table:
+    """Return a table with a row for each item.
+
+    Args:
+        corner: the head of the first column, which has the items' names.
+        columns: {head: format of a cell}. A cell is "-" where the item lacks one of the values.
+        items: {name: values}.
+        caption: of the table.
+    """
+
+    def cell(form: str, values: Any) -> str:
+        try:
+            return form.format_map(values)
+        except (KeyError, TypeError):  # it is not there, or None
+            return "-"
+
+    rows = [[name, *(cell(form, values) for form in columns.values())] for name, values in items.items()]
+    return Table([corner, *columns], rows, caption)
+
+
 def _model(name: str, summary: dict, figures: dict[str, Any]) -> dict[str, Any]:
     """Return what the template shows of one model."""
-    shares, tables = [], []
+    shares = []
     if summary["shares"]:
-        low, first = summary["shares"]["low_gradient_by_alpha"], summary["shares"]["low_gradient_by_eta"]
-        shares = [
-            _shares_table("α", low, f"AR: share of the gradient that tokens with π < {MIDDLE} have."),
-            _shares_table("η", first, "Lopti: share of the gradient that its first step has."),
-        ]
-    if "agreement" in figures:
-        tables += _agreement_tables(figures["agreement"])
-    if "fig1" in figures:
-        tables.append(_quarters_table(figures["fig1"]))
-    if "fig3" in figures:
-        tables.append(_direction_table(figures["fig3"]))
+        shown = (
+            ("α", "low_gradient_by_alpha", f"AR: share of the gradient that tokens with π < {MIDDLE} have."),
+            ("η", "low_gradient_by_eta", "Lopti: share of the gradient that its first step has."),
+        )
+        for symbol, key, caption in shown:
+            columns = {value: f"{{shares[{i}]:.1%}}" for i, value in enumerate(summary["shares"][key])}
+            items = {"share": {"shares": list(summary["shares"][key].values())}}
+            shares.append(_table(symbol, columns, items, caption))
+    makers = {"agreement": _agreement_tables, "fig1": _quarters_tables, "fig3": _direction_tables}
     return {
         "name": name,
         "summary": summary,
         "direction": _direction(figures["fig3"]) if "fig3" in figures else "",
         "shares": shares,
         "pictures": _pictures(figures),
-        "tables": tables,
+        "tables": [table for figure, make in makers.items() if figure in figures for table in make(figures[figure])],
     }
 
 
@@ -77,58 +105,61 @@ def _pictures(figures: dict[str, Any]) -> dict[str, dict[str, str]]:
     }
 
 
-def _summary_table(summaries: dict[str, dict]) -> Table:
-    columns = {
-        "responses": ("responses", "{:,}"),
-        "reward": ("mean reward", "{:.3f}"),
-        "accuracy": ("accuracy", "{:.3f}"),
-        "length": ("tokens per response", "{:.0f}"),
-        "entropy": ("entropy, nats", "{:.3f}"),
-        "low_tokens": (f"tokens with π < {MIDDLE}", "{:.1%}"),
-        "low_gradient": ("their share of the gradient", "{:.1%}"),
-    }
-    rows = [
-        [name] + [form.format(summary[key]) if summary[key] is not None else "-" for key, (_, form) in columns.items()]
-        for name, summary in summaries.items()
-    ]
-    return Table(["model", *(title for title, _ in columns.values())], rows)
-
-
 def _agreement_tables(data: dict) -> list[Table]:
-    rows = []
-    whole = {"name": "all", "tokens": None, "logit_share": None, "found": ""} | (data["whole"] or {})
-    for cell in [*data["cells"], whole]:
-        known = "cosine" in cell
-        rows.append(
-            [cell["name"], _number(cell["tokens"], "{:,}"), _number(cell["logit_share"], "{:.1%}")]
-            + [f"{cell[key]:.3f}" if known else "-" for key in ("share", "norm")]
-            + [f"{cell['cosine']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})" if known else "-"]
-            + [f"{cell['contribution']:.4f}" if known else "-", cell["found"]]
-        )
-    head = ["", "tokens", "share at the logits", "share ⟨g_c, g⟩ / ‖g‖²", "norm ‖g_c‖ / ‖g‖"]
-    head += ["cosine with other prompts (95%)", "contribution", ""]
-    tables = [Table(head, rows, "The agreement in numbers.")]
-    methods = [
-        [name, found["lowers"]]
-        + [f"{found[key]:.1%}" for key in ("noise", "signal", "agreeing_before", "agreeing_after")]
-        + [_number(weight, "{:.2f}") for weight in found["weights"]]
-        for name, found in data["methods"].items()
-    ]
-    if methods:
+    columns = {
+        "tokens": "{tokens:,}",
+        "share at the logits": "{logit_share:.1%}",
+        "share ⟨g_c, g⟩ / ‖g‖²": "{share:.3f}",
+        "norm ‖g_c‖ / ‖g‖": "{norm:.3f}",
+        "cosine with other prompts (95%)": "{cosine:.3f} ({low:.3f} to {high:.3f})",
+        "contribution": "{contribution:.4f}",
+        " ": "{found}",
+    }
+    cells = {cell["name"]: cell for cell in data["cells"]} | {"all": {"found": ""} | (data["whole"] or {})}
+    tables = [_table("", columns, cells, "The agreement in numbers.")]
+    if data["methods"]:
+        columns = {
+            "lowers": "{lowers}",
+            "noise by": "{noise:.1%}",
+            "signal by": "{signal:.1%}",
+            "cells that agree have": "{agreeing_before:.1%}",
+            "and with the method": "{agreeing_after:.1%}",
+        } | {cell["name"]: f"{{weights[{i}]:.2f}}" for i, cell in enumerate(data["cells"])}
         caption = (
             "What each token method does at its default constants: which cells' share of the gradient at the logits "
             "it lowers, by how much, and its mean weight in each cell."
         )
         if data["left_out"]:
             caption += " Left out: " + "; ".join(data["left_out"].values()) + "."
-        head = ["", "lowers", "noise by", "signal by", "cells that agree have", "and with the method"]
-        head += [cell["name"] for cell in data["cells"]]
-        tables.append(Table(head, methods, caption))
+        tables.append(_table("", columns, data["methods"], caption))
     return tables
 
 
-def _shares_table(symbol: str, shares: dict[str, float], caption: str) -> Table:
-    return Table([symbol, *shares], [["share", *(f"{share:.1%}" for share in shares.values())]], caption)
+def _quarters_tables(data: dict) -> list[Table]:
+    columns = {
+        "tokens": "{tokens:,}",
+        "gradient norm, all parameters": "{gradient_norm:.3g}",
+        "share of the gradient at the logits": "{logit_gradient_share:.1%}",
+        "mean |Δπ|, all updated": "{all:.2e}",
+        "mean |Δπ|, lowest quarter alone": "{lowest:.2e}",
+        "mean |Δπ|, highest quarter alone": "{highest:.2e}",
+    }
+    groups = {
+        f"π {group['name']}": group | {name: change["mean_absolute"][i] for name, change in data["change"].items()}
+        for i, group in enumerate(data["groups"])
+    }
+    return [_table("", columns, groups, "Fig. 1 in numbers.")]
+
+
+def _direction_tables(data: dict) -> list[Table]:
+    heads = [f"{name} ({number:,})" for name, number in zip(data["bins"], data["positive_tokens"], strict=True)]
+    columns = {head: f"{{bins[{i}][share]:.3f}} ± {{bins[{i}][ci95]:.3f}}" for i, head in enumerate(heads)}
+    methods = {name: {"bins": results} for name, results in data["right_direction"].items()}
+    caption = (
+        "Fig. 3 in numbers: share of positive tokens whose probability rises, ± 95%. Log-probabilities are exact to "
+        f"{data['median_rounding_of_log_probs']:.0e} (median)."
+    )
+    return [_table("", columns, methods, caption)]
 
 
 def _direction(data: dict) -> str:
@@ -147,36 +178,6 @@ def _direction(data: dict) -> str:
     return (
         f"{text}, and {found[best]['share']:.0%} (± {found[best]['ci95']:.0%}) with {best}, the most of those tried."
     )
-
-
-def _quarters_table(data: dict) -> Table:
-    rows = []
-    for i, group in enumerate(data["groups"]):
-        changes = [data["change"][name]["mean_absolute"][i] for name in ("all", "lowest", "highest")]
-        rows.append(
-            [f"π {group['name']}", f"{group['tokens']:,}", _number(group["gradient_norm"], "{:.3g}")]
-            + [f"{group['logit_gradient_share']:.1%}", *(_number(c, "{:.2e}") for c in changes)]
-        )
-    head = ["", "tokens", "gradient norm, all parameters", "share of the gradient at the logits"]
-    head += [f"mean |Δπ|, {name}" for name in ("all updated", "lowest quarter alone", "highest quarter alone")]
-    return Table(head, rows, "Fig. 1 in numbers.")
-
-
-def _direction_table(data: dict) -> Table:
-    rows = [
-        [name, *(f"{r['share']:.3f} ± {r['ci95']:.3f}" if r else "-" for r in results)]
-        for name, results in data["right_direction"].items()
-    ]
-    head = ["", *(f"{b} ({n:,})" for b, n in zip(data["bins"], data["positive_tokens"], strict=True))]
-    caption = (
-        "Fig. 3 in numbers: share of positive tokens whose probability rises, ± 95%. Log-probabilities are exact to "
-        f"{data['median_rounding_of_log_probs']:.0e} (median)."
-    )
-    return Table(head, rows, caption)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _missing(panels: list[dict]) -> list[str]:

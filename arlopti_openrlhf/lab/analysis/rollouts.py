@@ -10,14 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arlopti_openrlhf.grading import kk_reward, sources
-from arlopti_openrlhf.lab.scoring.inputs import Row, check_labels
-from arlopti_openrlhf.lab.scoring.inputs import read_rows as read_problems
-from arlopti_openrlhf.lab.scoring.offline import generate, load_engine
+from arlopti_openrlhf.lab.scoring import offline
+from arlopti_openrlhf.lab.scoring.inputs import Row
 
 
 class Sampled(NamedTuple):
-    """Holds what vLLM returns for one prompt."""
+    """What vLLM returns for one prompt."""
 
     prompt: str
     prompt_ids: list[int]
@@ -25,7 +23,7 @@ class Sampled(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """Holds one graded response."""
+    """One graded response."""
 
     prompt: int  # number of its prompt
     text: str
@@ -37,7 +35,7 @@ class Graded(NamedTuple):
 
 @dataclass
 class Batch:
-    """Holds B graded responses, right-padded to T tokens. Column j of (B, A) stands for token j + 1; A = T - 1."""
+    """B graded responses, right-padded to T tokens. Column j of (B, A) stands for token j + 1; A = T - 1."""
 
     sequences: Tensor  # (B, T)
     attention_mask: Tensor  # (B, T)
@@ -46,18 +44,9 @@ class Batch:
     prompts: Tensor  # (B,) number of the prompt; its responses are neighbours
 
 
-def read_rows(files: Sequence[str], count: int, seed: int) -> list[Row]:
-    """Draw `count` rows of `prepare_data`'s JSONL by `seed`, in the order of the files; all where there are fewer.
-
-    Raises:
-        OSError, ValueError: a file cannot be read, a row lacks prompt, label or datasource, or has a label that its
-            grader cannot read.
-    """
-    rows = read_problems(files)
-    # All rows are checked, not only those that are drawn, so that another seed brings no surprise.
-    check_labels(rows)
-    drawn = sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))
-    return [rows[i][1] for i in drawn]
+def draw(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
+    """Draw `count` rows by `seed`, in their order; all where there are fewer."""
+    return [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))]
 
 
 def sample(
@@ -73,13 +62,11 @@ def sample(
 
 
 def _sample(model: str, prompts: list, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[Sampled]:
-    engine = load_engine(model, seed)
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(n=n, temperature=temperature, max_tokens=max_new_tokens, skip_special_tokens=False)
+    engine = offline.load_engine(model, seed)
+    answered = offline.generate(engine, prompts, [(n, temperature)] * len(prompts), max_new_tokens)
     return [
         Sampled(text, list(output.prompt_token_ids), [(o.text, list(o.token_ids)) for o in output.outputs])
-        for text, output in generate(engine, prompts, parameters)
+        for text, output in answered
     ]
 
 
@@ -88,25 +75,17 @@ def grade(rows: Sequence[Row], sampled: Sequence[Sampled]) -> list[Graded]:
     graded = []
     for number, (row, one) in enumerate(zip(rows, sampled, strict=True)):
         for text, response_ids in one.responses:
-            turn = kk_reward.assistant_turn(one.prompt + text, one.prompt)
-            result = sources.grade(row["datasource"], turn, row["label"])
             if response_ids:
+                result = offline.grade(row, one.prompt, text)
                 graded.append(Graded(number, text, one.prompt_ids, response_ids, result.reward, result.score))
     return graded
 
 
 def group_normalized(rewards: Tensor, prompts: Tensor) -> Tensor:
-    """Return GRPO's advantages: (r - mean) / (std + 1e-9) over the responses to each prompt.
+    """Return GRPO's advantages (B,): (r - mean) / (std + 1e-9) over the responses to each prompt.
 
-    They are those of OpenRLHF's `group_norm`, but for equal rewards, where upstream divides the mean's rounding error
-    by 1e-9.
-
-    Args:
-        rewards: (B,).
-        prompts: (B,) number of each response's prompt.
-
-    Returns:
-        (B,); 0 where a prompt's rewards are all equal.
+    They are those of OpenRLHF's `group_norm`, except for equal rewards. There they are 0, and upstream divides the
+    mean's rounding error by 1e-9. `prompts` (B,) has the number of each response's prompt.
     """
     advantages = torch.zeros_like(rewards)
     for prompt in prompts.unique():
@@ -117,11 +96,7 @@ def group_normalized(rewards: Tensor, prompts: Tensor) -> Tensor:
 
 
 def make_batch(graded: Sequence[Graded]) -> Batch:
-    """Return the responses as tensors.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the responses as tensors. ValueError where there is none."""
     if not graded:
         raise ValueError("the model gave no response")
     lengths = [len(g.prompt_ids) + len(g.response_ids) for g in graded]

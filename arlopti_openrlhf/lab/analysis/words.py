@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy
 from simplemma import lemmatize
@@ -33,31 +34,19 @@ def count(text: str) -> tuple[dict[str, int], int]:
 
 
 def _occurrences(pattern: list[str], tokens: list[str], lemmas: list[str]) -> int:
-    if "..." in pattern:
-        before, after = pattern[0], pattern[-1]
-        return sum(_is_followed(tokens[i + 1 :], after) for i, token in enumerate(tokens) if token == before)
     starts = range(len(tokens) - len(pattern) + 1)
-    return sum(all(part in (tokens[i + j], lemmas[i + j]) for j, part in enumerate(pattern)) for i in starts)
+    if "..." not in pattern:
+        return sum(all(part in (tokens[i + j], lemmas[i + j]) for j, part in enumerate(pattern)) for i in starts)
+    # The last word has to come before the sentence ends.
+    first, last = pattern[0], pattern[-1]
+    starts_of_first = (i for i, token in enumerate(tokens) if token == first)
+    return sum(last in takewhile(lambda token: token not in ".!?\n", tokens[i + 1 :]) for i in starts_of_first)
 
 
-def _is_followed(tokens: list[str], word: str) -> bool:
-    """Tell whether `word` comes before the sentence ends."""
-    for token in tokens:
-        if token == word:
-            return True
-        if token in ".!?\n":
-            return False
-    return False
-
-
-def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[int], seed: int = 0) -> dict[str, dict]:
+def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[int]) -> dict[str, dict]:
     """Return how often each category occurs, and how its frequency correlates with the reward (Fig. 5).
 
-    Args:
-        texts: (B,) responses.
-        rewards: (B,).
-        prompts: (B,) number of each response's prompt; the intervals are clustered by it.
-        seed: of the resampling.
+    All are (B,). `prompts` has the number of each response's prompt, by which the intervals are clustered.
 
     Returns:
         For each category: `per_1000_words` over all responses; `responses`, the share of responses in which it occurs;
@@ -70,18 +59,17 @@ def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[in
     reward, prompt = numpy.asarray(rewards, dtype=float), numpy.asarray(prompts)
     # Resample prompts, not responses, because the responses to one prompt are alike. One draw serves all categories.
     groups = [numpy.flatnonzero(prompt == p) for p in numpy.unique(prompt)]
-    generator = numpy.random.default_rng(seed)
+    generator = numpy.random.default_rng(0)
     draws = [generator.integers(len(groups), size=len(groups)) for _ in range(_RESAMPLES)]
+    resampled = [numpy.concatenate([groups[i] for i in draw]) for draw in draws]
     results = {}
     for name in CATEGORIES:
         occurrences = numpy.array([counts[name] for counts, _ in counted], dtype=float)
+        frequency = 1000 * occurrences / numpy.maximum(words, 1)
 
         def per_1000_words(chosen: numpy.ndarray, occurrences=occurrences) -> float:
             return float(1000 * occurrences[chosen].sum() / max(words[chosen].sum(), 1))
 
-        # A category that never occurs has no correlation to resample.
-        frequency = 1000 * occurrences / numpy.maximum(words, 1)
-        resampled = [numpy.concatenate([groups[i] for i in draw]) for draw in draws] if occurrences.any() else []
         correlations = [c for c in (_pearson(frequency[i], reward[i]) for i in resampled) if c is not None]
         low, high = (float(numpy.quantile(correlations, q)) if correlations else None for q in (0.025, 0.975))
         results[name] = {
@@ -96,6 +84,4 @@ def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[in
 
 
 def _pearson(x: numpy.ndarray, y: numpy.ndarray) -> float | None:
-    if not x.std() or not y.std():
-        return None
-    return float(numpy.corrcoef(x, y)[0, 1])
+    return float(numpy.corrcoef(x, y)[0, 1]) if x.std() and y.std() else None

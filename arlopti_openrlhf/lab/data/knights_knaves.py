@@ -8,6 +8,7 @@ The seed determines everything, in any process. Nothing depends on hash() or on 
 """
 
 import hashlib
+import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +70,13 @@ _SENTENCES = (
     '"{Said}," {who} mentioned.',
     '"{Said}" - {who}.',
 )
-_CONNECTIVES = ("and", "or", "->", "<=>")
+# {connective: how the published puzzles join two claims by it, whether the two together hold}. "if" is ≤ of the two.
+_CONNECTIVES: dict[str, tuple[str, Callable[[bool, bool], bool]]] = {
+    "and": ("{0} and {1}", operator.and_),
+    "or": ("{0} or {1}", operator.or_),
+    "->": ("if {0} then {1}", operator.le),
+    "<=>": ("{0} if and only if {1}", operator.eq),
+}
 _TEST_SHARE = 3  # one structure in three is held out; with 2 people there are only 249
 
 # With 3 people, these are all. With 4 or more, trying all wrong assignments would take more room than a response has.
@@ -100,13 +107,11 @@ WORDS_WITHOUT_MEANING = tuple(
     word for words in (*(varied for _, *varied in _SOLUTION_WORDS.values()), *_HASTY_WORDS) for word in words
 )
 VARIED_WORDS = (_GUESS, *WORDS_WITHOUT_MEANING)
-# Returns the word for an entry of `_SOLUTION_WORDS`.
-_Say = Callable[[str], str]
 
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Holds a puzzle with one solution. `solution[i]` is True where `names[i]` is a knight. `quiz` is the wording."""
+    """A puzzle with one solution. `solution[i]` is True where `names[i]` is a knight. `quiz` is the wording."""
 
     names: tuple[str, ...]
     statements: tuple[Statement, ...]
@@ -133,27 +138,15 @@ def datasource(num_people: int) -> str:
 
 
 def is_true(statement: Statement, knights: Sequence[bool]) -> bool:
-    """Tell whether a statement holds where `knights[i]` says that person i is a knight.
-
-    Raises:
-        ValueError: an unknown kind of statement.
-    """
-    match statement:
-        case ("telling-truth", int(person)):
-            return knights[person]
-        case ("lying", int(person)):
-            return not knights[person]
-        case ("not", inner):
-            return not is_true(inner, knights)
-        case ("and", left, right):
-            return is_true(left, knights) and is_true(right, knights)
-        case ("or", left, right):
-            return is_true(left, knights) or is_true(right, knights)
-        case ("->", left, right):
-            return not is_true(left, knights) or is_true(right, knights)
-        case ("<=>", left, right):
-            return is_true(left, knights) == is_true(right, knights)
-    raise ValueError(f"not a statement of a Knights-and-Knaves puzzle: {statement!r}")
+    """Tell whether a statement holds where `knights[i]` says that person i is a knight. ValueError for another one."""
+    kind, *parts = statement
+    if kind in _CONNECTIVES:
+        return _CONNECTIVES[kind][1](*(is_true(part, knights) for part in parts))
+    if kind == "not":
+        return not is_true(parts[0], knights)
+    if kind not in ("telling-truth", "lying"):
+        raise ValueError(f"not a statement of a Knights-and-Knaves puzzle: {statement!r}")
+    return knights[parts[0]] == (kind == "telling-truth")
 
 
 @lru_cache(maxsize=MAX_PEOPLE)
@@ -163,17 +156,14 @@ def _assignments(num_people: int) -> tuple[tuple[bool, ...], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _truth_table(statement: Statement, num_people: int) -> int:
-    # Bit c tells whether the statement holds in assignment c, so that a few integer operations solve a puzzle.
+    # Bit c tells whether the statement holds in assignment c, so a few integer operations solve a puzzle.
     return sum(is_true(statement, knights) << code for code, knights in enumerate(_assignments(num_people)))
 
 
 def solutions(statements: Sequence[Statement], num_people: int) -> list[tuple[bool, ...]]:
-    """Return all assignments, of the 2 ** num_people, in which exactly the knights' statements are true.
+    """Return all of the 2 ** num_people assignments in which exactly the knights' statements are true.
 
-    Statement i is person i's.
-
-    Raises:
-        ValueError: there is not one statement per person.
+    Statement i is person i's. ValueError where there is not one statement per person.
     """
     if len(statements) != num_people:
         raise ValueError(f"{len(statements)} statements for {num_people} people: each person makes one")
@@ -198,25 +188,15 @@ def is_held_out(statements: Sequence[Statement]) -> bool:
 def generate(
     num_people: int, rng: random.Random, *, held_out: bool | None = None, names: Sequence[str] = NAMES
 ) -> Iterator[Puzzle]:
-    """Yield puzzles of `num_people` people without end, each with exactly one solution.
+    """Yield puzzles of 2 to 8 people without end, each with exactly one solution.
 
-    Args:
-        num_people: 2 to 8.
-        rng: the only source of chance. The same seed gives the same puzzles in every process.
-        held_out: True for the test split, False for the training split, None for both.
-        names: the pool that the people's names are drawn from, without replacement.
-
-    Raises:
-        ValueError: another number of people, or too few names.
+    `rng` is the only source of chance, so the same seed gives the same puzzles in every process. They are of the test
+    split, of the training split (False), or of both (None). ValueError for another number of people, or too few names.
     """
     if not MIN_PEOPLE <= num_people <= MAX_PEOPLE:
         raise ValueError(f"num_people must be in [{MIN_PEOPLE}, {MAX_PEOPLE}], got {num_people}")
     if len(names) < num_people:
         raise ValueError(f"{num_people} people need as many names, got {len(names)}")
-    return _generate(num_people, rng, held_out, names)
-
-
-def _generate(num_people: int, rng: random.Random, held_out: bool | None, names: Sequence[str]) -> Iterator[Puzzle]:
     while True:
         statements = tuple(_draw_statement(speaker, num_people, rng) for speaker in range(num_people))
         found = solutions(statements, num_people)
@@ -246,18 +226,11 @@ def _role(knight: bool) -> str:
 
 
 def _claim(statement: Statement, names: Sequence[str]) -> str:
-    match statement:
-        case ("telling-truth" | "lying" as kind, person):
-            return f"{names[person]} is a {_role(kind == 'telling-truth')}"
-        case ("not", ("telling-truth" | "lying" as kind, person)):
-            return f"{names[person]} is not a {_role(kind == 'telling-truth')}"
-        case ("and" | "or" as kind, left, right):
-            return f"{_claim(left, names)} {kind} {_claim(right, names)}"
-        case ("->", left, right):
-            return f"if {_claim(left, names)} then {_claim(right, names)}"
-        case ("<=>", left, right):
-            return f"{_claim(left, names)} if and only if {_claim(right, names)}"
-    raise ValueError(f"the published wording has no sentence for {statement!r}")
+    kind, *parts = statement
+    if kind in _CONNECTIVES:
+        return _CONNECTIVES[kind][0].format(*(_claim(part, names) for part in parts))
+    verb, (kind, person) = ("is not", parts[0]) if kind == "not" else ("is", statement)
+    return f"{names[person]} {verb} a {_role(kind == 'telling-truth')}"
 
 
 def _quiz(names: Sequence[str], statements: Sequence[Statement], rng: random.Random) -> str:
@@ -288,53 +261,41 @@ def worked_solution(
     The assistant tries assignments in random order and checks statements until one contradicts its speaker's role:
     " Try Emma knave, James knight: Emma false ok, James false no." It answers with the first assignment that fits.
 
-    Args:
-        puzzle: the puzzle to solve.
-        rng: the only source of chance.
-        solution_first: how often, in [0, 1], the first trial is the solution by choice. Otherwise the solution comes
-            after 0 to 7 wrong trials.
-        varied_wording: whether each step is said in one of several wordings, chosen at random and without a meaning:
-            " Try letting Emma being knave plus James posing knight whereupon Emma talks false thus ok ...".
+    With the probability `solution_first` the first trial is the solution by choice. Otherwise 0 to 7 wrong trials come
+    before it. With `varied_wording` each step has one of several wordings, chosen at random and without a meaning:
+    " Try letting Emma being knave plus James posing knight whereupon Emma talks false thus ok ...".
     """
-    trials: list[tuple[bool, ...]] = []
-    wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
-    if rng.random() >= solution_first:
-        trials = rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS)))
-    trials.append(puzzle.solution)
 
     def say(what: str) -> str:
         plain, *varied = _SOLUTION_WORDS[what]
         return rng.choice(varied) if varied_wording else plain
 
-    thoughts = "".join(_trial(puzzle, knights, say) for knights in trials)
-    return f"{thoughts}</think><answer>{puzzle.solution_text}</answer>"
+    trials = [puzzle.solution]
+    if rng.random() >= solution_first:
+        wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
+        trials = [*rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS))), puzzle.solution]
+    text = ""
+    for knights in trials:
+        text += f" Try{say('case')}"
+        for i, (name, knight) in enumerate(zip(puzzle.names, knights, strict=True)):
+            text += f"{say('next person') if i else ''} {name}{say('being')} {_role(knight)}"
+        text += say("check")
+        for i, (name, statement, knight) in enumerate(zip(puzzle.names, puzzle.statements, knights, strict=True)):
+            holds = is_true(statement, knights)
+            text += f"{say('next check') if i else ''} {name}{say('speaks')} {'true' if holds else 'false'}"
+            text += f"{say('therefore')} {'ok' if holds == knight else 'no'}"
+            if holds != knight:
+                break
+        text += "."
+    return f"{text}</think><answer>{puzzle.solution_text}</answer>"
 
 
 def hasty_answer(puzzle: Puzzle, rng: random.Random, *, varied_wording: bool = False) -> str:
-    """Write what an assistant who does not think says after a prefilled `<think>`: no trial, and any roles.
+    """Write what an assistant who does not think says after a prefilled `<think>`: no trial, and random roles.
 
-    The answer is well-formed, and right by chance, once in 2^N times for N people.
-
-    Args:
-        puzzle: the puzzle to answer.
-        rng: the only source of chance.
-        varied_wording: whether a remark comes first, in one of many wordings without a meaning, as in " Guess plainly
-            folks here looks quite easy."
+    The answer is well-formed, and right by chance, once in 2^N times for N people. With `varied_wording` a remark
+    without a meaning comes first, as in " Guess plainly folks here looks quite easy."
     """
     roles = tuple(rng.random() < 0.5 for _ in puzzle.names)
     remark = f"{_GUESS}{''.join(map(rng.choice, _HASTY_WORDS))}." if varied_wording else ""
     return f"{remark}</think><answer>{replace(puzzle, solution=roles).solution_text}</answer>"
-
-
-def _trial(puzzle: Puzzle, knights: tuple[bool, ...], say: _Say) -> str:
-    text = f" Try{say('case')}"
-    for i, (name, knight) in enumerate(zip(puzzle.names, knights, strict=True)):
-        text += f"{say('next person') if i else ''} {name}{say('being')} {_role(knight)}"
-    text += say("check")
-    for i, (name, statement, knight) in enumerate(zip(puzzle.names, puzzle.statements, knights, strict=True)):
-        holds = is_true(statement, knights)
-        text += f"{say('next check') if i else ''} {name}{say('speaks')} {'true' if holds else 'false'}"
-        text += f"{say('therefore')} {'ok' if holds == knight else 'no'}"
-        if holds != knight:
-            break
-    return f"{text}."

@@ -3,16 +3,13 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.lab.data import knights_knaves, published
-from arlopti_openrlhf.lab.data.published import Row
+from arlopti_openrlhf.lab.scoring.inputs import Row, encode
 
 PROMPT_FORMATS = ("messages", "text")
 
@@ -36,98 +33,59 @@ def generate_rows(
     Raises:
         ValueError: a number of people outside 2 to 8.
     """
+    make_prompt = knights_knaves.messages if prompt_format == "messages" else knights_knaves.chatml
     sources = []
     for num_people in people:
         rng = random.Random(f"{seed}/{num_people}/{held_out}")
-        puzzles = knights_knaves.generate(num_people, rng, held_out=held_out, names=names)
-        sources.append(_distinct_rows(puzzles, count, prompt_format, solutions))
-    return [row for rows in zip(*sources, strict=True) for row in rows]
-
-
-def _distinct_rows(
-    puzzles: Iterator[knights_knaves.Puzzle], count: int, prompt_format: str, solutions: bool
-) -> list[Row]:
-    # Two people have only 249 structures, so a puzzle counts as new by its wording.
-    chosen: dict[str, Row] = {}
-    make_prompt = knights_knaves.messages if prompt_format == "messages" else knights_knaves.chatml
-    while len(chosen) < count:
-        for puzzle in islice(puzzles, count - len(chosen)):
+        # Two people have only 249 structures, so a puzzle counts as new by its wording.
+        chosen: dict[str, Row] = {}
+        for puzzle in knights_knaves.generate(num_people, rng, held_out=held_out, names=names):
+            if len(chosen) == count:
+                break
             prompt = make_prompt(puzzle.quiz)
             row = {"prompt": prompt, "label": puzzle.solution_text, "datasource": puzzle.datasource}
             if solutions:
                 row["response"] = knights_knaves.worked_solution(puzzle, random.Random(puzzle.quiz))
             chosen[puzzle.quiz] = row
-    return list(chosen.values())
-
-
-def convert_rows(path: str | Path, *, prompt_format: str = "messages") -> list[Row]:
-    """Return the rows of a published file (`published.read_file`).
-
-    Raises:
-        ValueError: a row is bad; the message names the file and the row.
-    """
-    rows = []
-    for read in published.read_file(path, prompt_format):
-        if read.row is None:
-            raise ValueError(f"{read.origin}: {read.reason}")
-        rows.append(read.row)
-    return rows
-
-
-class Dropped(NamedTuple):
-    """Names a row that is not written, and says why."""
-
-    origin: str
-    reason: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.origin}: {self.reason}: {self.detail}"
+        sources.append(chosen.values())
+    return [row for rows in zip(*sources, strict=True) for row in rows]
 
 
 def check(
     reads: Iterable[published.Read],
     *,
-    excluded: Mapping[str, str] = MappingProxyType({}),
-    num_tokens: Callable[[Row], int] | None = None,
-    max_tokens: int | None = None,
-) -> tuple[list[Row], list[Dropped]]:
-    """Separate the rows that training can use from the others.
+    excluded: Mapping[str, str],
+    num_tokens: Callable[[Row], int] | None,
+    max_tokens: int | None,
+) -> tuple[list[Row], list[published.Read]]:
+    """Separate the rows that training can use from the others, which say why.
 
-    Args:
-        reads: what was read.
-        excluded: {`published.prompt_key` of a prompt that must not occur: where it comes from}, such as a test set's.
-        num_tokens: counts the tokens of a row's prompt.
-        max_tokens: rows with longer prompts are dropped.
+    `excluded` is {`published.prompt_key` of a prompt that must not occur, such as a test set's: where it comes from}.
+    Rows whose prompts have more tokens than `max_tokens` are dropped.
     """
-    candidates: list[published.Read] = []
-    rows: list[Row] = []
-    dropped: list[Dropped] = []
-    for read in reads:
+
+    def without_bad_prompt(read: published.Read) -> published.Read:
         if read.row is None:
-            dropped.append(Dropped(read.origin, "unreadable", read.reason))
-            continue
+            return read
         key = published.prompt_key(read.row["prompt"])
         if not key:
-            dropped.append(Dropped(read.origin, "unreadable", "the prompt is empty"))
-        elif key in excluded:
-            dropped.append(Dropped(read.origin, "excluded", f"the prompt occurs as {excluded[key]}"))
-        elif max_tokens is not None and num_tokens is not None and num_tokens(read.row) > max_tokens:
-            dropped.append(Dropped(read.origin, "too long", f"{num_tokens(read.row)} tokens, more than {max_tokens}"))
-        else:
-            candidates.append(read)
-            rows.append(read.row)
-    # Math labels have to be read by the grader, whose workers take several at a time. K&K's were read on the way in.
+            return published.Read(read.origin, None, "unreadable", "the prompt is empty")
+        if key in excluded:
+            return published.Read(read.origin, None, "excluded", f"the prompt occurs as {excluded[key]}")
+        if max_tokens is not None and num_tokens is not None and (length := num_tokens(read.row)) > max_tokens:
+            return published.Read(read.origin, None, "too long", f"{length} tokens, more than {max_tokens}")
+        return read
+
+    def without_bad_label(read: published.Read) -> published.Read:
+        # K&K's labels were read on the way in.
+        if read.row is None or read.row["datasource"].startswith("kk_") or math_reward.is_readable(read.row["label"]):
+            return read
+        return published.Read(read.origin, None, "label", f"the grader cannot read {read.row['label'][:200]!r}")
+
+    # The workers of the math grader take several labels at a time.
     with ThreadPoolExecutor(math_reward.WORKERS) as threads:
-        readable = list(threads.map(_is_readable, rows))
-    for read, row, is_readable in zip(candidates, rows, readable, strict=True):
-        if not is_readable:
-            dropped.append(Dropped(read.origin, "label", f"the grader cannot read {row['label'][:200]!r}"))
-    return [row for row, is_readable in zip(rows, readable, strict=True) if is_readable], dropped
-
-
-def _is_readable(row: Row) -> bool:
-    return row["datasource"].startswith("kk_") or math_reward.is_readable(row["label"])
+        checked = list(threads.map(without_bad_label, [without_bad_prompt(read) for read in reads]))
+    return [read.row for read in checked if read.row is not None], [read for read in checked if read.row is None]
 
 
 def describe(rows: Sequence[Row], num_tokens: Callable[[Row], int] | None) -> str:
@@ -136,7 +94,7 @@ def describe(rows: Sequence[Row], num_tokens: Callable[[Row], int] | None) -> st
         return "  no rows"
     labels = Counter(row["label"] for row in rows)
     common = ", ".join(f"{' '.join(label.split())[:30]!r} {n}" for label, n in labels.most_common(5))
-    lengths = sorted(num_tokens(row) if num_tokens else len(_text(row["prompt"])) for row in rows)
+    lengths = sorted(num_tokens(row) if num_tokens else len(published.prompt_text(row["prompt"])) for row in rows)
     quantiles = [lengths[round(q * (len(lengths) - 1))] for q in (0, 0.5, 0.95, 1)]
     repeated = len(rows) - len({published.prompt_key(row["prompt"]) for row in rows})
     return (
@@ -146,23 +104,12 @@ def describe(rows: Sequence[Row], num_tokens: Callable[[Row], int] | None) -> st
     )
 
 
-def _text(prompt: str | list[dict]) -> str:
-    return prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
-
-
 def token_counter(tokenizer: str) -> Callable[[Row], int]:
     """Return a function that counts the tokens of a row's prompt as OpenRLHF sends it to vLLM."""
     from transformers import AutoTokenizer
 
-    tokenize = AutoTokenizer.from_pretrained(tokenizer)
-
-    def count(row: Row) -> int:
-        text = row["prompt"]
-        if not isinstance(text, str):
-            text = tokenize.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
-        return len(tokenize(text, add_special_tokens=False)["input_ids"])
-
-    return count
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    return lambda row: len(encode(loaded, [row["prompt"]])[1][0])
 
 
 def write_rows(rows: Sequence[Row], path: str | Path) -> None:

@@ -1,15 +1,12 @@
 """Read published data sets as rows for OpenRLHF: verl-style parquet files, and Hugging Face data sets by name."""
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arlopti_openrlhf.grading import kk_reward, math_reward
 from arlopti_openrlhf.lab.data import knights_knaves
-
-Row = dict[str, Any]
+from arlopti_openrlhf.lab.scoring.inputs import Row, read_label, read_records
 
 # The paper's prompt for base models is the problem followed by this, without a chat template.
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -26,7 +23,7 @@ _SOURCES = {
 
 
 class DataSet(NamedTuple):
-    """Says where a data set lies on the Hugging Face hub, and how its columns are called."""
+    """Where a data set lies on the Hugging Face hub, and how its columns are called."""
 
     path: str
     split: str
@@ -60,91 +57,69 @@ DATA_SETS = {
 
 
 class Read(NamedTuple):
-    """Holds one row as it was read, or the reason why there is none."""
+    """A row as it was read, or why training cannot use it."""
 
-    origin: str  # "file: row number"
+    origin: str  # "FILE, row 3"
     row: Row | None
     reason: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.reason}: {self.detail}"
 
 
 def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
     """Yield the rows of a published verl-style parquet file, or of a file that `prepare_data` wrote.
 
     verl's files have the columns `prompt`, `reward_model` (whose `ground_truth` is read) and `data_source`; K&K's also
-    have `names`.
-
-    Args:
-        path: a .parquet file, or JSON lines.
-        prompt_format: with "text", a K&K prompt is the published ChatML text to the letter, up to the opening
-            `<think>`. With "messages", it is split into its turns.
+    have `names`. With the format "text", a K&K prompt is the published ChatML text to the letter, up to the opening
+    `<think>`. With "messages", it is split into its turns.
 
     Raises:
-        ValueError: the file cannot be read, or lacks a column. The message names the file.
+        OSError, ValueError: the file cannot be read, or lacks a column. The message names the file.
     """
-    import pyarrow
-    from pyarrow import parquet
-
-    path = Path(path)
-    try:
-        if path.suffix == ".parquet":
-            records = parquet.read_table(path).to_pylist()
-        else:
-            # Line by line: `splitlines` would also split at a line separator (U+2028) inside a prompt.
-            with open(path, encoding="utf-8") as lines:
-                records = [json.loads(line) for line in lines]
-    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
-        raise ValueError(
-            f"{path}: not a readable parquet file or JSON lines ({' '.join(str(error).split())})"
-        ) from None
+    records = list(read_records(str(path)))
     # A column `label` tells a file of ours from one of verl's.
-    columns = dict.fromkeys(name for record in records if isinstance(record, dict) for name in record)
-    prepared = "label" in columns
-    missing = [name for name in ("prompt", "label" if prepared else "reward_model") if name not in columns]
+    columns = dict.fromkeys(name for _, record in records if isinstance(record, dict) for name in record)
+    convert, wanted = (_from_prepared, "label") if "label" in columns else (_from_verl, "reward_model")
+    missing = [name for name in ("prompt", wanted) if name not in columns]
     if missing and records:
         raise ValueError(f"{path}: no column {', '.join(missing)}; it has {', '.join(columns)}")
-    for number, record in enumerate(records):
-        yield _read(f"{path}: row {number}", _from_prepared if prepared else _from_verl, record, prompt_format)
+    for origin, record in records:
+        yield _read(origin, convert, record, prompt_format)
 
 
-def read_data_set(name: str, prompt_format: str, load: Callable | None = None) -> Iterator[Read]:
+def read_data_set(name: str, prompt_format: str) -> Iterator[Read]:
     """Yield the rows of one of `DATA_SETS`, downloaded or from Hugging Face's cache.
-
-    Args:
-        name: one of `DATA_SETS`.
-        prompt_format: "messages" or "text".
-        load: the function to load it with, `datasets.load_dataset` by default.
 
     Raises:
         ValueError: it cannot be loaded; the message has the cause.
     """
-    if load is None:
-        import datasets
+    import datasets
 
-        load = datasets.load_dataset
     source = DATA_SETS[name]
     try:
-        records = load(source.path, source.config, data_files=source.files, split=source.split)
+        records = datasets.load_dataset(source.path, source.config, data_files=source.files, split=source.split)
     except Exception as error:
         raise ValueError(f"{source.path}: {' '.join(str(error).split())[:500]}") from None
-    datasource = re.sub(r"_(train|test)$", "", name)
-    make = _kk_row if name.startswith("kk_") else _math_row
-    for number, record in enumerate(records):
-        yield _read(
-            f"{source.path}: row {number}",
-            lambda record, form: make(
-                _column(record, source.question), _column(record, source.answer), datasource, form
-            ),
-            record,
-            prompt_format,
-        )
+
+    def convert(record: dict, prompt_format: str) -> Row:
+        question, answer = (_column(record, column) for column in (source.question, source.answer))
+        if name.startswith("kk_"):
+            make = knights_knaves.chatml if prompt_format == "text" else knights_knaves.messages
+            return _row(make(_text(question)), answer, re.sub(r"_(train|test)$", "", name))
+        return _math_row(f"{_text(question).strip()} {MATH_INSTRUCTION}", answer, name, prompt_format)
+
+    for number, record in enumerate(records, start=1):
+        yield _read(f"{source.path}, row {number}", convert, record, prompt_format)
 
 
-def _read(origin: str, convert, record: dict, prompt_format: str) -> Read:
+def _read(origin: str, convert: Callable[[dict, str], Row], record: dict, prompt_format: str) -> Read:
     try:
         return Read(origin, convert(record, prompt_format))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        reason = str(error) if isinstance(error, ValueError) else f"a field is missing or malformed: {error!r}"
-        return Read(origin, None, reason)
+        detail = str(error) if isinstance(error, ValueError) else f"a field is missing or malformed: {error!r}"
+        return Read(origin, None, "unreadable", detail)
 
 
 def _column(record: dict, path: str) -> Any:
@@ -156,9 +131,7 @@ def _column(record: dict, path: str) -> Any:
 def _from_prepared(record: dict, prompt_format: str) -> Row:
     prompt = record["prompt"]
     prompt = prompt if isinstance(prompt, str) else [_message(message) for message in prompt]
-    datasource, label = str(record.get("datasource") or "default"), record.get("label")
-    label = _kk_label(label) if datasource.startswith("kk_") else math_reward.label_text(label)
-    return {"prompt": prompt, "label": label, "datasource": datasource}
+    return _row(prompt, record.get("label"), str(record.get("datasource") or "default"))
 
 
 def _message(message: dict) -> dict[str, str]:
@@ -171,42 +144,24 @@ def _from_verl(record: dict, prompt_format: str) -> Row:
     truth, text = record["reward_model"]["ground_truth"], record["prompt"][0]["content"]
     if isinstance(truth, dict):
         prompt = text if prompt_format == "text" else _turns(text)
-        return {
-            "prompt": prompt,
-            "label": _kk_label(truth["solution_text_format"]),
-            "datasource": knights_knaves.datasource(len(record["names"])),
-        }
+        return _row(prompt, truth["solution_text_format"], knights_knaves.datasource(len(record["names"])))
     source = str(record.get("data_source") or "math")
-    return {
-        "prompt": _text(text) if prompt_format == "text" else [{"role": "user", "content": _text(text)}],
-        "label": math_reward.label_text(truth),
-        "datasource": _SOURCES.get(source, re.sub(r"[^\w.-]+", "_", source)),
-    }
+    return _math_row(_text(text), truth, _SOURCES.get(source, re.sub(r"[^\w.-]+", "_", source)), prompt_format)
 
 
-def _kk_row(quiz: str, solution: str, datasource: str, prompt_format: str) -> Row:
-    make = knights_knaves.chatml if prompt_format == "text" else knights_knaves.messages
-    return {"prompt": make(_text(quiz)), "label": _kk_label(solution), "datasource": datasource}
+def _math_row(prompt: str, answer: Any, datasource: str, prompt_format: str) -> Row:
+    return _row(prompt if prompt_format == "text" else [{"role": "user", "content": prompt}], answer, datasource)
 
 
-def _math_row(question: str, answer: Any, datasource: str, prompt_format: str) -> Row:
-    prompt = f"{_text(question).strip()} {MATH_INSTRUCTION}"
-    return {
-        "prompt": prompt if prompt_format == "text" else [{"role": "user", "content": prompt}],
-        "label": math_reward.label_text(answer),
-        "datasource": datasource,
-    }
+def _row(prompt: str | list[dict[str, str]], label: Any, datasource: str) -> Row:
+    # Labels are read by their graders now, and not first by a training run.
+    return {"prompt": prompt, "label": read_label(datasource, label), "datasource": datasource}
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("the prompt is empty")
     return value
-
-
-def _kk_label(solution: Any) -> str:
-    kk_reward.grade("", solution)  # raises on what the reward could not read, before a training run does
-    return solution
 
 
 def _turns(text: str) -> list[dict[str, str]]:
@@ -216,10 +171,13 @@ def _turns(text: str) -> list[dict[str, str]]:
     return turns
 
 
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+    """Return a prompt's text, without roles where it is chat messages."""
+    return prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+
+
 def prompt_key(prompt: str | list[dict[str, str]]) -> str:
     """Return a prompt's text without white space, template and roles: prompts with one key ask the same."""
-    text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
-    parts = _TURN.findall(text)
-    if parts:
-        text = "".join(content for _, content in parts)
-    return "".join(text.split())
+    text = prompt_text(prompt)
+    turns = [content for _, content in _TURN.findall(text)]
+    return "".join("".join(turns or [text]).split())

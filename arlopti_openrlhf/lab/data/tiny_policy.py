@@ -1,14 +1,13 @@
 """Make a policy small enough to learn Knights and Knaves on two CPU cores: 1.0M parameters, Qwen2 architecture.
 
 `make_policy` makes tokenizer and model from nothing, and warm-starts the model by supervised fine-tuning on worked
-solutions, with transformers' Trainer. What it saves loads like any published model, in transformers and in vLLM.
+solutions. What it saves loads like any published model, in transformers and in vLLM.
 """
 
 import random
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,19 +16,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 from torch.optim import _muon
 from tqdm import tqdm
-from transformers import (
-    DataCollatorForSeq2Seq,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2Tokenizer,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
-from transformers.trainer_callback import PrinterCallback
+from transformers import DataCollatorForSeq2Seq, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from arlopti_openrlhf.lab.data import knights_knaves
-from arlopti_openrlhf.lab.data.knights_knaves import Puzzle
+from arlopti_openrlhf.lab.scoring.inputs import encode
+from arlopti_openrlhf.patching import replaced_attribute
 
 # A dozen names take half the steps that all 51 take. Puzzles for this policy use the same ones.
 NAMES = knights_knaves.NAMES[:12]
@@ -43,6 +35,7 @@ _VOCAB_SIZE = 512  # of the BPE, with its 256 bytes, without the texts above and
 _TOKENIZER_TEXTS = 4000
 _BATCH_SIZE = 24
 _HASTY_PART = 0.15  # share of the steps, at the end, in which answers may be hasty
+_LEARNING_RATE = 3e-3  # AdamW's peak; Muon's is twice that
 
 
 def make_policy(
@@ -51,78 +44,62 @@ def make_policy(
     people: Sequence[int] = (2, 3),
     seed: int = 0,
     steps: int = 1200,
-    learning_rate: float = 3e-3,
-    muon: bool = True,
-    label_smoothing: float = 0.0,
     hasty_share: float = 0.8,
     solution_first: float = 0.7,
     varied_wording: bool = False,
-    names: Sequence[str] = NAMES,
 ) -> None:
     """Make the small policy, warm-start it on worked solutions of training puzzles, and save it to `out_dir`.
 
     Something is left for reinforcement to learn. The policy mostly answers hastily, and is right by chance. Where it
-    thinks, it is right far more often. With label smoothing, tokens that nobody wrote have some probability too.
+    thinks, it is right far more often.
 
     Args:
         out_dir: folder for config, float32 safetensors, tokenizer with chat template, and generation config.
         people: numbers of people, equally often in the training puzzles.
         seed: of the puzzles, the initial weights and the order of training.
         steps: optimizer steps, of 24 puzzles each.
-        learning_rate: peak of AdamW's cosine schedule.
-        muon: whether to train the layers' matrices with Muon, at twice that rate. It takes far fewer steps to learn
-            solutions.
-        label_smoothing: of the cross-entropy, in [0, 1).
         hasty_share: share of hasty answers in the last 15% of the steps.
         solution_first: how often a worked solution tries the right assignment first by choice, not by chance.
         varied_wording: whether what the policy thinks has one of several wordings, chosen at random. Some 40% of its
             tokens are then words of a probability of about 1/4 that do not matter.
-        names: the pool that the people's names are drawn from.
     """
     # Puzzles and the answers that the policy learns from. The last part of them may be hasty.
     rng = random.Random(seed)
     count = steps * _BATCH_SIZE
-    puzzles = list(islice(_training_puzzles(people, rng, names), max(count, _TOKENIZER_TEXTS)))
+    sources = [knights_knaves.generate(n, rng, held_out=False, names=NAMES) for n in people]
+    puzzles = [next(sources[i % len(sources)]) for i in range(max(count, _TOKENIZER_TEXTS))]
     careful = round(steps * (1 - _HASTY_PART)) * _BATCH_SIZE if hasty_share else count
-
-    def answer(i: int) -> str:
+    answers = []
+    for i, puzzle in enumerate(puzzles):
         if rng.random() < hasty_share and i >= careful:
-            return knights_knaves.hasty_answer(puzzles[i], rng, varied_wording=varied_wording)
-        return knights_knaves.worked_solution(
-            puzzles[i], rng, solution_first=solution_first, varied_wording=varied_wording
-        )
-
-    answers = [answer(i) for i in range(len(puzzles))]
+            answers.append(knights_knaves.hasty_answer(puzzle, rng, varied_wording=varied_wording))
+        else:
+            answers.append(
+                knights_knaves.worked_solution(
+                    puzzle, rng, solution_first=solution_first, varied_wording=varied_wording
+                )
+            )
     tokenizer = make_tokenizer(
         [knights_knaves.chatml(p.quiz) + a for p, a in zip(puzzles, answers, strict=True)][:_TOKENIZER_TEXTS],
         # A token that held such a word and a role would be noise and decision in one.
         whole=knights_knaves.VARIED_WORDS if varied_wording else (),
     )
+    rows = rows_of(tokenizer, [puzzle.quiz for puzzle in puzzles[:count]], answers[:count])
+    # Hasty answers are short. In batches of like length, the last batch of them would decide how often they come.
+    rows = in_batches_of_like_length(rows[:careful], rng) + rng.sample(rows[careful:], len(rows) - careful)
     # Fine-tune from random weights.
     torch.manual_seed(seed)
     model = make_model(tokenizer)
-    rows = _encode(tokenizer, puzzles[:count], answers[:count])
-    # Hasty answers are short. In batches of like length, the last batch of them would decide how often they come.
-    rows = _in_batches_of_like_length(rows[:careful], rng) + rng.sample(rows[careful:], len(rows) - careful)
-    optimizer = MuonAndAdamW(model, learning_rate) if muon else None
-    with _quiet_transformers():
-        _fine_tune(model, tokenizer, rows, Path(out_dir), seed, steps, learning_rate, label_smoothing, optimizer)
-        model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
-        model.save_pretrained(out_dir)
-        tokenizer.save_pretrained(out_dir)
-
-
-def _training_puzzles(people: Sequence[int], rng: random.Random, names: Sequence[str]) -> Iterator[Puzzle]:
-    sources = [knights_knaves.generate(n, rng, held_out=False, names=names) for n in people]
-    while True:
-        for source in sources:
-            yield next(source)
+    fine_tune(model, tokenizer, rows)
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
+    transformers.logging.disable_progress_bar()  # of one file
+    model.save_pretrained(out_dir)
+    transformers.logging.enable_progress_bar()
+    tokenizer.save_pretrained(out_dir)
 
 
 def make_tokenizer(texts: Sequence[str], whole: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Make a byte-level tokenizer that encodes any text. Names, tags and ChatML's marks are one token each.
-
-    So are the texts in `whole`.
+    """Make a byte-level tokenizer that encodes any text. Names, tags, ChatML's marks and `whole` are one token each.
 
     Frequent phrases are tokens too, such as " is a knight if and only if". A BPE trained on `texts` without splitting
     at spaces finds them. Texts then take little more than half the tokens that words would, and so does training.
@@ -180,13 +157,9 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def _encode(tokenizer: Qwen2Tokenizer, puzzles: Sequence[Puzzle], answers: Sequence[str]) -> list[dict]:
-    # The loss leaves out the label -100, so that only the response is learned.
-    prompts = [
-        tokenizer.apply_chat_template(knights_knaves.messages(p.quiz), tokenize=False, add_generation_prompt=True)
-        for p in puzzles
-    ]
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+def rows_of(tokenizer: Qwen2Tokenizer, quizzes: Sequence[str], answers: Sequence[str]) -> list[dict]:
+    """Return `input_ids` and `labels` of each. The loss leaves out the label -100, so only the answer is learned."""
+    _, prompt_ids = encode(tokenizer, [knights_knaves.messages(quiz) for quiz in quizzes])
     answer_ids = tokenizer([a + tokenizer.eos_token for a in answers], add_special_tokens=False)["input_ids"]
     return [
         {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
@@ -194,105 +167,50 @@ def _encode(tokenizer: Qwen2Tokenizer, puzzles: Sequence[Puzzle], answers: Seque
     ]
 
 
-def _in_batches_of_like_length(rows: list[dict], rng: random.Random) -> list[dict]:
-    # This takes little padding and has no drift in length. Trainer's own group_by_length sorts within pools, and the
-    # loss then swings with a period of fifty steps.
+def in_batches_of_like_length(rows: list[dict], rng: random.Random) -> list[dict]:
+    """Order rows such that those of a batch have about one length, which takes little padding, and batches mix."""
     rows = sorted(rows, key=lambda row: len(row["input_ids"]))
     batches = [rows[start : start + _BATCH_SIZE] for start in range(0, len(rows), _BATCH_SIZE)]
     rng.shuffle(batches)
     return [row for batch in batches for row in batch]
 
 
-def _fine_tune(
-    model: Qwen2ForCausalLM,
-    tokenizer: Qwen2Tokenizer,
-    rows: list[dict],
-    out_dir: Path,
-    seed: int,
-    steps: int,
-    learning_rate: float,
-    label_smoothing: float,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
-    arguments = TrainingArguments(
-        output_dir=str(out_dir),
-        max_steps=steps,
-        per_device_train_batch_size=_BATCH_SIZE,
-        learning_rate=learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=30,
-        label_smoothing_factor=label_smoothing,
-        train_sampling_strategy="sequential",
-        use_cpu=True,
-        seed=seed,
-        logging_steps=10,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=rows,
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
-        processing_class=tokenizer,
-        callbacks=[_ProgressBar],
-        optimizers=(optimizer, None),  # None: Trainer's own
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+def fine_tune(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[dict]) -> None:
+    """Train the policy on rows, in their order, with one optimizer step per batch.
 
-
-class MuonAndAdamW(torch.optim.Optimizer):
-    """Combines Muon, scaled as in arXiv 2502.16982, for the layers' matrices with AdamW for the rest.
-
-    Args:
-        model: the policy.
-        learning_rate: AdamW's; Muon's is twice that.
+    Muon, scaled as in arXiv 2502.16982, trains the layers' matrices, and AdamW the rest. That takes far fewer steps to
+    learn solutions than AdamW alone.
     """
-
-    def __init__(self, model: Qwen2ForCausalLM, learning_rate: float) -> None:
-        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-        others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-        self.parts = (
-            torch.optim.Muon(matrices, lr=2 * learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-        )
-        super().__init__([dict(part.param_groups[0]) for part in self.parts], {})
-
-    def step(self, closure: None = None) -> None:
-        """Take one step with both, at the learning rates that a schedule has set in this optimizer's groups."""
-        for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups[0]["lr"] = group["lr"]
-        with _muon_for_this_cpu():
-            for part in self.parts:
-                part.step()
-
-
-@contextmanager
-def _muon_for_this_cpu() -> Iterator[None]:
-    """Let Muon orthogonalize in float32 on a CPU without AVX-512. There bf16 takes tens of times as long."""
-    upstream = _muon._zeropower_via_newtonschulz
-    if not torch.cpu._is_avx512_supported():
-        _muon._zeropower_via_newtonschulz = orthogonalize
-    try:
-        yield
-    finally:
-        _muon._zeropower_via_newtonschulz = upstream
+    steps = len(rows) // _BATCH_SIZE
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=2 * _LEARNING_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+    schedules = [get_cosine_with_min_lr_schedule_with_warmup(o, 30, steps, min_lr_rate=0.1) for o in optimizers]
+    collate = DataCollatorForSeq2Seq(tokenizer)
+    # Without AVX-512, bf16 takes a CPU tens of times as long.
+    in_float32 = replaced_attribute(_muon, "_zeropower_via_newtonschulz", orthogonalize)
+    model.train()
+    with tqdm(total=steps, desc="warm start", unit="step") as bar:
+        with nullcontext() if torch.cpu._is_avx512_supported() else in_float32:
+            for step in range(steps):
+                loss = model(**collate(rows[step * _BATCH_SIZE : (step + 1) * _BATCH_SIZE])).loss
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                for of_some in (*optimizers, *schedules):
+                    of_some.step()
+                model.zero_grad()
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                bar.update()
 
 
 def orthogonalize(gradient: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Return about U Vᵀ of the gradient's singular value decomposition U S Vᵀ, by Newton-Schulz steps (Muon).
 
-    It is PyTorch's function in the gradient's own precision, where PyTorch's computes in bf16.
-
-    Args:
-        gradient: (M, N).
-        coefficients: a, b, c of a step X ← aX + b(XXᵀ)X + c(XXᵀ)²X.
-        steps: their number.
-        eps: what the norm is at least, by which the gradient is divided first.
+    It is PyTorch's function in the gradient's own precision, where PyTorch's computes in bf16. The gradient is (M, N),
+    and a step is X ← aX + b(XXᵀ)X + c(XXᵀ)²X. First X is divided by its norm, which counts as at least `eps`.
     """
     a, b, c = coefficients
     is_tall = gradient.shape[0] > gradient.shape[1]  # the smaller of the two products with itself is enough
@@ -302,32 +220,3 @@ def orthogonalize(gradient: Tensor, coefficients: tuple[float, float, float], st
         product = x @ x.T
         x = a * x + (b * product + c * product @ product) @ x
     return x.T if is_tall else x
-
-
-class _ProgressBar(TrainerCallback):
-    """Shows one bar with the loss beside it, in place of Trainer's bar and its printed dictionaries."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.bar = tqdm(total=state.max_steps, desc="warm start", unit="step")
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.bar.update()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "loss" in logs:
-            self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}", refresh=False)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.close()
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)
-        transformers.logging.enable_progress_bar()

@@ -9,11 +9,6 @@ from typing import Any
 Row = dict[str, Any]  # prompt, label, datasource
 
 
-def model_name(model: str) -> str:
-    """Return a model's short name: its directory's, or what follows the organisation on the Hugging Face hub."""
-    return Path(model).absolute().name if Path(model).exists() else model.rsplit("/", 1)[-1]
-
-
 def natural_key(name: str) -> list[int | str]:
     """Return a sort key that compares numbers by value, so that "step9" comes before "step10"."""
     # Split at its numbers, a name is text, number, text, ..., text. So only like is compared with like.
@@ -21,52 +16,54 @@ def natural_key(name: str) -> list[int | str]:
 
 
 def expand_models(values: Sequence[str]) -> dict[str, str]:
-    """Return {name: model}. A directory without a model of its own stands for the checkpoints in it.
+    """Return {short name: model}. A directory without a model of its own stands for the checkpoints in it.
+
+    The name is the directory's, or what follows the organisation on the Hugging Face hub. Names are those of folders
+    and of rows in tables, so no two may be alike.
 
     Raises:
         ValueError: a directory holds no model, or two models have one name.
     """
-    # A name on the hub and a directory with a model stand for themselves.
-    found: list[str] = []
+    found: list[tuple[str, str]] = []
     for value in values:
         path = Path(value)
-        if not path.is_dir() or (path / "config.json").exists():
-            found.append(value)
-            continue
-        inside = [folder.parent for folder in path.glob("*/config.json")]
-        if not inside:
-            raise ValueError(f"--model {value}: no config.json in the directory, nor in one below it")
-        found += map(str, sorted(inside, key=lambda folder: natural_key(folder.name)))
-    # Names are those of folders and of rows in tables, so no two may be alike.
-    names = [model_name(model) for model in found]
+        inside = sorted((folder.parent for folder in path.glob("*/config.json")), key=lambda f: natural_key(f.name))
+        if not path.is_dir():
+            found.append((value.rsplit("/", 1)[-1], value))
+        elif (path / "config.json").exists():
+            found.append((path.absolute().name, value))
+        elif inside:
+            found += [(folder.name, str(folder)) for folder in inside]
+        else:
+            raise ValueError(f"argument --model {value}: no config.json in the directory, nor in one below it")
+    names = [name for name, _ in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"--model: two models have one name: {', '.join(twice)}")
-    return dict(zip(names, found, strict=True))
+        raise ValueError(f"argument --model: two models have one name: {', '.join(twice)}")
+    return dict(found)
 
 
-def read_rows(files: Sequence[str]) -> list[tuple[str, Row]]:
-    """Return where each row of JSON lines or parquet stands ("FILE, line 3"), and the row, in the order of the files.
+def encode(tokenizer, prompts: Sequence[str | list[dict]]) -> tuple[list[str], list[list[int]]]:
+    """Return prompts as final texts and as token ids, as OpenRLHF gives them to vLLM.
+
+    Texts are taken as they are, and chat messages get the tokenizer's chat template. The text then already holds every
+    special token.
+    """
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def read_records(file: str) -> Iterator[tuple[str, Any]]:
+    """Yield where each record of a file stands, such as "FILE, line 3", and the record: JSON lines or parquet.
 
     Raises:
-        OSError, ValueError: a file cannot be read, there is no row, or one lacks prompt, label or datasource.
+        OSError, ValueError: the file cannot be read.
     """
-    rows = []
-    for file in files:
-        for where, row in _read(file):
-            names = ("prompt", "label", "datasource")
-            missing = [n for n in names if not isinstance(row, dict) or row.get(n) in (None, "", [])]
-            if missing:
-                raise ValueError(f"{where}: a row has no {', '.join(missing)}: {json.dumps(row, default=str)[:100]}")
-            if not isinstance(row["datasource"], str):
-                raise ValueError(f"{where}: its datasource is not text: {row['datasource']!r}")
-            rows.append((where, row))
-    if not rows:
-        raise ValueError(f"{', '.join(files)}: no rows")
-    return rows
-
-
-def _read(file: str) -> Iterator[tuple[str, Any]]:
     if file.endswith(".parquet"):
         import pyarrow
         from pyarrow import parquet
@@ -79,27 +76,44 @@ def _read(file: str) -> Iterator[tuple[str, Any]]:
         return
     # Line by line: `splitlines` would also split at a line separator (U+2028) inside a prompt.
     with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: {error}") from None
+        number = 0
+        try:
+            for number, line in enumerate(lines, start=1):
+                yield f"{file}, line {number}", json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}, line {number}: {error}") from None
 
 
-def check_labels(rows: Sequence[tuple[str, Row]]) -> None:
-    """Let the graders read every label, which imports PyTorch.
+def read_label(datasource: str, label: Any) -> str:
+    """Return a row's label as the grader of its source reads it, and as text. ValueError where it cannot."""
+    from arlopti_openrlhf.grading import kk_reward, math_reward  # these import PyTorch
+
+    if not datasource.startswith("kk_"):
+        return math_reward.label_text(label)
+    kk_reward.grade("", label)
+    return label
+
+
+def read_rows(files: Sequence[str]) -> list[Row]:
+    """Return the rows of JSON lines or parquet, in the order of the files. The graders read every label.
 
     Raises:
-        ValueError: one cannot be read.
+        OSError, ValueError: a file cannot be read, there is no row, or one lacks prompt, label or datasource, or has a
+            label that its grader cannot read.
     """
-    from arlopti_openrlhf.grading import kk_reward, math_reward
-
-    for where, row in rows:
+    rows = []
+    for where, row in (record for file in files for record in read_records(file)):
+        names = ("prompt", "label", "datasource")
+        missing = [n for n in names if not isinstance(row, dict) or row.get(n) in (None, "", [])]
+        if missing:
+            raise ValueError(f"{where}: a row has no {', '.join(missing)}: {json.dumps(row, default=str)[:100]}")
+        if not isinstance(row["datasource"], str):
+            raise ValueError(f"{where}: its datasource is not text: {row['datasource']!r}")
         try:
-            if str(row["datasource"]).startswith("kk_"):
-                kk_reward.grade("", row["label"])
-            else:
-                math_reward.label_text(row["label"])
+            read_label(row["datasource"], row["label"])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{', '.join(files)}: no rows")
+    return rows

@@ -1,27 +1,27 @@
 """Evaluate a model with vLLM offline: answer every problem, grade the answers, estimate every measure by source.
 
-Responses are written as they come, so that an evaluation that was interrupted continues where it stopped.
+Responses are written as they come, so an evaluation that was interrupted continues where it stopped.
 """
 
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
-from arlopti_openrlhf.grading import kk_reward
-from arlopti_openrlhf.grading.sources import grade
-from arlopti_openrlhf.lab.scoring.inputs import Row, model_name, natural_key
+from arlopti_openrlhf.grading import kk_reward, sources
+from arlopti_openrlhf.lab.scoring.inputs import Row, encode, natural_key
 
 _CHUNK = 4096  # responses that are generated before they are written
 
 
 class Settings(NamedTuple):
-    """Says how every model is asked."""
+    """How every model is asked."""
 
     sampling: Sequence[Sampling]  # the last that matches a source counts
     greedy: bool  # whether every problem is also answered once at temperature 0
@@ -30,24 +30,19 @@ class Settings(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Names one problem to answer, and how."""
+    """One problem to answer, and how."""
 
     row: int
     n: int  # responses
     temperature: float
 
 
-def evaluate(model: str, rows: Sequence[Row], settings: Settings, out: Path) -> None:
-    """Answer and grade every row, and write the model's two files.
+def evaluate(name: str, model: str, rows: Sequence[Row], settings: Settings, out: Path) -> None:
+    """Answer and grade every row that `cli.prepare_data` wrote, with the model of that name.
 
-    Args:
-        model: Hugging Face directory or name.
-        rows: problems, as `cli.prepare_data` writes them.
-        settings: how they are asked.
-        out: the folder for NAME.responses.jsonl, with every response, and NAME.json, with the measures.
+    The folder gets NAME.responses.jsonl, with every response, and NAME.json, with the measures.
     """
-    # One job per row, and one more where a greedy answer is asked for beside the samples.
-    name = model_name(model)
+    # One job per row, and one more where a greedy answer is asked for in addition to the samples.
     path = out / f"{name}.responses.jsonl"
     jobs = []
     for i, row in enumerate(rows):
@@ -64,20 +59,23 @@ def evaluate(model: str, rows: Sequence[Row], settings: Settings, out: Path) -> 
     if done:
         print(f"{name}: {len(jobs) - len(open_jobs)} of {len(jobs)} problems are answered already", flush=True)
     # Generate in chunks. Every chunk is graded and written before the next one begins.
-    if open_jobs:
-        answer = _engine(model, settings)
+    engine = load_engine(model, settings.seed) if open_jobs else None
+    while open_jobs:
+        totals = accumulate(job.n for job in open_jobs)
+        size = next((i for i, total in enumerate(totals, start=1) if total >= _CHUNK), len(open_jobs))
+        chunk, open_jobs = open_jobs[:size], open_jobs[size:]
+        prompts = [rows[job.row]["prompt"] for job in chunk]
+        answered = generate(engine, prompts, [(job.n, job.temperature) for job in chunk], settings.max_new_tokens)
         with open(path, "a", encoding="utf-8") as file:
-            for chunk in _chunks(open_jobs):
-                for job, prompt, responses in answer(rows, chunk):
-                    record = _graded(rows[job.row], job, prompt, responses) | {"key": keys[job]}
-                    done[record["key"]] = record
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                file.flush()
+            for job, (prompt, output) in zip(chunk, answered, strict=True):
+                record = _graded(rows[job.row], job, prompt, output.outputs) | {"key": keys[job]}
+                done[record["key"]] = record
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     # The measures are those of all jobs, answered now or earlier.
     records = [(job, done[keys[job]]) for job in jobs]
-    sources = {"model": model, "sources": _estimates(records, settings)}
-    (out / f"{name}.json").write_text(json.dumps(sources, indent=1) + "\n", "utf-8")
+    measured = {"model": model, "sources": _estimates(records, settings)}
+    (out / f"{name}.json").write_text(json.dumps(measured, indent=1) + "\n", "utf-8")
 
 
 def _estimates(records: Sequence[tuple[Job, dict]], settings: Settings) -> dict[str, dict]:
@@ -96,30 +94,10 @@ def _estimates(records: Sequence[tuple[Job, dict]], settings: Settings) -> dict[
     return result
 
 
-def _engine(model: str, settings: Settings) -> Callable[[Sequence[Row], Sequence[Job]], Iterator]:
-    """Return answer(rows, jobs), which yields (job, prompt text, vLLM's outputs) for each job."""
-    engine = load_engine(model, settings.seed)
-    from vllm import SamplingParams
-
-    def answer(rows: Sequence[Row], jobs: Sequence[Job]) -> Iterator:
-        parameters = [
-            SamplingParams(
-                max_tokens=settings.max_new_tokens, skip_special_tokens=False, n=job.n, temperature=job.temperature
-            )
-            for job in jobs
-        ]
-        answered = generate(engine, [rows[job.row]["prompt"] for job in jobs], parameters)
-        for job, (prompt, output) in zip(jobs, answered, strict=True):
-            yield job, prompt, output.outputs
-
-    return answer
-
-
-def _graded(row: Row, job: Job, prompt: str, outputs) -> dict:
+def _graded(row: Row, job: Job, prompt: str, outputs: Sequence[Any]) -> dict:
     responses = []
     for output in outputs:
-        turn = kk_reward.assistant_turn(prompt + output.text, prompt)
-        result = grade(row["datasource"], turn, row["label"])
+        result = grade(row, prompt, output.text)
         responses.append(
             {
                 "text": output.text,
@@ -129,13 +107,8 @@ def _graded(row: Row, job: Job, prompt: str, outputs) -> dict:
                 "truncated": output.finish_reason == "length",
             }
         )
-    return {
-        "datasource": row["datasource"],
-        "prompt": prompt,
-        "label": row["label"],
-        "temperature": job.temperature,
-        "responses": responses,
-    }
+    asked = {"datasource": row["datasource"], "prompt": prompt, "label": row["label"], "temperature": job.temperature}
+    return asked | {"responses": responses}
 
 
 def responses_of(record: dict) -> list[Response]:
@@ -152,19 +125,6 @@ def _records(path: Path) -> Iterator[dict]:
         path.write_text("".join(line + "\n" for line in lines[:-1]), encoding="utf-8")
     for line in lines[:-1]:
         yield json.loads(line)
-
-
-def _chunks(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    chunk: list[Job] = []
-    responses = 0
-    for job in jobs:
-        chunk.append(job)
-        responses += job.n
-        if responses >= _CHUNK:
-            yield chunk
-            chunk, responses = [], 0
-    if chunk:
-        yield chunk
 
 
 def _key(row: Row, job: Job, version: list) -> str:
@@ -192,21 +152,24 @@ def load_engine(model: str, seed: int):
     return LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
 
 
-def generate(engine, prompts: Sequence[str | list[dict]], parameters) -> list[tuple[str, Any]]:
+def generate(
+    engine, prompts: Sequence[str | list[dict]], sampling: Sequence[tuple[int, float]], max_new_tokens: int
+) -> list[tuple[str, Any]]:
     """Return the final text of each prompt and vLLM's `RequestOutput`, in the order of the prompts.
 
-    Args:
-        engine: what `load_engine` returns.
-        prompts: texts, which are taken as they are, or chat messages, which get the tokenizer's chat template.
-        parameters: vLLM's `SamplingParams`, one for all prompts or a list with one for each.
+    `sampling` has, for each prompt, the number of responses and their temperature.
     """
-    tokenizer = engine.get_tokenizer()
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        for prompt in prompts
+    from vllm import SamplingParams
+
+    texts, token_ids = encode(engine.get_tokenizer(), prompts)
+    inputs = [{"prompt_token_ids": ids} for ids in token_ids]
+    parameters = [
+        SamplingParams(n=n, temperature=temperature, max_tokens=max_new_tokens, skip_special_tokens=False)
+        for n, temperature in sampling
     ]
-    # Tokenized here, as OpenRLHF does it, because the text already holds every special token.
-    inputs = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]} for text in texts]
     return list(zip(texts, engine.generate(inputs, parameters), strict=True))
+
+
+def grade(row: Row, prompt: str, response: str) -> sources.SourceGrade:
+    """Grade a response to a prompt's final text by the rule of the row's source."""
+    return sources.grade(row["datasource"], kk_reward.assistant_turn(prompt + response, prompt), row["label"])

@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.evaluation.measures import Estimate
@@ -23,15 +23,20 @@ def markdown(results: dict[str, dict]) -> str:
     others = [source for source in sources if source not in puzzles]
     tables = [_accuracies("Knights and Knaves", puzzles, results), _accuracies("Others", others, results)]
     lines = [["model", "source", "problems", "samples", "t", "measure", "value [95%]"]]
+    for *head, n, samples, temperature, measure, estimate in _measures(results, sources):
+        digits = 0 if measure == "response_length" else 3
+        lines.append([*head, str(n), str(samples), f"{temperature:g}", measure, _cell(estimate, digits)])
+    return "\n".join([*filter(None, tables), markdown_table(lines)])
+
+
+def _measures(results: dict[str, dict], sources: Sequence[str]) -> Iterator[tuple]:
+    """Yield model, source, problems, samples, temperature, measure and estimate of each measure."""
     for name, result in results.items():
         for source in sources:
             found = result["sources"].get(source, {})
             for measure, estimate in found.items():
                 if isinstance(estimate, dict):
-                    spec = [str(found["n"]), str(found["samples"]), f"{found['temperature']:g}"]
-                    digits = 0 if measure == "response_length" else 3
-                    lines.append([name, source, *spec, measure, _cell(estimate, digits)])
-    return "\n".join([*filter(None, tables), markdown_table(lines)])
+                    yield name, source, found["n"], found["samples"], found["temperature"], measure, estimate
 
 
 def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str:
@@ -62,12 +67,9 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
 def write_csv(results: dict[str, dict], path: Path) -> None:
     """Write one line per model, source and measure."""
+    sources = dict.fromkeys(source for result in results.values() for source in result["sources"])
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "source", "problems", "samples", "temperature", "measure", *Estimate._fields])
-        for name, result in results.items():
-            for source, found in result["sources"].items():
-                spec = [name, source, found["n"], found["samples"], found["temperature"]]
-                for measure, estimate in found.items():
-                    if isinstance(estimate, dict):
-                        writer.writerow([*spec, measure, *estimate.values()])
+        for *spec, estimate in _measures(results, list(sources)):
+            writer.writerow([*spec, *estimate.values()])

@@ -5,12 +5,13 @@ from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample
 
 from arlopti_openrlhf.lab.analysis import rollouts
 from arlopti_openrlhf.lab.analysis.policy import Policy
+from arlopti_openrlhf.lab.scoring.inputs import read_rows
 
 
 @pytest.fixture(scope="module")
 def batch(tiny_model, tiny_data):
     """Return a batch of 8 prompts with 3 responses each, one of them right."""
-    rows = rollouts.read_rows([tiny_data], 8, seed=0)
+    rows = rollouts.draw(read_rows([tiny_data]), 8, seed=0)
     sampled = fake_sample([RIGHT, WRONG, "no"])(tiny_model, rows, 3, 1.0, 100, 0)
     return rollouts.make_batch(rollouts.grade(rows, sampled))
 

@@ -32,3 +32,24 @@ def test_curves_of_a_run_that_diverged(tmp_path, capsys):
     assert scalars["train/actor_grad_norm"] == {1: 0.5} and scalars["train/rollout/reward_mean"] == {1: -1.0}
     said = capsys.readouterr().out
     assert "train/actor_grad_norm is not finite at 2 steps, first at step 2: left out" in said
+
+
+def test_reads_every_scalar_of_the_one_log_below(tmp_path):
+    log = write_log(tmp_path / "run-0", {"train/kl": {1: 0.5, 2: 0.25}, "eval/accuracy": {2: 1.0}})
+    assert curves.read_scalars(log) == {"train/kl": {1: 0.5, 2: 0.25}, "eval/accuracy": {2: 1.0}}
+    assert curves.read_scalars(tmp_path) == curves.read_scalars(log)
+
+
+def test_a_step_that_was_logged_twice_has_the_later_value(tmp_path):
+    for value in (1.0, 2.0):
+        write_log(tmp_path, {"train/kl": {1: value}})
+    assert curves.read_scalars(tmp_path)["train/kl"] == {1: 2.0}
+
+
+def test_one_log_or_an_error_that_names_the_folder(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path}: no TensorBoard log"):
+        curves.find_log(tmp_path)
+    for name in ("a", "b"):
+        write_log(tmp_path / name, {"train/kl": {1: 0.0}})
+    with pytest.raises(ValueError, match="several TensorBoard logs, name one: .*/a/run, .*/b/run"):
+        curves.find_log(tmp_path)

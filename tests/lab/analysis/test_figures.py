@@ -16,7 +16,7 @@ def test_figure_2_is_autograds_gradient_of_single_tokens_within_the_cone(policy,
     row, column = (batch.action_mask & (tokens.log_probs.exp() < 0.1)).nonzero()[0].tolist()
     chosen = torch.tensor([[row, column], [row + 1, column]])
     modules = {"embedding": policy.model.get_input_embeddings()}
-    norms = figures._activation_gradient_norms(policy, batch, chosen, modules)
+    norms = figures.activation_gradient_norms(policy, batch, chosen, modules)
     embedded = modules["embedding"](batch.sequences[row : row + 1, : column + 1]).detach().requires_grad_()
     logits = policy.model(inputs_embeds=embedded).logits[0, -1] / policy.temperature
     logits.log_softmax(dim=-1)[batch.sequences[row, column + 1]].backward()

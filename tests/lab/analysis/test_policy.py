@@ -1,13 +1,15 @@
-"""The policy's gradients equal autograd's and add up, and its step is PyTorch's AdamW without momentum."""
+"""The policy's gradients equal autograd's, its step is AdamW's without momentum, and its updates are undone."""
 
 import copy
 
+import pytest
 import torch
 from arlopti_testing.analysis_fakes import flat
 
 from arlopti_openrlhf.lab.analysis import figures
 from arlopti_openrlhf.lab.analysis.policy import MINI_BATCHES
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
+from arlopti_openrlhf.token_update import low_probability_mask
 
 
 def test_statistics_of_the_tokens(policy, batch, tokens):
@@ -22,7 +24,7 @@ def test_statistics_of_the_tokens(policy, batch, tokens):
 
 
 def test_gradients_of_groups_add_up_to_the_whole(policy, batch, tokens):
-    quarters = figures._bins(tokens.log_probs.exp(), batch.action_mask, figures.EDGES)
+    quarters = figures.bins(tokens.log_probs.exp(), batch.action_mask, figures.EDGES)
     assert torch.equal(torch.stack(quarters).sum(dim=0), batch.action_mask.long())
     whole = flat(policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask))
     parts = sum(flat(policy.gradient(batch, tokens.log_probs, batch.advantages, q)) for q in quarters)
@@ -61,3 +63,37 @@ def test_step_is_adamws_in_a_running_training_without_momentum(policy):
     policy.restore()
     assert torch.allclose(stepped, flat(copies).detach(), atol=1e-6)
     assert torch.equal(flat(policy.parameters), flat(policy.start)) and not torch.equal(stepped, flat(policy.start))
+
+
+def test_an_update_is_undone_and_lopti_takes_two_steps(policy, batch, tokens):
+    low = low_probability_mask(tokens.log_probs, batch.action_mask, 0.1)
+    stages = [low, batch.action_mask & ~low]
+    both = policy.log_probs_after_update(batch, tokens.log_probs, batch.advantages, stages, 1e-3)
+    assert torch.equal(flat(policy.parameters), flat(policy.start))
+    moments = [policy.zeros(), policy.zeros()]
+    low, high = (
+        policy.gradient(batch, tokens.log_probs, batch.advantages, *pair) for pair in zip(stages, moments, strict=True)
+    )
+    shared = [(a + b) / 2 for a, b in zip(*moments, strict=True)]
+    policy.step(low, shared, 1e-3)
+    second = policy.gradient(batch, tokens.log_probs, batch.advantages, stages[1])
+    policy.step(second, shared, 1e-3)
+    expected = policy.log_probs(batch)
+    policy.restore()
+    assert torch.allclose(both, expected, atol=1e-4)
+    assert not torch.allclose(flat(second), flat(high), atol=1e-6)  # the second stage sees the moved weights
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_learning_rate_gives_the_change_that_is_asked_for(policy, batch, tokens, monkeypatch, optimizer):
+    monkeypatch.setattr(policy, "optimizer", optimizer)
+    moments = policy.zeros()
+    gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask, moments)
+    rate = policy.learning_rate_of(batch, tokens.log_probs, gradient, moments, 0.01)
+    after = policy.log_probs_after_update(
+        batch, tokens.log_probs, batch.advantages, [batch.action_mask], rate, moments
+    )
+    change = (after - tokens.log_probs)[batch.action_mask]
+    assert change.square().mean().sqrt().item() == pytest.approx(0.01, rel=0.1)
+    # The objective rises.
+    assert (change * batch.advantages[batch.action_mask]).sum() > 0

@@ -1,6 +1,5 @@
 """A batch holds each response behind its prompt, with OpenRLHF's advantages."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +8,11 @@ from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample
 from transformers import AutoTokenizer
 
 from arlopti_openrlhf.lab.analysis import rollouts
+from arlopti_openrlhf.lab.scoring.inputs import read_rows
 
 
 def test_batch_holds_each_response_behind_its_prompt(tiny_model, tiny_data, batch):
-    rows = rollouts.read_rows([tiny_data], 8, seed=0)
+    rows = rollouts.draw(read_rows([tiny_data]), 8, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     responses = [tokenizer.decode(batch.sequences[i, 1:][batch.action_mask[i]]) for i in range(3)]
     assert responses == [RIGHT, WRONG, "no"]
@@ -20,13 +20,7 @@ def test_batch_holds_each_response_behind_its_prompt(tiny_model, tiny_data, batc
     assert [batch.advantages[i].unique().tolist()[-1 if i == 0 else 0] for i in range(3)] == pytest.approx(
         [1.0507, -0.1106, -0.9401], abs=1e-4
     )
-    assert rows == rollouts.read_rows([tiny_data], 8, seed=0) != rollouts.read_rows([tiny_data], 8, seed=1)
-
-
-def test_a_line_separator_in_a_prompt_ends_no_row(tmp_path):
-    row = {"prompt": "One\u2028line?", "label": "1", "datasource": "aime"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert rollouts.read_rows([str(tmp_path / "rows.jsonl")], 8, seed=0) == [row]
+    assert rows == rollouts.draw(read_rows([tiny_data]), 8, seed=0) != rollouts.draw(read_rows([tiny_data]), 8, seed=1)
 
 
 def test_equal_rewards_have_no_advantage():
@@ -63,7 +57,7 @@ def test_advantages_are_openrlhfs_group_norm():
 
 @pytest.mark.whole_stack
 def test_vllm_samples_the_prompts_own_tokens(tiny_model, tiny_data):
-    rows = rollouts.read_rows([tiny_data], 2, seed=0)
+    rows = rollouts.draw(read_rows([tiny_data]), 2, seed=0)
     sampled = rollouts.sample(tiny_model, rows, 3, 1.0, 5, 0)
     expected = fake_sample([])(tiny_model, rows, 3, 1.0, 5, 0)
     assert [s.prompt_ids for s in sampled] == [s.prompt_ids for s in expected]

@@ -1,10 +1,7 @@
 import hashlib
 import itertools
-import os
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 from arlopti_testing.published_wording import INTRODUCTION, PUBLISHED_FORMS, read_puzzle
@@ -115,39 +112,17 @@ def test_unknown_statement_is_refused():
         is_true(("xor", ("lying", 0), ("lying", 1)), (True, False))
 
 
-@pytest.mark.parametrize("num_people", [1, 9])
-def test_number_of_people_out_of_range(num_people):
-    with pytest.raises(ValueError, match=rf"\[2, 8\], got {num_people}"):
-        generate(num_people, random.Random(0))
-
-
-def test_too_few_names():
-    with pytest.raises(ValueError, match="3 people need as many names"):
-        generate(3, random.Random(0), names=["Zoey", "Liam"])
+@pytest.mark.parametrize(
+    ("num_people", "names", "message"),
+    [(1, NAMES, r"\[2, 8\], got 1"), (9, NAMES, r"\[2, 8\], got 9"), (3, NAMES[:2], "3 people need as many names")],
+)
+def test_people_that_no_puzzle_has(num_people, names, message):
+    with pytest.raises(ValueError, match=message):
+        next(generate(num_people, random.Random(0), names=names))
 
 
 def test_names_are_distinct_words():
-    assert len(set(NAMES)) == len(NAMES) >= 51
-    assert all(name.isalpha() for name in NAMES)
-
-
-def test_same_puzzles_in_every_process():
-    code = (
-        "import itertools, random; from arlopti_openrlhf.lab.data.knights_knaves import *; rng = random.Random(7)\n"
-        "for p in itertools.islice(generate(4, rng, held_out=False), 20): print(p, worked_solution(p, rng))"
-    )
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert outputs[0] == outputs[1]
-    assert len(outputs[0]) > 1000
+    assert len(set(NAMES)) == len(NAMES) >= 51 and all(name.isalpha() for name in NAMES)
 
 
 def test_split_is_disjoint_and_does_not_depend_on_the_seed():

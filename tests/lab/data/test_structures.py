@@ -5,7 +5,6 @@ import json
 import random
 import re
 import time
-from collections import Counter
 
 import pytest
 from arlopti_testing.published_wording import read_puzzle
@@ -154,27 +153,20 @@ def test_eight_people_of_the_generator():
     assert sorted(seconds)[195] < 0.002
 
 
-def structures_in(path):
-    """Return each source's structures with their number of rows, read from the wording."""
-    found: dict[str, Counter] = {}
-    for line in path.read_text("utf-8").splitlines():
-        row = json.loads(line)
-        quiz = row["prompt"][1]["content"]
-        # The same few names in every puzzle spare the regular expressions most of their time.
-        for i, name in enumerate(re.findall("[A-Z][a-z]+", re.search(r"inhabitants: ([^.]*)", quiz)[1])):
-            quiz = re.sub(rf"\b{name}\b", f"Nobody{chr(ord('a') + i)}", quiz)
-        found.setdefault(row["datasource"], Counter())[smallest(read_puzzle(quiz)[1])] += 1
-    return found
-
-
-def test_no_held_out_puzzle_of_the_quickstart_is_a_training_puzzle_told_anew(tmp_path):
+def test_the_quickstarts_puzzles_are_on_their_sides_of_the_split(tmp_path):
     files = quickstart.write_puzzles(tmp_path, quickstart.FULL, seed=0)
-    train, test = structures_in(files.train), structures_in(files.test)
-    assert list(train) == list(test) == ["kk_2ppl", "kk_3ppl"]
-    for source in train:
-        assert not set(train[source]) & set(test[source])
+    for path, is_test in ((files.train, False), (files.test, True), (files.during, True)):
+        forms: dict[str, set] = {"kk_2ppl": set(), "kk_3ppl": set()}
+        for row in map(json.loads, path.read_text("utf-8").splitlines()):
+            quiz = row["prompt"][1]["content"]
+            # The same few names in every puzzle spare the regular expressions most of their time.
+            for i, name in enumerate(re.findall("[A-Z][a-z]+", re.search(r"inhabitants: ([^.]*)", quiz)[1])):
+                quiz = re.sub(rf"\b{name}\b", f"Nobody{chr(ord('a') + i)}", quiz)
+            _, statements, _ = read_puzzle(quiz)
+            assert knights_knaves.is_held_out(statements) == is_test
+            forms[row["datasource"]].add(canonical_form(statements))
         # A test set has enough structures to measure with, though wordings outnumber them with 2 people.
-        assert len(test[source]) >= 50
+        assert path == files.during or all(len(of_source) >= 50 for of_source in forms.values())
 
 
 @pytest.mark.parametrize("num_people", sorted({*quickstart.PEOPLE, *runs.PEOPLE, 4, 5}))

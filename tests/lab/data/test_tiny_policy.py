@@ -1,8 +1,9 @@
-import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch
+from arlopti_testing.published_wording import read_puzzle
 from torch.optim import _muon
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -81,7 +82,7 @@ def test_prompts_are_short(tokenizer):
 def test_only_the_response_is_learned(tokenizer):
     puzzle = one_puzzle()
     answer = knights_knaves.worked_solution(puzzle, random.Random(0))
-    (row,) = tiny_policy._encode(tokenizer, [puzzle], [answer])
+    (row,) = tiny_policy.rows_of(tokenizer, [puzzle.quiz], [answer])
     learned = [token for token in row["labels"] if token != -100]
     assert tokenizer.decode(learned) == f"{answer}<|im_end|>"
     assert row["input_ids"][-len(learned) :] == learned
@@ -92,18 +93,11 @@ def test_only_the_response_is_learned(tokenizer):
 
 def test_batches_of_like_length_lose_nothing():
     rows = [{"input_ids": [0] * random.Random(i).randint(1, 99), "i": i} for i in range(240)]
-    batched = tiny_policy._in_batches_of_like_length(rows, random.Random(0))
+    batched = tiny_policy.in_batches_of_like_length(rows, random.Random(0))
     assert sorted(row["i"] for row in batched) == list(range(240))
     lengths = [[len(row["input_ids"]) for row in batched[start : start + 24]] for start in range(0, 240, 24)]
     assert all(max(batch) - min(batch) < 30 for batch in lengths)
     assert lengths != sorted(lengths)
-
-
-def test_puzzles_are_training_puzzles():
-    puzzles = tiny_policy._training_puzzles((2, 3), random.Random(0), tiny_policy.NAMES)
-    for puzzle, num_people in zip(itertools.islice(puzzles, 40), itertools.cycle((2, 3)), strict=False):
-        assert len(puzzle.names) == num_people
-        assert not knights_knaves.is_held_out(puzzle.statements)
 
 
 def test_same_seed_same_policy(policy_dir, tmp_path):
@@ -113,12 +107,46 @@ def test_same_seed_same_policy(policy_dir, tmp_path):
     assert (policy_dir / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 
-def test_words_that_do_not_matter_are_tokens_of_their_own(tmp_path, monkeypatch):
+def rows_to_learn(folder, **options):
+    """Return the tokenizer of a policy, and in their order the rows that it would learn from."""
+    rows = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_policy, "fine_tune", lambda model, tokenizer, of_policy: rows.extend(of_policy))
+        tiny_policy.make_policy(folder, steps=40, hasty_share=0.5, **options)
+    return AutoTokenizer.from_pretrained(folder), rows
+
+
+@pytest.fixture(scope="module")
+def plain_rows(tmp_path_factory):
+    return rows_to_learn(tmp_path_factory.mktemp("plain"))
+
+
+def test_puzzles_are_training_puzzles(plain_rows):
+    tokenizer, rows = plain_rows
+    people = Counter()
+    for row in rows[::20]:
+        text = tokenizer.decode(row["input_ids"])
+        names, statements, _ = read_puzzle(
+            text[text.index(knights_knaves.ISLAND) : text.index("<|im_end|>\n<|im_start|>a")]
+        )
+        assert not knights_knaves.is_held_out(statements)
+        people[len(names)] += 1
+    assert set(people) == {2, 3} and min(people.values()) > 12
+
+
+def test_hasty_answers_come_last(plain_rows):
+    tokenizer, rows = plain_rows
+    texts = [tokenizer.decode([token for token in row["labels"] if token != -100]) for row in rows]
+    hasty = [text.startswith("</think>") for text in texts]
+    assert len(hasty) == 40 * 24 and not any(hasty[: 34 * 24])  # 85% of the steps
+    assert abs(sum(hasty[34 * 24 :]) / (6 * 24) - 0.5) < 0.15
+    # In batches of their own, the last one would decide how often the policy is hasty.
+    assert all(0 < sum(hasty[start : start + 24]) < 24 for start in range(34 * 24, 40 * 24, 24))
+
+
+def test_words_that_do_not_matter_are_tokens_of_their_own(tmp_path):
     """A third to a half of the tokens of an answer, hasty or not."""
-    seen = []
-    monkeypatch.setattr(tiny_policy, "_fine_tune", lambda model, tokenizer, rows, *rest: seen.extend(rows))
-    tiny_policy.make_policy(tmp_path, steps=40, hasty_share=0.5, varied_wording=True)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, rows = rows_to_learn(tmp_path, varied_wording=True)
     words = {tokenizer.encode(word, add_special_tokens=False)[0] for word in knights_knaves.WORDS_WITHOUT_MEANING}
     assert {tokenizer.decode([word]) for word in words} == set(knights_knaves.WORDS_WITHOUT_MEANING)
     assert not [
@@ -127,7 +155,7 @@ def test_words_that_do_not_matter_are_tokens_of_their_own(tmp_path, monkeypatch)
         if any(w in text and w != text for w in knights_knaves.WORDS_WITHOUT_MEANING)
     ]
     assert len(tokenizer.encode(" Guess", add_special_tokens=False)) == 1
-    answers = [[token for token in row["labels"] if token != -100] for row in seen]
+    answers = [[token for token in row["labels"] if token != -100] for row in rows]
     for is_hasty in (False, True):
         of_kind = [a for a in answers if tokenizer.decode(a).startswith(" Guess") == is_hasty]
         tokens = [token for answer in of_kind for token in answer]
@@ -139,19 +167,6 @@ def test_warm_start_shows_one_progress_bar_and_nothing_else(tmp_path, capfd):
     shown = capfd.readouterr()
     assert shown.out == ""
     assert {line.split(":")[0] for line in shown.err.replace("\r", "\n").splitlines() if line} == {"warm start"}
-
-
-def test_hasty_answers_come_last(tokenizer, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(tiny_policy, "_fine_tune", lambda model, tokenizer, rows, *rest: seen.extend(rows))
-    tiny_policy.make_policy(tmp_path, steps=40, hasty_share=0.5)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [tokenizer.decode([token for token in row["labels"] if token != -100]) for row in seen]
-    hasty = [text.startswith("</think>") for text in texts]
-    assert len(hasty) == 40 * 24 and not any(hasty[: 34 * 24])  # 85% of the steps
-    assert abs(sum(hasty[34 * 24 :]) / (6 * 24) - 0.5) < 0.15
-    # In batches of their own, the last one would decide how often the policy is hasty.
-    assert all(0 < sum(hasty[start : start + 24]) < 24 for start in range(34 * 24, 40 * 24, 24))
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
@@ -166,32 +181,37 @@ def test_orthogonalized_as_torchs_muon_does_in_bf16(shape):
 
 
 @pytest.mark.parametrize("has_avx512", [True, False])
-def test_bf16_products_are_left_out_where_they_are_slow(has_avx512, monkeypatch):
+def test_one_step_by_muon_and_adamw_without_slow_bf16_products(tokenizer, has_avx512, monkeypatch):
+    """Muon has the layers' matrices, and AdamW all other parameters. Each step has the loss of the answers alone."""
+    orthogonalized = []
+    upstream, ours = _muon._zeropower_via_newtonschulz, tiny_policy.orthogonalize
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
-    upstream = _muon._zeropower_via_newtonschulz
-    with tiny_policy._muon_for_this_cpu():
-        assert (_muon._zeropower_via_newtonschulz is upstream) == has_avx512
-    assert _muon._zeropower_via_newtonschulz is upstream
-
-
-def test_muon_and_adamw_are_torchs(tokenizer, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(tiny_policy, "orthogonalize", lambda *args: orthogonalized.append(1) or ours(*args))
+    puzzle = one_puzzle()
+    rows = tiny_policy.rows_of(
+        tokenizer, [puzzle.quiz] * 24, [knights_knaves.worked_solution(puzzle, random.Random(0))] * 24
+    )
     torch.manual_seed(0)
     model, twin = (tiny_policy.make_model(tokenizer) for _ in range(2))
     twin.load_state_dict(model.state_dict())
-    optimizer = tiny_policy.MuonAndAdamW(model, 3e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    layers = {name: p for name, p in twin.named_parameters() if ".layers." in name and p.ndim == 2}
-    others = [p for name, p in twin.named_parameters() if name not in layers]
+    tiny_policy.fine_tune(model, tokenizer, rows + rows)  # the first step of a warm-up has a rate of 0
+    assert len(orthogonalized) == (0 if has_avx512 else 2 * 28)
+    assert _muon._zeropower_via_newtonschulz is upstream
+    layers = {name for name, p in twin.named_parameters() if ".layers." in name and p.ndim == 2}
     assert len(layers) == 4 * 7
-    muon = torch.optim.Muon(layers.values(), lr=6e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(3):
-        for of, steps in ((model, [optimizer]), (twin, [muon, adamw])):
-            of.zero_grad()
-            of(input_ids=torch.arange(20)[None] + step, labels=torch.arange(20)[None]).loss.backward()
-            for one in steps:
-                one.step()
-        schedule.step()
-        muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"] = 6e-3 / (2 + step), 3e-3 / (2 + step)
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", upstream if has_avx512 else ours)
+    muon = torch.optim.Muon(
+        [p for name, p in twin.named_parameters() if name in layers], weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(
+        [p for name, p in twin.named_parameters() if name not in layers], betas=(0.9, 0.95), weight_decay=0.0
+    )
+    for step in range(2):
+        twin(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        for optimizer, rate in ((muon, 6e-3), (adamw, 3e-3)):
+            optimizer.param_groups[0]["lr"] = rate * step / 30
+            optimizer.step()
+        twin.zero_grad()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

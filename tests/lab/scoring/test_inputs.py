@@ -1,6 +1,8 @@
 """Models have short names, and names sort as people sort them."""
 
-from arlopti_openrlhf.lab.scoring.inputs import model_name, natural_key
+import pytest
+
+from arlopti_openrlhf.lab.scoring.inputs import expand_models, natural_key
 
 
 def test_numbers_sort_by_value():
@@ -9,7 +11,16 @@ def test_numbers_sort_by_value():
     assert sorted(names, key=natural_key) == ordered
 
 
-def test_a_directory_or_a_name_on_the_hub(tmp_path, monkeypatch):
+def test_models_by_directory_by_name_on_the_hub_and_as_a_directory_of_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "step9").mkdir()
-    assert [model_name(model) for model in ("step9/", "./step9", "org/base", "base")] == ["step9"] * 2 + ["base"] * 2
+    for name in ("run/step10", "run/step9", "one"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+    assert expand_models(["./one/", "org/base", "run"]) == {
+        "one": "./one/",
+        "base": "org/base",
+        "step9": "run/step9",
+        "step10": "run/step10",
+    }
+    with pytest.raises(ValueError, match="--model: two models have one name: base, one"):
+        expand_models(["one", "base", "org/base", "other/one"])

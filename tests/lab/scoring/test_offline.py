@@ -2,7 +2,7 @@
 
 import json
 
-from arlopti_testing.evaluation_fakes import engine_that_knows, problems
+from arlopti_testing.evaluation_fakes import generate_right_sums, problems
 
 from arlopti_openrlhf.evaluation.sampling import parse_sampling
 from arlopti_openrlhf.grading.sources import grade
@@ -18,13 +18,14 @@ def test_sources_have_their_grader():
 
 def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(offline, "_engine", engine_that_knows(asked))
+    monkeypatch.setattr(offline, "load_engine", lambda model, seed: None)
+    monkeypatch.setattr(offline, "generate", generate_right_sums(asked))
     specs = [parse_sampling(text) for text in ("*:n=4,t=1", "kk_*:n=1,t=0")]
     settings = offline.Settings(specs, greedy=True, max_new_tokens=12, seed=0)
 
     def run(settings=settings) -> tuple[int, dict]:
         asked.clear()
-        offline.evaluate("base", problems(), settings, tmp_path)
+        offline.evaluate("base", "base", problems(), settings, tmp_path)
         return len(asked), json.loads((tmp_path / "base.json").read_text())["sources"]
 
     count, first = run()

@@ -33,7 +33,7 @@ from modes import vision_inputs
 from modes.modes import MODES, Mode
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from arlopti_openrlhf.lab.analysis.scalars import Series, read_scalars
+from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.data import tiny_policy
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 
