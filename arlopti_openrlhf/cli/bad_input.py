@@ -48,7 +48,7 @@ def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[st
 
 
 def check_tokenizer(parser: argparse.ArgumentParser, name: str) -> None:
-    """Refuse a --tokenizer that is neither on this machine nor on the hub. It needs no weights beside it."""
+    """Refuse a --tokenizer that is neither on this machine nor on the hub. It needs no weights."""
     if local_folder(name) is None:
         _check_model(parser, "--tokenizer", name, [model.not_here("--tokenizer", name)])
 
@@ -81,9 +81,9 @@ def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> 
 
 
 def check_port(parser: argparse.ArgumentParser, host: str, port: int) -> None:
-    """Refuse an address that nobody could listen on now: a port in use, or another machine's host."""
+    """Refuse an address that a server cannot listen on: a port in use, or another machine's host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as uvicorn
     try:
         socket.create_server((host, port), family=family).close()
     except (OSError, OverflowError) as error:  # the latter for what is no port
-        parser.error(f"argument --port: nobody can listen on {host}:{port}: {error}")
+        parser.error(f"argument --port: cannot listen on {host}:{port}: {error}")

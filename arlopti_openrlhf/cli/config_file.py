@@ -9,7 +9,7 @@ The file names flags without their dashes. Parts of a name may be nested:
     ds.packing_samples: true
     actor.eps_clip_low_high: [0.2, 0.24]
 
-A run keeps the values of all its flags in such a file, beside its checkpoints.
+A run keeps the values of all its flags in such a file, next to its checkpoints.
 """
 
 import argparse
@@ -47,9 +47,9 @@ def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
 def keep(flat: argparse.Namespace, folder: Path) -> None:
     """Write the values of all flags to a file in `folder` that --config can read. The folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{KEPT}"
-    beside.write_text(text(flat), encoding="utf-8")
-    beside.rename(folder / KEPT)
+    unfinished = folder / f".{KEPT}"
+    unfinished.write_text(text(flat), encoding="utf-8")
+    unfinished.rename(folder / KEPT)
 
 
 def text(flat: argparse.Namespace) -> str:

@@ -110,9 +110,9 @@ def refused(place, monkeypatch, capsys):
         ("serve_rewards --grader other.py", "argument --grader: other.py has no function `reward_func`"),
         (
             "serve_rewards --grader kk --port 99999",
-            "--port: nobody can listen on 127.0.0.1:99999: bind(): port must",
+            "--port: cannot listen on 127.0.0.1:99999: bind(): port must",
         ),
-        ("serve_rewards --grader kk --host 192.0.2.1", "argument --port: nobody can listen on 192.0.2.1:5000"),
+        ("serve_rewards --grader kk --host 192.0.2.1", "argument --port: cannot listen on 192.0.2.1:5000"),
         ("serve_rewards --grader kk --token-file no", "argument --token-file: "),
         ("quickstart --out file", "argument --out: file: {}/file is a file, not a folder"),
         ("quickstart --out .", "argument --out: . holds something other than an earlier quickstart"),
@@ -190,7 +190,7 @@ def test_a_port_in_use(refused):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         line = refused(f"serve_rewards --grader kk --port {port}")
-    assert f"argument --port: nobody can listen on 127.0.0.1:{port}: [Errno 98] Address already in use" in line
+    assert f"argument --port: cannot listen on 127.0.0.1:{port}: [Errno 98] Address already in use" in line
 
 
 @pytest.mark.parametrize("command", ["evaluate --model model --data data.jsonl", "prepare_data --generate"])
