@@ -47,7 +47,7 @@ def follow(scheduler: LRScheduler) -> None:
 def stretch(scheduler: LRScheduler, stages: int) -> None:
     """Span a schedule over `stages` times the steps, so that at equal data the learning rate is equal.
 
-    A schedule that was stretched before is stretched anew.
+    A schedule that was stretched before is stretched from its own curve again.
 
     Raises:
         ValueError: the learning rate does not follow from the number of steps, and there are several stages.

@@ -23,7 +23,7 @@ import os
 import sys
 from pathlib import Path
 
-from arlopti_openrlhf.cli.arguments import positive
+from arlopti_openrlhf.cli.arguments import number
 from study import runs
 from study.runs import ROOT
 from study.scheduler import Scheduler
@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--timeout-minutes",
-        type=positive(float),
+        type=number("(0, inf)"),
         default=90,
         help="time after which a run counts as failed (default: 90)",
     )

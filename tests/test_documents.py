@@ -76,12 +76,6 @@ def test_contributing_names_the_constant_that_a_new_version_changes():
     assert re.search(rf"^{name} = ", text_of(path), re.M)
 
 
-def test_what_documents_name_is_found():
-    text = "See `AGENTS.md`, [the study](docs/study.md), rewards/kk_reward.py. Not outputs/x.py or `lopti/low/...`."
-    assert named_paths(text) == {"AGENTS.md", "docs/study.md", "rewards/kk_reward.py"}
-    assert anchors("# A b\n```bash\n# no\n```\n## The paper's `x_y`, twice") == {"a-b", "the-papers-x_y-twice"}
-
-
 def test_the_citation_is_valid_and_of_this_version():
     citation = yaml.safe_load(text_of("CITATION.cff"))
     assert {"cff-version", "message", "title", "authors"} <= citation.keys() and citation["cff-version"] == "1.2.0"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.cli import command_line, main, train_ppo_ray
+from arlopti_openrlhf.cli import main, train_ppo_ray
+from arlopti_openrlhf.cli.flags import TABLES
 from arlopti_openrlhf.grading.reward_answers import normalise
 
 ROOT = Path(__file__).parents[1]
@@ -81,10 +82,6 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def test_the_readme_is_short():
-    assert len(text_of("README.md").splitlines()) <= 150
-
-
 def test_the_readmes_results_are_the_studys():
     rows = re.findall(r"^\| ([^|]+) \| (\d\.\d+ ± .*) \|$", section("README.md", "Results"), re.M)
     assert len(rows) == 5
@@ -122,7 +119,7 @@ def test_commands_parse(page, tmp_path, monkeypatch):
         path = ROOT / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
         assert path.exists(), f"{page} runs {name}"
         if name == "arlopti_openrlhf.cli.train_ppo_ray":  # "...your flags..." stand for what the parser needs
-            assert {flag for flag in flags if flag.startswith("--")} <= training_flags()[0]
+            assert {flag for flag in flags if flag.startswith("--")} <= flags_of(train_ppo_ray.make_parser())
         elif "make_parser" in defined_names(path):
             parser = importlib.import_module(name).make_parser()
             parser.parse_args(flags)
@@ -149,27 +146,14 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
-def training_flags() -> tuple[set[str], set[str]]:
-    """Return the flags of the training command's real parser, and those that OpenRLHF's has without us."""
-    upstream: set[str] = set()
-    parsers = []
-
-    def collect(parser: argparse.ArgumentParser) -> None:
-        upstream.update(flags_of(parser))
-        train_ppo_ray.add_flags(parser)
-        parsers.append(parser)
-
-    command_line.parse([], collect)
-    return flags_of(parsers[0]), upstream
-
-
 def test_every_training_flag_is_known_and_ours_are_explained():
     named = {flag for page in PAGES for flag in re.findall(r"--[a-z]+(?:\.\w+)+(?!\w|\.\*)", text_of(page))}
-    known, upstream = training_flags()
+    known = flags_of(train_ppo_ray.make_parser())
+    ours = {flag for table in TABLES.values() for flag, *_ in table}
     assert len(named) > 40 and named <= known, f"the pages name {', '.join(sorted(named - known))}"
     explained = set(re.findall(r"^\| `(--[\w.-]+)`", text_of("docs/flags.md"), re.M))
     explained -= {"--reward.remote_url"}  # OpenRLHF's own, which takes two values more
-    assert explained == known - upstream, explained ^ (known - upstream)
+    assert explained == ours, explained ^ ours
 
 
 def test_the_reward_of_the_guide_rewards():
@@ -218,17 +202,3 @@ def test_every_metric_of_the_page_is_logged():
     # An f-string may fill in the last word of a name.
     missing = [n for n in names if not re.search(rf"""["'/]({n}["'/]|{n.rpartition("_")[0] or "-"}_{{)""", code)]
     assert not missing
-
-
-def test_what_the_pages_name_is_found():
-    """Names follow their file, methods are `Class.method`, and a tree's folders go on until it leaves them."""
-    assert names_in_rows("| Eq. 4 | `a.py`, `f`, `C.m`, by `b/c.py` |\n| x | `--flag low`, `high` |") == [
-        ("a.py", "f"),
-        ("a.py", "C.m"),
-    ]
-    assert tree_paths("a/   x\n  b/\n    c.py  y\n  d.py\ne/f.txt") == ["a/", "a/b/", "a/b/c.py", "a/d.py", "e/f.txt"]
-    assert defined_names(ROOT / "arlopti_openrlhf/update/trainer.py") >= {
-        "TokenUpdateTrainer",
-        "TokenUpdateTrainer.ppo_train",
-    }
-    assert constants(ast.parse('f"{name} is {x:.1f} GiB" + "!"')) == ["… is … GiB", "!"]

@@ -3,11 +3,12 @@
 import argparse
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from arlopti_openrlhf.ops.preflight import model
+from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.local_model import local_folder
 from arlopti_openrlhf.ops.preflight.reward import defined_names
 
@@ -20,13 +21,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_out(parser: argparse.ArgumentParser, out: Path, is_file: bool = False) -> None:
-    """Refuse an --out that cannot be made or written. Nothing is made here.
-
-    Args:
-        parser: says the error.
-        out: a folder.
-        is_file: it is a file.
-    """
+    """Refuse an --out, a folder or a file, that cannot be made or written. Nothing is made here."""
     if is_file and out.is_dir():
         parser.error(f"argument --out: {out} is a folder, not a file")
     folder = out.absolute().parent if is_file else out.absolute()
@@ -38,39 +33,33 @@ def check_out(parser: argparse.ArgumentParser, out: Path, is_file: bool = False)
 
 
 def check_files(parser: argparse.ArgumentParser, flag: str, files: Iterable[str]) -> None:
-    """Refuse files that are not there or cannot be read."""
+    """Refuse files that cannot be read."""
     for file in files:
-        if not os.path.exists(file):
-            parser.error(f"argument {flag}: {file}: there is no such file")
-        if os.path.isdir(file):
-            parser.error(f"argument {flag}: {file} is a folder, not a file")
-        if not os.access(file, os.R_OK):
-            parser.error(f"argument {flag}: {file}: no permission to read it")
+        try:
+            open(file, "rb").close()
+        except OSError as error:
+            parser.error(f"argument {flag}: {file}: {error.strerror}")
 
 
-def check_models(parser: argparse.ArgumentParser, flag: str, models: Sequence[str]) -> None:
+def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[str]) -> None:
     """Refuse models that could not be loaded. The hub is asked whether it has one that is not all on this machine."""
     for name in models:
-        findings = model.check_folder(flag, name)
-        for finding in findings:
-            if finding.is_fatal:
-                parser.error(f"argument {finding}")
-        if findings:  # warnings of what the hub is to give
-            _ask_the_hub(parser, flag, name)
+        _check_model(parser, flag, name, model.check_folder(flag, name))
 
 
 def check_tokenizer(parser: argparse.ArgumentParser, name: str) -> None:
-    """Refuse a --tokenizer that is neither on this machine nor on the hub. It needs no weights beside it."""
-    if local_folder(name) is not None:
+    """Refuse a --tokenizer that is neither on this machine nor on the hub. It needs no weights."""
+    if local_folder(name) is None:
+        _check_model(parser, "--tokenizer", name, [model.not_here("--tokenizer", name)])
+
+
+def _check_model(parser: argparse.ArgumentParser, flag: str, name: str, findings: list[Finding]) -> None:
+    """Refuse a model that is broken, or that the hub is to give and does not. Nothing is downloaded."""
+    for finding in findings:
+        if finding.is_fatal:
+            parser.error(f"argument {finding}")
+    if not findings:
         return
-    finding = model.not_here("--tokenizer", name)
-    if finding.is_fatal:
-        parser.error(f"argument {finding}")
-    _ask_the_hub(parser, "--tokenizer", name)
-
-
-def _ask_the_hub(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
-    """Refuse a model that the hub does not have, or that it cannot be asked for. Nothing is downloaded."""
     from httpx import HTTPError
     from huggingface_hub import model_info
     from huggingface_hub.errors import HFValidationError
@@ -92,16 +81,9 @@ def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> 
 
 
 def check_port(parser: argparse.ArgumentParser, host: str, port: int) -> None:
-    """Refuse an address that nobody could listen on now: a port in use, or another machine's host."""
-    if not 0 <= port < 2**16:  # the resolver would take the rest of a division
-        parser.error(f"argument --port: {port} is not a number from 0 to 65535")
+    """Refuse an address that a server cannot listen on: a port in use, or another machine's host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as uvicorn
     try:
-        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        with socket.socket(family, kind, protocol) as listener:
-            # As the server does, so that connections of an earlier one that are still closing do no harm.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except OSError as error:
-        parser.error(
-            f"argument --port: nobody can listen on {host}:{port}: {getattr(error, 'strerror', None) or error}"
-        )
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError) as error:  # the latter for what is no port
+        parser.error(f"argument --port: cannot listen on {host}:{port}: {error}")

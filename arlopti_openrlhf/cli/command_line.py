@@ -10,12 +10,12 @@ import copy
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from arlopti_openrlhf.cli import config_file, help
+from arlopti_openrlhf.cli import bad_input, config_file, flags, help
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.upstream import find_source
 
@@ -23,42 +23,39 @@ _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"
 
 
-def parse(argv: Sequence[str], add_flags: Callable[[argparse.ArgumentParser], None]) -> argparse.Namespace:
+class _Parser(bad_input.Parser):
+    """Stands for `ArgumentParser` in upstream's statements, which parse nothing yet."""
+
+    def parse_args(self, args=None, namespace=None):
+        return self
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return what upstream's parser makes of `argv`, with our flags in it, as a flat namespace.
 
     Raises:
         SystemExit: with status 2 after one line on standard error, for a flag or a value that is refused, and with
             status 0 after the help.
     """
-    parser = make_parser(add_flags)
+    parser = make_parser()
     return argparse.ArgumentParser.parse_args(parser, config_file.expanded(argv, parser))
 
 
-def make_parser(add_flags: Callable[[argparse.ArgumentParser], None]) -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return upstream's parser with our flags in it. It reads no file of flags; `parse` does."""
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str):
-            # Upstream's usage alone would fill two screens.
-            self.exit(2, f"{self.prog}: error: {message}\n")
-
-        def parse_args(self, args=None, namespace=None):
-            return self  # in place of upstream's arguments, which nobody has asked for yet
-
     block = _block()
-    names = block.names | {"argparse": SimpleNamespace(**vars(argparse) | {"ArgumentParser": Parser})}
+    names = block.names | {"argparse": SimpleNamespace(**vars(argparse) | {"ArgumentParser": _Parser})}
     for statement in block.parsing:
         _execute(statement, block.path, names)
     parser = names["args"]
     parser.prog = "train_ppo_ray"
-    add_flags(parser)
-    config_file.add_config_flag(parser)
+    flags.add(parser)
     help.arrange(parser)
     return parser
 
 
 class Checked(NamedTuple):
-    """Holds what upstream's `train` would be called with, and what upstream's own checks say against it."""
+    """What upstream's `train` would be called with, and what upstream's own checks say against it."""
 
     args: SimpleNamespace
     findings: list[Finding]
@@ -92,7 +89,7 @@ def hierarchize(flat: argparse.Namespace) -> SimpleNamespace:
 
 
 class _Block(NamedTuple):
-    """Holds the statements of upstream's `if __name__ == "__main__"`."""
+    """The statements of upstream's `if __name__ == "__main__"`."""
 
     path: str
     names: dict[str, Any]  # what the module imports from the standard library
@@ -125,20 +122,18 @@ def _execute(statement: ast.stmt, path: str, names: dict[str, Any]) -> None:
 
 
 def _finding(statement: ast.stmt, error: Exception, path: str, flat: dict[str, Any]) -> Finding:
-    """Say what failed, with the flags that the failing line asks for."""
-    line = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path][-1]
-    inside = [
+    """Return what failed, with the flags that the failing line reads."""
+    line = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path][-1] or 0
+    innermost = [
         node
         for node in ast.walk(statement)
-        if isinstance(node, ast.stmt) and node.lineno <= (line or 0) <= (node.end_lineno or node.lineno)
-    ]
-    innermost = inside[-1]
-    asked = innermost.value if isinstance(innermost, ast.Assign) else innermost
-    nodes = [node for node in ast.walk(asked) if isinstance(node, ast.Attribute)]
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ][-1]
+    read = innermost.value if isinstance(innermost, ast.Assign) else innermost
+    nodes = [node for node in ast.walk(read) if isinstance(node, ast.Attribute)]
     nodes.sort(key=lambda node: (node.lineno, node.col_offset))
-    named = [ast.unparse(node).removeprefix("args.") for node in nodes]
-    flags = list(dict.fromkeys(name for name in named if name in flat)) or [""]
+    names = [ast.unparse(node).removeprefix("args.") for node in nodes]
+    flag, *others = dict.fromkeys(name for name in names if name in flat) or [""]
     problem = str(error).rstrip(".") if isinstance(error, AssertionError) else f"OpenRLHF's own check fails: {error!r}"
-    others = [f"--{flag} {flat[flag]}" for flag in flags[1:]]
-    remedy = f"change it, or {' or '.join(others)}" if others else "change it"
-    return Finding(f"--{flags[0]}" if flags[0] else "", flat.get(flags[0], ""), problem, remedy)
+    remedy = " or ".join(["change it", *(f"--{name} {flat[name]}" for name in others)])
+    return Finding(f"--{flag}" if flag else "", flat.get(flag, ""), problem, remedy)

@@ -9,7 +9,7 @@ The file names flags without their dashes. Parts of a name may be nested:
     ds.packing_samples: true
     actor.eps_clip_low_high: [0.2, 0.24]
 
-A run keeps the values of all its flags in such a file, beside its checkpoints.
+A run keeps the values of all its flags in such a file, next to its checkpoints.
 """
 
 import argparse
@@ -23,87 +23,52 @@ KEPT = "config.yaml"  # in --ckpt.path
 _SWITCHES = {"true": True, "false": False}
 
 
-def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --config to OpenRLHF's parser, for the help. `expanded` reads it."""
-    parser.add_argument(
-        FLAG,
-        metavar="FILE.yaml",
-        help="Flags in a YAML file, by their names without the dashes, as in `algo.ar.alpha: 0.3`. The command line's "
-        f"flags count before the file's. A run keeps all its flags in {KEPT} of --ckpt.path, which can be given here.",
-    )
-
-
 def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Return the words of the command line with those of the file that --config names before them.
 
-    Of a flag that may be given several times, such as --eval.sampling, the file's values and the command line's count.
-
-    Args:
-        argv: the command line.
-        parser: knows all flags.
+    If a flag may be given several times, as --eval.sampling, the values of both count.
 
     Raises:
         SystemExit: by the parser, with one line that names the file and the key, for a file that cannot be read, an
             unknown key, or a value that is not of the flag's form.
     """
-    known = argparse.ArgumentParser(add_help=False)
-    known.add_argument(FLAG)
-    path = known.parse_known_args(argv)[0].config
+    finder = argparse.ArgumentParser(add_help=False)
+    finder.add_argument(FLAG)
+    path = finder.parse_known_args(argv)[0].config
     if path is None:
         return list(argv)
-    words: list[str] = []
     try:
-        for key, value in _flat(_read(path)):
-            words += _words(key, value, parser)
+        entries = _flat(read(Path(path).read_text("utf-8")))
+        return [word for key, value in entries for word in _words(key, value, parser)] + list(argv)
     except (OSError, ValueError) as error:
         parser.error(f"argument {FLAG}: {path}: {error}")
-    return [*words, *argv]
 
 
 def keep(flat: argparse.Namespace, folder: Path) -> None:
-    """Write the values of all flags to a file in `folder` that --config can read. The folder is made.
-
-    Args:
-        flat: what the parser has returned.
-        folder: `--ckpt.path`.
-    """
+    """Write the values of all flags to a file in `folder` that --config can read. The folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{KEPT}"
-    beside.write_text(_text(flat), encoding="utf-8")
-    beside.rename(folder / KEPT)
+    unfinished = folder / f".{KEPT}"
+    unfinished.write_text(text(flat), encoding="utf-8")
+    unfinished.rename(folder / KEPT)
 
 
-def read_kept(folder: Path) -> dict[str, str | list]:
-    """Return the values that `keep` has written to `folder`, as text. A flag without a value is missing.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is broken.
-    """
-    return _read(folder / KEPT)
-
-
-def as_kept(flat: argparse.Namespace) -> dict[str, str | list]:
-    """Return what `read_kept` would of these flags."""
-    return _parse(_text(flat))
-
-
-def _text(flat: argparse.Namespace) -> str:
+def text(flat: argparse.Namespace) -> str:
+    """Return the content of such a file. A flag without a value is left out."""
     import yaml
 
     values = {key: _plain(value) for key, value in vars(flat).items() if value is not None and key != "config"}
     return yaml.safe_dump(values, sort_keys=True, allow_unicode=True)
 
 
-def _read(path: str | Path) -> dict:
-    return _parse(Path(path).read_text("utf-8"))
+def read(text: str) -> dict[str, Any]:
+    """Return the content of a file. All values stay text: the parser knows each flag's type, and `off` is no bool.
 
-
-def _parse(text: str) -> dict:
+    Raises:
+        ValueError: it is no YAML, or names no flags.
+    """
     import yaml
 
     try:
-        # All values stay the text that they are: the parser knows each flag's type, and `off` is no truth value.
         content = yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
@@ -112,7 +77,7 @@ def _parse(text: str) -> dict:
     return content
 
 
-def _flat(content: dict, before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(content: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the names of flags, with their values, of nested and dotted names alike."""
     for name, value in content.items():
         if isinstance(value, dict):
@@ -127,7 +92,7 @@ def _words(key: str, value: Any, parser: argparse.ArgumentParser) -> list[str]:
     Raises:
         ValueError: the key or the value's form is no flag's.
     """
-    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    actions = {action.dest: action for action in parser._actions}
     action = actions.get(key)
     if action is None or key in ("help", "config"):
         near = difflib.get_close_matches(key, actions, n=1)
@@ -136,20 +101,17 @@ def _words(key: str, value: Any, parser: argparse.ArgumentParser) -> list[str]:
     if action.nargs == 0:
         if value not in _SWITCHES:
             raise ValueError(f"{key}: {value} is neither true nor false")
-        matching = [a for a in parser._actions if a.dest == key and a.const is _SWITCHES[value]]
         # What is false by default needs no word for it.
-        return [matching[0].option_strings[0]] if matching else []
-    if value in ("null", "") or (action.nargs is not None and value == action.default):
+        return [a.option_strings[0] for a in parser._actions if a.dest == key and a.const is _SWITCHES[value]][:1]
+    if value in ("null", "", action.default):
         return []
     if any(not isinstance(part, str) for part in values):
         raise ValueError(f"{key}: is no list of plain values")
-    if isinstance(action, argparse._AppendAction):
-        return [f"{flag}={part}" for part in values]
-    if action.nargs is None:
-        if isinstance(value, list):
-            raise ValueError(f"{key}: takes one value, not a list")
-        return [f"{flag}={value}"]
-    return [flag, *values]
+    if action.nargs is not None:
+        return [flag, *values]
+    if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
+        raise ValueError(f"{key}: takes one value, not a list")
+    return [f"{flag}={part}" for part in values]
 
 
 def _plain(value: Any) -> Any:

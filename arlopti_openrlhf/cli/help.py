@@ -39,15 +39,18 @@ def arrange(parser: argparse.ArgumentParser) -> None:
 
     Groups that exist, such as that of the token methods, come first and stay as they are.
     """
-    loose = parser._optionals._group_actions  # all that were added to no group
+    loose = parser._optionals._group_actions  # all that were added to no group, after --help
     for topic, title in _TOPICS.items():
-        found = [a for a in loose if _topic(a) == topic and not isinstance(a, argparse._HelpAction)]
-        if found:
-            parser.add_argument_group(title)._group_actions.extend(found)
-    loose[:] = [action for action in loose if isinstance(action, argparse._HelpAction)]
+        if of_topic := [action for action in loose[1:] if _topic(action) == topic]:
+            parser.add_argument_group(title)._group_actions.extend(of_topic)
+    del loose[1:]
     for action in parser._actions:
-        _show_default(action)
-        if action.metavar is None and action.choices is None and action.nargs != 0:
+        if action.nargs == 0:
+            continue
+        has_default = action.default not in (None, False, argparse.SUPPRESS, [])
+        if has_default and "default" not in (action.help or "").lower():
+            action.help = f"{action.help or ''} (default: %(default)s)".strip()
+        if action.metavar is None and action.choices is None:
             action.metavar = "INT" if action.type is int else "FLOAT" if action.type is float else "TEXT"
     parser.usage = "%(prog)s [FLAGS]"
     parser.description, parser.epilog = DESCRIPTION, EXAMPLE
@@ -57,11 +60,3 @@ def arrange(parser: argparse.ArgumentParser) -> None:
 def _topic(action: argparse.Action) -> str:
     first, dot, _ = action.dest.partition(".")
     return first if dot and first in _TOPICS else ""
-
-
-def _show_default(action: argparse.Action) -> None:
-    """Add the default to a flag's help, where it has one and does not say it already."""
-    has_default = action.default not in (None, False, argparse.SUPPRESS, []) and action.nargs != 0
-    if action.help is argparse.SUPPRESS or not has_default or "default" in (action.help or "").lower():
-        return
-    action.help = f"{action.help or ''} (default: %(default)s)".strip()

@@ -1,8 +1,10 @@
 """The console command `arlopti`: one word for each of the package's commands."""
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from arlopti_openrlhf import __version__, interrupts
 
@@ -15,6 +17,18 @@ COMMANDS = {
     "serve": ("serve_rewards", "serve rule rewards to many runs"),
     "quickstart": ("quickstart", "train the whole stack on this machine, without a GPU"),
 }
+_LINES = "\n".join(f"  {word:<10}  {help}" for word, (_, help) in COMMANDS.items())
+_HELP = f"""usage: arlopti COMMAND [FLAGS]
+
+{_LINES}
+
+arlopti COMMAND --help lists the flags of a command, and arlopti --version the versions. For example:
+
+  arlopti quickstart
+
+arlopti completion bash, or zsh or tcsh, prints what makes the shell complete all of them:
+
+  eval "$(arlopti completion bash)\""""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,70 +38,42 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the words; those of the process if not given.
 
     Raises:
-        SystemExit: with status 0 after the help or the version, with status 2 where there is no word (after the help,
-            on standard error) or the word is no command (after one line), and with whatever status the command ends.
+        SystemExit: with status 2 where there is no word (after the help, on standard error) or the word is no command
+            (after one line), and with whatever status the command ends.
     """
     interrupts.answer()
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words:
-        print(usage(), file=sys.stderr)
-        raise SystemExit(2)
-    word = words[0]
-    if word in ("-h", "--help"):
-        print(usage())
-        raise SystemExit(0)
-    if word == "--version":
+    word, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if word in COMMANDS:
+        sys.argv = [f"arlopti {word}", *rest]  # the commands read the process's words, as under `python -m`
+        importlib.import_module(f"arlopti_openrlhf.cli.{COMMANDS[word][0]}").main()
+    elif word in ("-h", "--help"):
+        print(_HELP)
+    elif word == "--version":
         print(f"arlopti_openrlhf {__version__}, {_openrlhf()}")
-        raise SystemExit(0)
-    if word == "completion":
-        print(completion(words[1] if len(words) == 2 else ""))
-        raise SystemExit(0)
-    if word not in COMMANDS:
-        import difflib
-
+    elif word == "completion":
+        print(_completion(*rest[:1]))
+    elif not word:
+        print(_HELP, file=sys.stderr)
+        raise SystemExit(2)
+    else:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        print(f"arlopti: error: {word} is no command; {hint}", file=sys.stderr)
-        raise SystemExit(2)
-    # The commands read the process's words, as under `python -m`.
-    sys.argv = [f"arlopti {word}", *words[1:]]
-    importlib.import_module(f"arlopti_openrlhf.cli.{COMMANDS[word][0]}").main()
+        _refuse(f"{word} is no command; {hint}")
 
 
-def usage() -> str:
-    """Return the help: a line for each command, and an example."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {word:<{width}}  {help}" for word, (_, help) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: arlopti COMMAND [FLAGS]",
-            "",
-            *lines,
-            "",
-            "arlopti COMMAND --help lists the flags of a command, and arlopti --version the versions. For example:",
-            "",
-            "  arlopti quickstart",
-            "",
-            "arlopti completion bash, or zsh or tcsh, prints what makes the shell complete all of them:",
-            "",
-            '  eval "$(arlopti completion bash)"',
-        ]
-    )
+def _refuse(problem: str) -> NoReturn:
+    print(f"arlopti: error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
 
 
-def completion(shell: str) -> str:
-    """Return the script by which a shell completes the commands and their flags.
-
-    Raises:
-        SystemExit: with status 2 after one line on standard error, for another shell than these.
-    """
+def _completion(shell: str = "") -> str:
+    """Return the script by which a shell completes the commands and their flags."""
     import argparse
 
     import shtab
 
     if shell not in shtab.SUPPORTED_SHELLS:
-        print(f"arlopti: error: completion takes one of {', '.join(shtab.SUPPORTED_SHELLS)}", file=sys.stderr)
-        raise SystemExit(2)
+        _refuse(f"completion takes one of {', '.join(shtab.SUPPORTED_SHELLS)}")
     parser = argparse.ArgumentParser(prog="arlopti")
     words = parser.add_subparsers()
     for word, (module, help) in COMMANDS.items():

@@ -111,7 +111,7 @@ def _is_own(model: Path, args: SimpleNamespace) -> bool:
     if not args.ckpt.load_enable or not checkpoint_files.saved_in(path):
         return False
     try:
-        kept = str(config_file.read_kept(path)["ckpt.output_dir"])
+        kept = str(config_file.read((path / config_file.KEPT).read_text("utf-8"))["ckpt.output_dir"])
     except (OSError, ValueError, KeyError):  # a run of OpenRLHF's own
         return True
     return os.path.realpath(model) in (os.path.realpath(kept), os.path.realpath(f"{kept}_critic"))

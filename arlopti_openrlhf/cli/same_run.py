@@ -33,7 +33,7 @@ _IN_THE_CHECKPOINT = ("adam.lr", "adam.betas", "adam.eps", "adam.weight_decay", 
 
 
 def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
-    """Return a finding for each flag that differs from those of the run that is resumed. Fatal ones make no sense.
+    """Return a finding for each flag that differs from those of the run that is resumed.
 
     Args:
         flat: the flags as the parser has returned them.
@@ -43,11 +43,11 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     if not args.ckpt.load_enable or not checkpoint_files.saved_in(folder):
         return []
     try:
-        had = config_file.read_kept(folder)
+        had = config_file.read((folder / config_file.KEPT).read_text("utf-8"))
     except (OSError, ValueError) as error:
         problem = f"the flags of the run that is resumed cannot be read ({error})"
         return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
-    has = config_file.as_kept(flat)
+    has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
     return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)]
 
@@ -59,7 +59,7 @@ def _difference(key: str, had: _Values, has: _Values, args: SimpleNamespace) -> 
         problem += ", and DeepSpeed cannot load its checkpoints otherwise"
         remedy = f"give {before}, or convert one by DeepSpeed's ds_to_universal and add --ds.use_universal_ckpt"
         is_fatal = True
-    elif _is_counted_in(key, had, has) and not args.ckpt.load_changed:
+    elif _changes_place(key, had, has) and not args.ckpt.load_changed:
         problem += ", and its place in the prompts or in the learning rate's schedule counts in that"
         remedy = f"give {before}, or add --ckpt.load_changed to go on with {now}"
         is_fatal = True
@@ -82,7 +82,7 @@ def _shown(value: str | list | None) -> str:
     return "no value" if value in (None, []) else " ".join(value) if isinstance(value, list) else value
 
 
-def _is_counted_in(key: str, had: _Values, has: _Values) -> bool:
+def _changes_place(key: str, had: _Values, has: _Values) -> bool:
     return key in _COUNTED_IN or (key in _PASSES and _passes(had) != _passes(has))
 
 

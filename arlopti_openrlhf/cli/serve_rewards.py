@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from arlopti_openrlhf.cli.arguments import positive
+from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 
@@ -40,22 +40,24 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=5000, help="default: 5000")
     parser.add_argument(
         "--workers",
-        type=positive(int),
+        type=integer(1),
         default=min(8, os.cpu_count() or 1),
         help="processes that grade, per grader (default: the cores, at most 8)",
     )
     parser.add_argument("--token-file", metavar="PATH", help="file with the bearer token that clients must present")
-    parser.add_argument("--max-body-mib", type=positive(float), default=64, help="largest request (default: 64 MiB)")
-    parser.add_argument("--max-batch", type=positive(int), default=4096, help="queries in one request (default: 4096)")
     parser.add_argument(
-        "--max-queue", type=positive(int), default=16384, help="queries that may wait, per grader (default: 16384)"
+        "--max-body-mib", type=number("(0, inf)"), default=64, help="largest request (default: 64 MiB)"
+    )
+    parser.add_argument("--max-batch", type=integer(1), default=4096, help="queries in one request (default: 4096)")
+    parser.add_argument(
+        "--max-queue", type=integer(1), default=16384, help="queries that may wait, per grader (default: 16384)"
     )
     parser.add_argument(
-        "--max-seconds", type=positive(float), default=150, help="for one request, waiting included (default: 150)"
+        "--max-seconds", type=number("(0, inf)"), default=150, help="for one request, waiting included (default: 150)"
     )
     parser.add_argument(
         "--grading-seconds",
-        type=positive(float),
+        type=number("(0, inf)"),
         default=30,
         help="for one call of a reward function (default: 30). math takes ARLOPTI_MATH_TIMEOUT for each answer (2)",
     )

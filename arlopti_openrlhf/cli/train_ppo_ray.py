@@ -15,12 +15,9 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from arlopti_openrlhf.cli import command_line, config_file, method_checks, run_folders, same_run
-from arlopti_openrlhf.cli.fault_flags import add_fault_flags
-from arlopti_openrlhf.cli.run_flags import add_run_flags
-from arlopti_openrlhf.cli.update_flags import add_update_flags
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.lifecycle import credentials
@@ -29,9 +26,6 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 from arlopti_openrlhf.ops.preflight.upstream import check as check_openrlhf
 
-if TYPE_CHECKING:
-    from arlopti_openrlhf.ops.lifecycle.console import Console
-
 
 def main() -> None:
     """Run the command. What can be checked beforehand is, and most of it before anything heavy is imported.
@@ -39,17 +33,15 @@ def main() -> None:
     Raises:
         SystemExit: with status 2 where the run cannot start, and 0 after `--help` and `--dry-run`.
     """
-    # Before the parser, which is OpenRLHF's own.
     of_openrlhf = check_openrlhf()
-    check.refuse_if_fatal(of_openrlhf)
-    flat = command_line.parse(sys.argv[1:], add_flags)
+    check.refuse_if_fatal(of_openrlhf)  # before the parser, which is OpenRLHF's own
+    flat = command_line.parse(sys.argv[1:])
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
-    of_before = run_folders.check(args) + same_run.check(kept, args)
     check.run(
         args,
-        of_openrlhf + _check_flags(given) + of_before,
+        of_openrlhf + _check_flags(given) + run_folders.check(args) + same_run.check(kept, args),
         upstream_findings,
         method_checks.describe_update(args),
         {"token methods": method_checks.check_methods},
@@ -81,7 +73,39 @@ def train(args: SimpleNamespace) -> None:
     except OSError as error:
         _refuse(LOG, error)
     with console or nullcontext():
-        _train(args, console)
+        cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
+        # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
+        from arlopti_openrlhf.cpu import refusals
+        from arlopti_openrlhf.ops import controller
+        from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
+        from arlopti_openrlhf.ops.health import guard
+        from arlopti_openrlhf.ops.lifecycle import closing, driver, heartbeat, watch
+        from arlopti_openrlhf.ops.rollouts import engine, evaluation, lora_reference, prompts, reward_client
+        from arlopti_openrlhf.update import policy_actor
+
+        policy_actor.install()
+        refusals.install()
+        guard.install()
+        if method_checks.is_selective(args):
+            policy_actor.install_selective_actor()
+        reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
+        engine.install()
+        prompts.install()
+        evaluation.install(args.eval.sampling)
+        controller.install()
+        checkpoints.install()
+        heartbeat.install()  # after all other changes to the actors
+        # Last, because it binds the policy's Ray actor when it is imported.
+        from openrlhf.cli import train_ppo_ray as upstream
+
+        if args.algo.kl.init_coef > 0 and not combinations.loads_reference(args):
+            lora_reference.install(upstream)
+        text = partial(closing.text, args, log=console.log if console else None)
+        run = driver.Driver(console, text, args.train.stall_minutes)
+        with run.ending():
+            run.start(credentials.collect(args.logger.wandb.key, args.reward.remote_url))
+            watch.start(run.end, 60 * args.train.stall_minutes)
+            upstream.train(args)
 
 
 def _refuse(name: str, error: OSError) -> NoReturn:
@@ -89,47 +113,9 @@ def _refuse(name: str, error: OSError) -> NoReturn:
     sys.exit(2)
 
 
-def _train(args: SimpleNamespace, console: "Console | None") -> None:
-    from arlopti_openrlhf import cpu
-
-    cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
-    # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
-    from arlopti_openrlhf.cpu import refusals
-    from arlopti_openrlhf.ops import controller
-    from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
-    from arlopti_openrlhf.ops.health import guard
-    from arlopti_openrlhf.ops.lifecycle import closing, driver, heartbeat, watch
-    from arlopti_openrlhf.ops.rollouts import engine, evaluation, lora_reference, prompts, reward_client
-    from arlopti_openrlhf.update import policy_actor
-
-    policy_actor.install()
-    refusals.install()
-    guard.install()
-    if method_checks.is_selective(args):
-        policy_actor.install_selective_actor()
-    reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
-    engine.install()
-    prompts.install()
-    evaluation.install(args.eval.sampling)
-    controller.install()
-    checkpoints.install()
-    heartbeat.install()  # after all other changes to the actors
-    # Last, because it binds the policy's Ray actor when it is imported.
-    from openrlhf.cli import train_ppo_ray as upstream
-
-    if args.algo.kl.init_coef > 0 and not combinations.loads_reference(args):
-        lora_reference.install(upstream)
-    text = partial(closing.text, args, log=console.log if console else None)
-    run = driver.Driver(console, text, args.train.stall_minutes)
-    with run.ending():
-        run.start(credentials.collect(args.logger.wandb.key, args.reward.remote_url))
-        watch.start(run.end, 60 * args.train.stall_minutes)
-        upstream.train(args)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    return command_line.make_parser(add_flags)
+    return command_line.make_parser()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -139,18 +125,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         SystemExit: with status 2, after one line on standard error, for a flag, a value or a combination of flags that
             is refused.
     """
-    flat = command_line.parse(argv, add_flags)
+    flat = command_line.parse(argv)
     for finding in _check_flags(command_line.hierarchize(flat)):
         print(f"train_ppo_ray: error: argument {finding}", file=sys.stderr)
         raise SystemExit(2)
     return _completed(flat)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add our flags to OpenRLHF's parser."""
-    add_update_flags(parser)
-    add_run_flags(parser)
-    add_fault_flags(parser)
 
 
 def _check_flags(given: SimpleNamespace) -> list[Finding]:
@@ -160,22 +139,22 @@ def _check_flags(given: SimpleNamespace) -> list[Finding]:
 
 def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     """Fill in what follows from other flags, and say so where a user would not expect it."""
-    value = vars(flat)
+    value, lines = vars(flat), []
     args = command_line.hierarchize(flat)
-    stock_only = method_checks.needs_stock_update(args)
-    if stock_only and value["logger.probability_stats"] != "off":
-        print(f"arlopti_openrlhf: --{stock_only} {value[stock_only]}: no statistics by probability.", flush=True)
-        value["logger.probability_stats"] = "off"
-    if stock_only and value["actor.update"] is None and method_checks.uses_methods(args):
-        print(
-            f"arlopti_openrlhf: --{stock_only} {value[stock_only]}: the update is computed as OpenRLHF does.",
-            flush=True,
-        )
+    if stock_only := method_checks.needs_stock_update(args):
+        flag = f"--{stock_only} {value[stock_only]}"
+        if value["logger.probability_stats"] != "off":
+            lines.append(f"{flag}: no statistics by probability.")
+            value["logger.probability_stats"] = "off"
+        if value["actor.update"] is None and method_checks.uses_methods(args):
+            lines.append(f"{flag}: the update is computed as OpenRLHF does.")
     if args.ds.lora.rank and args.algo.kl.init_coef > 0:
         is_policy = "the policy without its adapter is the reference, and no second model is loaded"
         is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"
         line = is_loaded if combinations.loads_reference(args) else is_policy
-        print(f"arlopti_openrlhf: --ds.lora.rank {args.ds.lora.rank}: {line}.", flush=True)
+        lines.append(f"--ds.lora.rank {args.ds.lora.rank}: {line}.")
+    for line in lines:
+        print(f"arlopti_openrlhf: {line}", flush=True)
     value["reward.remote_url"] = value["reward.remote_url"] or None  # OpenRLHF would ask a server without a name
     # The workers, which load these files, have a working directory of their own.
     sources = value["algo.token_method"]

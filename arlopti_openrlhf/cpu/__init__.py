@@ -22,7 +22,9 @@ from arlopti_openrlhf.cpu import patches
 from arlopti_openrlhf.hardware import multiplies_bf16
 
 _HOOK = "arlopti_openrlhf.cpu.enable"
-_ENABLED = "ARLOPTI_ENABLED"  # this process, or one that has started it, has called `enable`
+# Variables of the environment: this process, or one that has started it, has called `enable`, has said what the run
+# computes on, and how many logical GPUs the run asks for.
+_ENABLED, _ANNOUNCED, _LOGICAL_GPUS = "ARLOPTI_ENABLED", "ARLOPTI_ANNOUNCED", "ARLOPTI_LOGICAL_GPUS"
 # vLLM's CPU engine otherwise takes most of the memory for its KV cache; in GiB.
 _KV_CACHE_GIB = "1"
 
@@ -106,7 +108,7 @@ def declare_placement(gpus: int, ranks: int) -> None:
         gpus: logical GPUs to declare, for OpenRLHF's placement groups.
         ranks: training processes that compute at the same time; they share the cores.
     """
-    os.environ["ARLOPTI_LOGICAL_GPUS"] = str(gpus)
+    os.environ[_LOGICAL_GPUS] = str(gpus)
     if uses_cpu():
         # Ray would give each worker one thread: its actors reserve a fraction of a logical CPU.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
@@ -114,9 +116,9 @@ def declare_placement(gpus: int, ranks: int) -> None:
 
 def _announce(message: str) -> None:
     # The variable reaches the workers with the rest of the environment, so only the first process says the line.
-    if not os.environ.get("ARLOPTI_ANNOUNCED"):
+    if not os.environ.get(_ANNOUNCED):
         print(f"arlopti_openrlhf: {message}.", flush=True)
-        os.environ["ARLOPTI_ANNOUNCED"] = "1"
+        os.environ[_ANNOUNCED] = "1"
 
 
 def _find_compiler_tools() -> None:
@@ -144,30 +146,25 @@ def _hook_ray_workers(on_cpu: bool, message: str, settings: dict[str, str]) -> N
 
     @functools.wraps(init)
     def init_with_hook(*args, **kwargs):
-        starts_cluster = _starts_cluster(args[0] if args else kwargs.get("address"), kwargs.get("_temp_dir"))
-        if starts_cluster:
+        starts = starts_cluster(args[0] if args else kwargs.get("address"), kwargs.get("_temp_dir"))
+        if starts:
             _announce(message)
-        handed_on = dict(settings)
-        if "ARLOPTI_ANNOUNCED" in os.environ:
-            handed_on["ARLOPTI_ANNOUNCED"] = os.environ["ARLOPTI_ANNOUNCED"]
-        runtime_env = dict(kwargs.get("runtime_env") or {})
-        runtime_env.setdefault("worker_process_setup_hook", _HOOK)
+        variables = settings | {_ANNOUNCED: os.environ.get(_ANNOUNCED, "")}
         # `ray job submit` has handed the job's own variables on already, and refuses those given twice.
-        handed_on = {name: value for name, value in handed_on.items() if name not in _job_variables()}
-        runtime_env["env_vars"] = handed_on | runtime_env.get("env_vars", {})
-        kwargs["runtime_env"] = runtime_env
-        if on_cpu and starts_cluster:
-            gpus = int(os.environ.get("ARLOPTI_LOGICAL_GPUS", "8"))
-            kwargs.setdefault("num_gpus", gpus)
-            kwargs.setdefault("include_dashboard", False)  # its processes would take a core and half a gigabyte
+        variables = {name: value for name, value in variables.items() if value and name not in _job_variables()}
+        runtime_env = {"worker_process_setup_hook": _HOOK} | (kwargs.get("runtime_env") or {})
+        kwargs["runtime_env"] = runtime_env | {"env_vars": variables | runtime_env.get("env_vars", {})}
+        if on_cpu and starts:
+            gpus = int(os.environ.get(_LOGICAL_GPUS, "8"))
             # Each logical GPU's bundle asks for a CPU too, and each controller (up to four in async mode) for one.
-            kwargs.setdefault("num_cpus", max(os.cpu_count() or 1, gpus + 4))
+            kwargs = {"num_gpus": gpus, "num_cpus": max(os.cpu_count() or 1, gpus + 4)} | kwargs
+            kwargs.setdefault("include_dashboard", False)  # its processes would take a core and half a gigabyte
         return init(*args, **kwargs)
 
     ray.init = init_with_hook
 
 
-def _starts_cluster(address: str | None, temp_dir: str | None) -> bool:
+def starts_cluster(address: str | None, temp_dir: str | None = None) -> bool:
     """Return whether `ray.init(address)` starts a cluster, and joins none that RAY_ADDRESS or `ray start` names.
 
     Any program may call it, and not only a run whose pre-flight has refused a cluster of `ray start`. So this asks Ray

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 
-def _patch_fused_adam(load: Callable, module: Any) -> None:
+def _patch_fused_adam(module: Any) -> None:
     """Let Adam's bias correction follow from the number of the step alone. A resumed run then equals an unbroken one.
 
     DeepSpeed's C++ op keeps the powers of both betas in float32. It multiplies them by the betas where steps follow
     each other, and computes them from the step's number otherwise, as in the first step after a resume. The results
     differ in the last bits. A step with the number 0, on a tensor of its own, makes it compute them each time.
     """
-    load(module)
 
     def step_0(self, group: dict) -> None:
         one_zero = [[torch.zeros(1)] for _ in range(4)]  # gradient, parameter, and both moments
@@ -24,9 +23,8 @@ def _patch_fused_adam(load: Callable, module: Any) -> None:
     _step_0_first(module.FusedAdam, step_0)
 
 
-def _patch_cpu_adam(load: Callable, module: Any) -> None:
+def _patch_cpu_adam(module: Any) -> None:
     """Do for `--ds.adam_offload` what `_patch_fused_adam` does."""
-    load(module)
 
     def step_0(self, group: dict) -> None:
         one_zero = [torch.zeros(1) for _ in range(4)]

@@ -14,13 +14,17 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import IO, Any
 
 import torch
 
 from arlopti_openrlhf.cpu import adam, vllm
+
+Patch = Callable[[Any], None]  # of a module that has been executed
+
+_RING_ATTENTION = "openrlhf.models.ring_attn_utils"  # imports flash-attn
 
 
 def are_made() -> bool:
@@ -39,18 +43,17 @@ def make(without_cuda: bool, without_flash_attn: bool, without_bf16: bool) -> No
     Raises:
         RuntimeError: a module to be patched is imported already.
     """
-    patches: dict[str, Callable] = {}
+    patches: dict[str, Patch] = {}
     if without_cuda:
-        patches |= _CPU_PATCHES
-        for name, patch in vllm.PATCHES.items():
-            if name in sys.modules:
-                patch(lambda module: None, sys.modules[name])
-            else:
-                patches[name] = patch
+        patches |= _CPU_PATCHES | {name: patch for name, patch in vllm.PATCHES.items() if name not in sys.modules}
     if without_flash_attn:
         patches |= _FLASH_ATTN_PATCHES
+    if late := sys.modules.keys() & patches:
+        raise RuntimeError(f"arlopti_openrlhf.cpu.enable() must be called before {min(late)} is imported")
     sys.meta_path.insert(0, _PatchOnImport(patches))
     if without_cuda:
+        for name in sys.modules.keys() & vllm.PATCHES:
+            vllm.PATCHES[name](sys.modules[name])
         _redirect_torch_cuda()
         _outlive_killed_builds()
         if without_bf16:
@@ -58,21 +61,23 @@ def make(without_cuda: bool, without_flash_attn: bool, without_bf16: bool) -> No
 
 
 class _PatchOnImport(importlib.abc.MetaPathFinder):
-    """Calls `patches[name](load, module)` where Python would execute module `name`. `load(module)` executes it."""
+    """Calls `patches[name](module)` after Python has executed module `name`."""
 
-    def __init__(self, patches: dict[str, Callable]) -> None:
+    def __init__(self, patches: dict[str, Patch]) -> None:
         self.patches = patches
-        late = [name for name in patches if name in sys.modules]
-        if late:
-            raise RuntimeError(f"arlopti_openrlhf.cpu.enable() must be called before {late[0]} is imported")
 
     def find_spec(self, name: str, path=None, target=None):
         if name not in self.patches:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(self.patches[name], spec.loader.exec_module)
+            spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)
         return spec
+
+    def _execute(self, load: Callable, module: types.ModuleType) -> None:
+        with _flash_attn_stand_in() if module.__name__ == _RING_ATTENTION else nullcontext():
+            load(module)
+        self.patches[module.__name__](module)
 
 
 # --- PyTorch -------------------------------------------------------------------------------------------------
@@ -86,13 +91,10 @@ class _CpuDevice(str):
 
 
 def _redirect_torch_cuda() -> None:
-    def nothing() -> Callable:
-        # A function of its own for each name: torch.compile keeps a table of these by identity.
-        return lambda *args, **kwargs: None
-
     torch.cuda.current_device = lambda: _CpuDevice("cpu")
     for name in ("empty_cache", "synchronize", "set_device", "current_stream"):
-        setattr(torch.cuda, name, nothing())
+        # A function of its own for each name: torch.compile keeps a table of these by identity.
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
     if torch.cuda.is_available():
         torch.cuda.is_available = lambda: False
 
@@ -165,10 +167,8 @@ def _outlive_killed_builds() -> None:
 def _try_lock(file: IO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # some network file systems have no such locks; what `_find_builder` sees has to do there
-        return True
+    except OSError as error:  # some network file systems have no such locks; `_find_builder` has to do there
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -187,14 +187,12 @@ def _find_builder(folder: str) -> str | None:
 # --- without CUDA --------------------------------------------------------------------------------------------
 
 
-def _patch_replay_buffer(load: Callable, module: Any) -> None:
-    load(module)
+def _patch_replay_buffer(module: Any) -> None:
     # __init__ assigns a "cuda:0" device, which `sample` moves batches to.
     module.NaiveReplayBuffer.target_device = property(lambda self: torch.device("cpu"), lambda self, device: None)
 
 
-def _patch_strategy(load: Callable, module: Any) -> None:
-    load(module)
+def _patch_strategy(module: Any) -> None:
     init_device_mesh, moving_average = module.init_device_mesh, module.DeepspeedStrategy.moving_average
     module.init_device_mesh = lambda device_type, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
     module.DeepspeedStrategy.moving_average = lambda self, model, model_ema, beta=0.992, device="cpu": moving_average(
@@ -202,14 +200,13 @@ def _patch_strategy(load: Callable, module: Any) -> None:
     )
 
 
-def _patch_deepspeed_comm(load: Callable, module: Any) -> None:
+def _patch_deepspeed_comm(module: Any) -> None:
     """Let every all-gather be complete when it returns.
 
     ZeRO-3 starts one per parameter and waits for the last alone (`_allgather_params_coalesced`). That is enough on a
     CUDA stream, which keeps the order. Gloo's threads finish in any order, so the forward pass would use weights
     that have not arrived.
     """
-    load(module)
 
     def completed(all_gather: Callable) -> Callable:
         @functools.wraps(all_gather)
@@ -228,7 +225,7 @@ def _patch_deepspeed_comm(load: Callable, module: Any) -> None:
 class _GlooGroup:
     """Syncs weights over gloo, with the `broadcast` of upstream's `PyNcclCommunicator`."""
 
-    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+    def __init__(self, host: str, port: int, rank: int, world_size: int, device: Any) -> None:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
         self.group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, "gloo")
@@ -240,15 +237,11 @@ class _GlooGroup:
         self.group.broadcast([tensor.contiguous()], options).wait()
 
 
-def _patch_distributed_util(load: Callable, module: Any) -> None:
-    load(module)
-    module.stateless_init_process_group = lambda host, port, rank, world_size, device: _GlooGroup(
-        host, port, rank, world_size
-    )
+def _patch_distributed_util(module: Any) -> None:
+    module.stateless_init_process_group = _GlooGroup
 
 
-def _patch_worker_wrap(load: Callable, module: Any) -> None:
-    load(module)
+def _patch_worker_wrap(module: Any) -> None:
     module.WorkerWrap.update_weight = _update_weight
 
 
@@ -295,7 +288,7 @@ _CPU_PATCHES = {
 
 @contextmanager
 def _flash_attn_stand_in() -> Iterator[None]:
-    """Provide what `openrlhf.models.ring_attn_utils` imports from flash-attn, while that module is imported.
+    """Provide what `_RING_ATTENTION` imports from flash-attn, while it is imported.
 
     A lasting entry in `sys.modules` would tell transformers and vLLM that flash-attn is installed.
     """
@@ -308,28 +301,16 @@ def _flash_attn_stand_in() -> Iterator[None]:
     def all_gather(*args, **kwargs):
         raise RuntimeError("--ds.ring_attn_size > 1 needs flash-attn, which is not installed")
 
-    bert_padding = dict(
-        index_first_axis=index_first_axis, pad_input=_pad_input, rearrange=rearrange, unpad_input=_unpad_input
-    )
-    contents = {
-        "flash_attn": {},
-        "flash_attn.bert_padding": bert_padding,
-        "flash_attn.utils": {},
-        "flash_attn.utils.distributed": {"all_gather": all_gather},
-    }
-    for name, attributes in contents.items():
-        sys.modules[name] = types.ModuleType(name)
-        vars(sys.modules[name]).update(attributes)
+    stand_in = types.ModuleType("flash_attn")
+    functions = dict(index_first_axis=index_first_axis, pad_input=_pad_input, unpad_input=_unpad_input)
+    vars(stand_in).update(functions, rearrange=rearrange, all_gather=all_gather)
+    names = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
+    sys.modules.update(dict.fromkeys(names, stand_in))
     try:
         yield
     finally:
-        for name in contents:
+        for name in names:
             del sys.modules[name]
-
-
-def _patch_ring_attn_utils(load: Callable, module: Any) -> None:
-    with _flash_attn_stand_in():
-        load(module)
 
 
 def _with_sdpa(function: Callable) -> Callable:
@@ -347,18 +328,16 @@ def _with_sdpa(function: Callable) -> Callable:
     return call
 
 
-def _patch_actor(load: Callable, module: Any) -> None:
-    load(module)
+def _patch_actor(module: Any) -> None:
     module.Actor.__init__ = _with_sdpa(module.Actor.__init__)
 
 
-def _patch_model(load: Callable, module: Any) -> None:
-    load(module)
+def _patch_model(module: Any) -> None:
     module.get_llm_for_sequence_regression = _with_sdpa(module.get_llm_for_sequence_regression)
 
 
 _FLASH_ATTN_PATCHES = {
-    "openrlhf.models.ring_attn_utils": _patch_ring_attn_utils,
+    _RING_ATTENTION: lambda module: None,  # it is the import that needs help
     "openrlhf.models.actor": _patch_actor,
     "openrlhf.models.model": _patch_model,
 }

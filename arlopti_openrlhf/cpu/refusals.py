@@ -34,14 +34,11 @@ def check(args: Any, syncs: bool) -> None:
     Raises:
         ValueError: the weights would travel by a backend for GPUs, or the attention has no backward pass on a CPU.
     """
-    backend, attention = args.vllm.sync_backend, args.ds.attn_implementation
-    if syncs and cpu.uses_cpu() and backend != "gloo":
-        raise ValueError(
-            f"--vllm.sync_backend {backend}: the policy is on a machine without a CUDA device, where weights "
-            "travel by gloo; give gloo"
-        )
-    if cpu.uses_cpu() and attention == "flex_attention":
-        raise ValueError(
-            "--ds.attn_implementation flex_attention: the policy is on a machine without a CUDA device, where "
-            "PyTorch's FlexAttention has no backward pass; give sdpa"
-        )
+    if not cpu.uses_cpu():
+        return
+    backend, where = args.vllm.sync_backend, "the policy is on a machine without a CUDA device, where"
+    if syncs and backend != "gloo":
+        raise ValueError(f"--vllm.sync_backend {backend}: {where} weights travel by gloo; give gloo")
+    if args.ds.attn_implementation == "flex_attention":
+        problem = f"{where} PyTorch's FlexAttention has no backward pass"
+        raise ValueError(f"--ds.attn_implementation flex_attention: {problem}; give sdpa")

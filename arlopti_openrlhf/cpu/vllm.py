@@ -5,11 +5,10 @@ vLLM imports the modules before it loads plugins, so these patches also work on 
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 
-def _patch_shm_broadcast(load: Callable, module: Any) -> None:
+def _patch_shm_broadcast(module: Any) -> None:
     """Let vLLM's engine and worker sleep while they wait for each other.
 
     Each would spin for up to a second after the last message, and so keep a core busy for as long as a rollout lasts.
@@ -18,7 +17,6 @@ def _patch_shm_broadcast(load: Callable, module: Any) -> None:
     its own next look, which comes every 5 s. So here the sender makes ZeroMQ flush, and the reader looks whenever its
     wait has grown by a tenth.
     """
-    load(module)
     from zmq.constants import EVENTS
 
     class SleepCondition(module.SpinCondition):
@@ -44,14 +42,13 @@ def _patch_shm_broadcast(load: Callable, module: Any) -> None:
     module.SpinCondition = SleepCondition
 
 
-def _patch_cpu_model_runner(load: Callable, module: Any) -> None:
+def _patch_cpu_model_runner(module: Any) -> None:
     """Let the prompt of a request with a seed be computed in parts, as it is where many are sent at once.
 
     vLLM throws away the token that it samples after such a part, and turns the request's generator back. PyTorch
     cannot do that on the CPU. Here a generator stays where it is. A seed still gives the same tokens where vLLM
     computes the same requests together, and `--train.deterministic` needs no more.
     """
-    load(module)
     bookkeeping = module.CPUModelRunner._bookkeeping_sync
 
     @functools.wraps(bookkeeping)

@@ -41,7 +41,7 @@ def changed(**values: Any) -> SimpleNamespace:
 
 def findings(argv: list[str]) -> list[Finding]:
     """Return what is found in the flags alone."""
-    flat = command_line.parse(argv, train_ppo_ray.add_flags)
+    flat = command_line.parse(argv)
     given = command_line.hierarchize(flat)
     checked = command_line.check(flat)
     update = method_checks.describe_update(checked.args)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from arlopti_openrlhf.cli.arguments import integer, number, positive
+from arlopti_openrlhf.cli.arguments import integer, number
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,6 @@ from arlopti_openrlhf.cli.arguments import integer, number, positive
         (number("(0, 1)"), {"0.5": 0.5, "1e-9": 1e-9}),
         (number("[0, 1]"), {"0": 0.0, "1": 1.0}),
         (number("[0, inf]"), {"0": 0.0, "inf": math.inf}),
-        (positive(int), {"1": 1}),
-        (positive(float), {"0.5": 0.5}),
     ],
 )
 def test_accepts_its_range(parse, accepted):
@@ -31,8 +29,6 @@ def test_accepts_its_range(parse, accepted):
         (number("(0, 1]"), ("0", "1.01", "nan"), "a number in (0, 1]"),
         (number("[0, 1]"), ("-0.1", "1.01", "nan", "x"), "a number in [0, 1]"),
         (number("(0, inf)"), ("0", "-1", "inf", "nan"), "a number in (0, inf)"),
-        (positive(int), ("0", "-1", "0.5", "many"), "an integer above 0"),
-        (positive(float), ("0", "-0.5", "nan", "inf"), "a number above 0"),
     ],
 )
 def test_refuses_the_rest_and_says_which(parse, refused, description):

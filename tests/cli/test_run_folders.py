@@ -9,7 +9,7 @@ import time
 import pytest
 from arlopti_testing.preflight_command import arguments
 
-from arlopti_openrlhf.cli import command_line, config_file, run_folders, train_ppo_ray
+from arlopti_openrlhf.cli import command_line, config_file, run_folders
 
 HOLDS = """
 import sys
@@ -101,7 +101,7 @@ def test_another_runs_model_is_kept(check, tmp_path, name):
     save_checkpoints(tmp_path / "path", "_actor/global_step6")
     assert check("--ckpt.load_enable") == []  # a run of OpenRLHF's own keeps no flags
     for kept, count in ((f"{tmp_path}/./model", 0), (f"{tmp_path}/other", 1)):
-        flat = command_line.parse(["--ckpt.output_dir", kept], train_ppo_ray.add_flags)
+        flat = command_line.parse(["--ckpt.output_dir", kept])
         config_file.keep(flat, tmp_path / "path")
         assert len(check("--ckpt.load_enable")) == count
 
@@ -192,22 +192,21 @@ def files_below(folder) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("dry", ["", "--dry-run"])
-def test_the_real_command_refuses_before_ray_starts(tiny_model, tiny_data, tmp_path, run_that_goes_on, dry):
+def test_the_real_command_refuses_before_ray_starts(tiny_model, tiny_data, tmp_path, run_that_goes_on):
     """A new run in another run's folder, then one in a folder in use. Nothing there changes."""
     flags = f"""--actor.model_name_or_path {tiny_model} --data.prompt_dataset {tiny_data} --data.input_key prompt
         --data.label_key label --data.apply_chat_template --data.max_len 96 --reward.remote_url kk
         --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4 --rollout.batch_size 8
         --rollout.micro_batch_size 4 --train.batch_size 16 --train.micro_batch_size 4 --rollout.max_new_tokens 16
         --vllm.sync_backend gloo --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1
-        --train.colocate_all --ckpt.output_dir {tmp_path}/model --ckpt.path {tmp_path}/path {dry}"""
+        --train.colocate_all --ckpt.output_dir {tmp_path}/model --ckpt.path {tmp_path}/path"""
     for step in (6, 7, 8):
         save_checkpoints(tmp_path / "path", f"_actor/global_step{step}")
         (tmp_path / "path" / "_actor" / f"global_step{step}" / "weights").write_text("of the other run")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("of the other run")
     before, start = files_below(tmp_path), time.monotonic()
-    done = run(flags)
+    done = run(flags, "--dry-run")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "another run's checkpoints (global_step6, global_step7, global_step8)" in done.stderr
     assert f"--ckpt.output_dir {tmp_path}/model: it holds another run's model (config.json)" in done.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 
-from arlopti_openrlhf.cli import command_line, config_file, same_run, train_ppo_ray
+from arlopti_openrlhf.cli import command_line, config_file, same_run
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 FLAGS = (
@@ -14,7 +14,7 @@ CRITIC = "--critic.model_name_or_path m --critic.num_gpus_per_node 2"
 
 def flat(flags: str, *folder):
     paths = ["--ckpt.path", str(folder[0])] if folder else []
-    return command_line.parse([*flags.split(), *paths], train_ppo_ray.add_flags)
+    return command_line.parse([*flags.split(), *paths])
 
 
 @pytest.fixture

@@ -25,14 +25,9 @@ def nested(argv: list[str]):
     "flags, named",
     [
         ("--algo.ar.alpha 1.01", ["--algo.ar.alpha", "1.01", "[0, 1]"]),
-        ("--algo.ar.alpha -0.1", ["--algo.ar.alpha", "-0.1", "[0, 1]"]),
-        ("--algo.ar.alpha nan", ["--algo.ar.alpha", "nan", "[0, 1]"]),
         ("--actor.update selective --ds.tensor_parallel_size 2", ["--actor.update", "selective", "2"]),
         ("--actor.update selective --ds.ring_attn_size 2", ["--actor.update", "selective", "2"]),
-        ("--algo.ar.alpha x", ["--algo.ar.alpha", "x", "[0, 1]"]),
-        ("--algo.lopti.eta 0", ["--algo.lopti.eta", "0", "(0, 1)"]),
         ("--algo.lopti.eta 1", ["--algo.lopti.eta", "1", "(0, 1)"]),
-        ("--algo.lopti.eta inf", ["--algo.lopti.eta", "inf", "(0, 1)"]),
         ("--algo.lopti.quantile 1", ["--algo.lopti.quantile", "1", "(0, 1)"]),
         (
             "--algo.lopti.eta 0.5 --algo.lopti.quantile 0.3",
@@ -126,16 +121,6 @@ def test_a_refusal_takes_seconds_and_imports_nothing_heavy(flags, status, said):
     assert cpu_seconds.of_children() - before < 10  # under 2 s on an idle core
 
 
-def test_help_lists_upstreams_flags_and_ours(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train_ppo_ray.parse(["--help"])
-    text = capsys.readouterr().out
-    assert stopped.value.code == 0
-    for flag in ("--algo.advantage.estimator", "--vllm.num_engines", "--algo.ar.alpha", "--algo.lopti.eta"):
-        assert flag in text
-    assert "--reward.remote_url kk|math|PATH.py|URL,..." in text
-
-
 @pytest.mark.parametrize(
     "flags, is_loaded, said",
     [
@@ -193,16 +178,19 @@ def test_where_the_update_is_selective(flags, selective):
 
 
 BUILT = """
+import os
 import sys
-import ray
-from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
+from arlopti_openrlhf import cpu
+cpu.enable(driver=True)
+import deepspeed, ray, transformers, vllm  # once: they take long
+from arlopti_openrlhf.cli import command_line, train_ppo_ray
 
 def init(*args, **kwargs):
     cli = next(f.f_globals for f in iter_frames() if "PolicyModelActor" in f.f_globals)
     from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer.ray import launcher, ppo_actor
     plain = cli["PolicyModelActor"].__ray_metadata__.modified_class.__ray_actor_class__
-    print([c.__name__ for c in (plain, ppo_actor.ActorPPOTrainer, ppo_actor.Actor, launcher.Actor)])
+    print([c.__name__ for c in (plain, ppo_actor.ActorPPOTrainer, ppo_actor.Actor, launcher.Actor)], flush=True)
     sys.exit()
 
 def iter_frames():
@@ -212,29 +200,35 @@ def iter_frames():
         frame = frame.f_back
 
 ray.init = init
-train_ppo_ray.train(command_line.check(train_ppo_ray.parse(sys.argv[1:])).args)
+for flags in sys.argv[1:]:
+    if child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        train_ppo_ray.train(command_line.check(train_ppo_ray.parse(flags.split())).args)
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "actor"), [("", "Actor"), ("--algo.lopti.eta 0.5", "SelectiveActor")], ids=["off", "Lopti"]
-)
-def test_upstreams_train_builds_our_classes(flags, actor):
+def test_upstreams_train_builds_our_classes():
     """Upstream binds the policy's Ray actor when its module is imported: ours has to be in place by then."""
-    command = [sys.executable, "-c", BUILT, *FITTING, *flags.split()]
-    command += ["--actor.model_name_or_path", "model", "--reward.remote_url", "kk"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    expected = str(["PolicyActor", "TokenUpdateTrainer", actor, actor])
-    assert expected in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    common = " ".join([*FITTING, "--actor.model_name_or_path model --reward.remote_url kk"])
+    command = [sys.executable, "-c", BUILT, common, f"{common} --algo.lopti.eta 0.5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    expected = [
+        f"['PolicyActor', 'TokenUpdateTrainer', '{actor}', '{actor}']" for actor in ("Actor", "SelectiveActor")
+    ]
+    built = [line for line in done.stdout.splitlines() if line.startswith("['PolicyActor'")]
+    assert built == expected, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_the_help_is_sorted_by_topic_with_defaults_and_an_example_that_parses(capsys):
+def test_the_help_has_all_flags_by_topic_with_defaults_and_an_example_that_parses(capsys):
     with pytest.raises(SystemExit) as exit:
         train_ppo_ray.parse(["--help"])
     text = capsys.readouterr().out
     topics = ["token-level update", "policy:", "rewards:", "data:", "rollouts:", "checkpoints:", "vLLM:", "DeepSpeed:"]
     places = [text.index(f"\n{topic}") for topic in topics]
     assert exit.value.code == 0 and places == sorted(places)
+    assert all(flag in text for flag in ("--algo.advantage.estimator", "--vllm.num_engines", "--algo.lopti.eta"))
+    assert "--reward.remote_url kk|math|PATH.py|URL,..." in text
     assert re.search(r"--rollout\.n_samples_per_prompt \S+\s.+?\(default: 1\)", text, re.S)
     command = help.EXAMPLE.replace("\\\n", " ").split("arlopti train ")[1].split("\n\n")[0]
     args = vars(train_ppo_ray.parse(command.split()))

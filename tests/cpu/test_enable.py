@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import ray
@@ -232,33 +233,23 @@ def test_each_worker_decides_for_itself(tmp_path):
 @pytest.fixture
 def told(monkeypatch, capsys):
     """told(arguments, variables) → lines that a driver without a GPU prints, and what reaches `ray.init`."""
-    # Set first, so that what `enable` writes is undone.
-    for name in (
-        "ARLOPTI_ANNOUNCED",
-        "ARLOPTI_ENABLED",
-        "ARLOPTI_LOGICAL_GPUS",
-        "OMP_NUM_THREADS",
-        "VLLM_CPU_KVCACHE_SPACE",
-        "PATH",
-    ):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_DEVICE", "RAY_ADDRESS", "VLLM_CPU_KVCACHE_SPACE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cpu, "_sees_gpu", lambda: False)
     monkeypatch.setattr(cpu_patches, "are_made", lambda: False)
     monkeypatch.setattr(cpu_patches, "make", lambda **kwargs: None)
     monkeypatch.setattr(ray, "init", lambda *args, **kwargs: kwargs)
 
     def tell(arguments: dict, variables: dict[str, str]) -> tuple[list[str], dict]:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
+        os.environ.update(variables)
         cpu.enable(driver=True)
         assert capsys.readouterr().out == ""
         cpu.declare_placement(gpus=3, ranks=1)
         keywords = ray.init(**arguments)
         return capsys.readouterr().out.splitlines(), keywords
 
-    return tell
+    with mock.patch.dict(os.environ):  # which undoes what `enable` writes
+        for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_DEVICE", "RAY_ADDRESS", "VLLM_CPU_KVCACHE_SPACE"):
+            os.environ.pop(name, None)
+        yield tell
 
 
 HOOK = "arlopti_openrlhf.cpu.enable"

@@ -66,10 +66,10 @@ print("fallback alone")
 
 
 def test_patching_after_the_import_is_refused():
-    import openrlhf.utils.distributed_util  # noqa: F401
+    import openrlhf.models.ring_attn_utils  # noqa: F401
 
-    with pytest.raises(RuntimeError, match="must be called before openrlhf.utils.distributed_util is imported"):
-        cpu_patches._PatchOnImport({"openrlhf.utils.distributed_util": cpu_patches._patch_distributed_util})
+    with pytest.raises(RuntimeError, match=r"must be called before openrlhf.models.\w+ is imported"):
+        cpu_patches.make(without_cuda=False, without_flash_attn=True, without_bf16=False)
 
 
 def test_pytorchs_causal_masks_work_where_bf16_is_computed_in_float32(monkeypatch):
@@ -97,7 +97,7 @@ def test_an_all_gather_is_complete_when_it_returns():
 
         all_gather_into_tensor = all_gather
 
-    cpu_patches._patch_deepspeed_comm(lambda module: None, types.SimpleNamespace(TorchBackend=TorchBackend))
+    cpu_patches._patch_deepspeed_comm(types.SimpleNamespace(TorchBackend=TorchBackend))
     TorchBackend().all_gather_into_tensor(async_op=True)
     TorchBackend().all_gather(async_op=True)
     assert events == ["started", "complete"] * 2

@@ -128,7 +128,7 @@ def test_a_generator_is_not_turned_back():
     generators = {0: torch.Generator()}
     with pytest.raises(RuntimeError, match="CPU Generator"):
         CPUModelRunner(generators)._bookkeeping_sync([1])
-    cpu_vllm._patch_cpu_model_runner(lambda module: None, types.SimpleNamespace(CPUModelRunner=CPUModelRunner))
+    cpu_vllm._patch_cpu_model_runner(types.SimpleNamespace(CPUModelRunner=CPUModelRunner))
     runner = CPUModelRunner(generators)
     assert runner._bookkeeping_sync([1]) == [1] and runner.input_batch.generators is generators
     with pytest.raises(ValueError):
