@@ -18,6 +18,7 @@ from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import positive
 from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file
+from arlopti_openrlhf.grading.grader import Limits
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 
 
@@ -45,20 +46,20 @@ def make_parser() -> argparse.ArgumentParser:
         help="processes that grade, per grader (default: the cores, at most 8)",
     )
     parser.add_argument("--token-file", metavar="PATH", help="file with the bearer token that clients must present")
-    parser.add_argument("--max-body-mib", type=positive(float), default=64, help="largest request (default: 64 MiB)")
-    parser.add_argument("--max-batch", type=positive(int), default=4096, help="queries in one request (default: 4096)")
-    parser.add_argument(
-        "--max-queue", type=positive(int), default=16384, help="queries that may wait, per grader (default: 16384)"
-    )
-    parser.add_argument(
-        "--max-seconds", type=positive(float), default=150, help="for one request, waiting included (default: 150)"
-    )
-    parser.add_argument(
-        "--grading-seconds",
-        type=positive(float),
-        default=30,
-        help="for one call of a reward function (default: 30). math takes ARLOPTI_MATH_TIMEOUT for each answer (2)",
-    )
+    limits = Limits()
+    for flag, kind, default, text in (
+        ("--max-body-mib", float, limits.body_bytes // 2**20, "MiB of the largest request"),
+        ("--max-batch", int, limits.batch, "queries in one request"),
+        ("--max-queue", int, limits.queue, "queries that may wait, per grader"),
+        ("--max-seconds", float, limits.seconds, "for one request, waiting included"),
+        (
+            "--grading-seconds",
+            float,
+            limits.grading_seconds,
+            "for one call; math: ARLOPTI_MATH_TIMEOUT for one answer",
+        ),
+    ):
+        parser.add_argument(flag, type=positive(kind), default=default, help=f"{text} (default: {default:g})")
     return parser
 
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if source not in REWARD_FILES:
             check_reward_file(parser, "--grader", source)
     check_port(parser, args.host, args.port)
-    from arlopti_openrlhf.grading.server import Limits, RewardServer, serve
+    from arlopti_openrlhf.grading.server import RewardServer, serve
 
     limits = Limits(
         int(args.max_body_mib * 2**20), args.max_batch, args.max_queue, args.max_seconds, args.grading_seconds
