@@ -18,6 +18,7 @@ from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file
+from arlopti_openrlhf.grading.grader import Limits
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 
 
@@ -45,22 +46,20 @@ def make_parser() -> argparse.ArgumentParser:
         help="processes that grade, per grader (default: the cores, at most 8)",
     )
     parser.add_argument("--token-file", metavar="PATH", help="file with the bearer token that clients must present")
-    parser.add_argument(
-        "--max-body-mib", type=number("(0, inf)"), default=64, help="largest request (default: 64 MiB)"
-    )
-    parser.add_argument("--max-batch", type=integer(1), default=4096, help="queries in one request (default: 4096)")
-    parser.add_argument(
-        "--max-queue", type=integer(1), default=16384, help="queries that may wait, per grader (default: 16384)"
-    )
-    parser.add_argument(
-        "--max-seconds", type=number("(0, inf)"), default=150, help="for one request, waiting included (default: 150)"
-    )
-    parser.add_argument(
-        "--grading-seconds",
-        type=number("(0, inf)"),
-        default=30,
-        help="for one call of a reward function (default: 30). math takes ARLOPTI_MATH_TIMEOUT for each answer (2)",
-    )
+    limits, positive = Limits(), number("(0, inf)")
+    for flag, kind, default, text in (
+        ("--max-body-mib", positive, limits.body_bytes // 2**20, "largest request (default: {:g} MiB)"),
+        ("--max-batch", integer(1), limits.batch, "queries in one request (default: {:g})"),
+        ("--max-queue", integer(1), limits.queue, "queries that may wait, per grader (default: {:g})"),
+        ("--max-seconds", positive, limits.seconds, "for one request, waiting included (default: {:g})"),
+        (
+            "--grading-seconds",
+            positive,
+            limits.grading_seconds,
+            "for one call of a reward function (default: {:g}). math takes ARLOPTI_MATH_TIMEOUT for each answer (2)",
+        ),
+    ):
+        parser.add_argument(flag, type=kind, default=default, help=text.format(default))
     return parser
 
 
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if source not in REWARD_FILES:
             check_reward_file(parser, "--grader", source)
     check_port(parser, args.host, args.port)
-    from arlopti_openrlhf.grading.server import Limits, RewardServer, serve
+    from arlopti_openrlhf.grading.server import RewardServer, serve
 
     limits = Limits(
         int(args.max_body_mib * 2**20), args.max_batch, args.max_queue, args.max_seconds, args.grading_seconds

@@ -9,7 +9,7 @@ Z_95 = 1.959964  # standard errors to each side of a mean that make a 95% interv
 
 
 class Estimate(NamedTuple):
-    """Holds a mean over problems and its 95% interval. `standard_error` is clustered by problem."""
+    """A mean over problems and its 95% interval. `standard_error` is clustered by problem."""
 
     value: float
     low: float
@@ -18,12 +18,11 @@ class Estimate(NamedTuple):
 
 
 class Response(NamedTuple):
-    """Holds what the measures need of one graded response."""
+    """What the measures need of one graded response."""
 
     score: float  # 1 right, 0 wrong
-    well_formed: (
-        bool | None
-    )  # has the form that the prompt asks for (K&K's tags, a boxed answer); None where it is not known
+    # Has the form that the prompt asks for (K&K's tags, a boxed answer). None where it is not known.
+    well_formed: bool | None
     length: int  # tokens
     truncated: bool
 

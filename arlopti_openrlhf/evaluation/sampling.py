@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Sampling(NamedTuple):
-    """Says how to answer the problems of the sources that match `pattern`: n responses each, at this temperature."""
+    """How to answer the problems of the sources that match `pattern`: n responses each, at this temperature."""
 
     pattern: str
     n: int

@@ -14,7 +14,7 @@ import hmac
 import json
 import logging
 import math
-import os
+import resource
 import signal
 import sys
 import time
@@ -28,10 +28,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.requests import ClientDisconnect
 
 from arlopti_openrlhf import interrupts
-from arlopti_openrlhf.grading.grader import FIELDS, Grader, Limits, Refused
+from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
 
 log = logging.getLogger("arlopti_openrlhf.rewards")
-_DEFAULTS = Limits()
 
 
 def read_request(body: bytes, limits: Limits) -> tuple[list, list, list]:
@@ -46,32 +45,38 @@ def read_request(body: bytes, limits: Limits) -> tuple[list, list, list]:
         raise Refused(422, f"the body is not JSON: {error}") from None
     if not isinstance(message, dict):
         raise Refused(422, 'the body is not an object {"query": [...], "prompts": [...], "labels": [...]}')
-    columns = []
-    for field in FIELDS:
+    columns: list[list] = []
+    for field, types in (("query", str), ("prompts", str | None), ("labels", object)):
         values = message.get(field)
         if not isinstance(values, list):
-            missing = "is missing" if field not in message else "is not a list"
-            raise Refused(422, f"{field} {missing}", field)
+            raise Refused(422, f"{field} is {'not a list' if field in message else 'missing'}", field)
         if len(values) > limits.batch:
             raise Refused(413, f"{field} has {len(values)} items, more than {limits.batch}", field)
+        if len(values) != len(message["query"]):
+            raise Refused(422, f"{field} has {len(values)} items, query has {len(message['query'])}", field)
+        for i, value in enumerate(values):
+            if not isinstance(value, types):
+                raise Refused(422, f"{field}[{i}] is not text", f"{field}[{i}]")
         columns.append(values)
     query, prompts, labels = columns
     if not query:
         raise Refused(422, "query is empty", "query")
-    for field, values in (("prompts", prompts), ("labels", labels)):
-        if len(values) != len(query):
-            raise Refused(422, f"{field} has {len(values)} items, query has {len(query)}", field)
-    for field, values, types in (("query", query, str), ("prompts", prompts, str | None)):
-        for i, value in enumerate(values):
-            if not isinstance(value, types):
-                raise Refused(422, f"{field}[{i}] is not text", f"{field}[{i}]")
     return query, prompts, labels
 
 
-class _Metrics:
-    """Counts what /metrics shows."""
+class RewardServer:
+    """Answers the requests.
 
-    def __init__(self) -> None:
+    Args:
+        sources: name in the URL -> "kk", "math" or the path of a Python file. The first answers at /get_reward too.
+        workers: grader processes, per grader.
+        limits: what the server takes on.
+        token: clients must send it as `Authorization: Bearer TOKEN` or as the first segment of the path. None for all.
+    """
+
+    def __init__(self, sources: dict[str, str], workers: int, limits: Limits, token: str | None) -> None:
+        self.workers, self.limits, self.token = workers, limits, token
+        self.graders = {name: Grader(source, workers, limits) for name, source in sources.items()}
         self.registry = CollectorRegistry()
         self.requests = Counter("reward_requests", "Requests answered", ["grader", "status"], registry=self.registry)
         self.gradings = Counter("reward_gradings", "Queries graded", ["grader"], registry=self.registry)
@@ -83,40 +88,16 @@ class _Metrics:
             registry=self.registry,
         )
         self.left = Counter(
-            "reward_clients_left", "Clients that left, or were cut off, before their answer", registry=self.registry
+            "reward_clients_left", "Clients that left before their request was whole", registry=self.registry
         )
-        self.queue = Gauge("reward_queue", "Queries that wait", ["grader"], registry=self.registry)
-        self.timed_out = Gauge(
-            "reward_grader_timeouts_total", "Calls ended at their time limit", ["grader"], registry=self.registry
-        )
-        self.died = Gauge(
-            "reward_grader_deaths_total", "Grader processes replaced", ["grader"], registry=self.registry
-        )
-
-    def watch(self, grader: Grader) -> None:
-        self.queue.labels(grader.name).set_function(lambda: grader.queued)
-        self.timed_out.labels(grader.name).set_function(lambda: grader.pool.timed_out)
-        self.died.labels(grader.name).set_function(lambda: grader.pool.died)
-
-
-class RewardServer:
-    """Answers the requests.
-
-    Args:
-        sources: name in the URL -> "kk", "math" or the path of a Python file. The first answers at /get_reward too.
-        workers: grader processes, per grader.
-        limits: what the server takes on.
-        token: if given, clients must send it as `Authorization: Bearer TOKEN` or as the first segment of the path.
-    """
-
-    def __init__(
-        self, sources: dict[str, str], workers: int, limits: Limits = _DEFAULTS, token: str | None = None
-    ) -> None:
-        self.workers, self.limits, self.token = workers, limits, token
-        self.graders = {name: Grader(name, source, workers, limits) for name, source in sources.items()}
-        self.metrics = _Metrics()
-        for grader in self.graders.values():
-            self.metrics.watch(grader)
+        for metric, text, value in (
+            ("reward_queue", "Queries that wait", lambda grader: grader.queued),
+            ("reward_grader_timeouts_total", "Calls ended at their time limit", lambda grader: grader.pool.timed_out),
+            ("reward_grader_deaths_total", "Grader processes replaced", lambda grader: grader.pool.died),
+        ):
+            gauge = Gauge(metric, text, ["grader"], registry=self.registry)
+            for name, grader in self.graders.items():
+                gauge.labels(name).set_function(partial(value, grader))
 
     def start(self) -> None:
         """Start the graders' processes, which import their reward functions.
@@ -130,6 +111,7 @@ class RewardServer:
     def app(self) -> FastAPI:
         """Return the application, with its routes."""
         app = FastAPI(lifespan=self.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_exception_handler(Refused, _refusal)
         # Plain routes take the request itself. FastAPI's own take as long as the grading, to work out arguments.
         for prefix in [""] if self.token is None else ["", "/{token}"]:
             app.add_route(f"{prefix}/get_reward", partial(self.get_reward, next(iter(self.graders))), methods=["POST"])
@@ -142,14 +124,9 @@ class RewardServer:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Let the graders, which have been started, work on what comes."""
-        loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(grader.work()) for grader in self.graders.values() for _ in range(grader.workers)]
-        tasks.append(loop.create_task(_watch_descriptors()))
+        """Log the start and the end, and end the graders' processes."""
         log.info("ready", extra={"fields": {"graders": list(self.graders), "workers": self.workers}})
         yield
-        for task in tasks:
-            task.cancel()
         for grader in self.graders.values():
             grader.pool.close()
         log.info("stopped")
@@ -158,18 +135,20 @@ class RewardServer:
         """Answer a POST with the rewards of grader `name`, and count and log it."""
         start, count, refused = time.perf_counter(), 0, None
         try:
-            message, count = await asyncio.wait_for(self._grade(name, request), self.limits.seconds)
+            answer = await asyncio.wait_for(self._grade(name, request), self.limits.seconds)
+            count = len(answer["rewards"])
         except Refused as error:
             refused = error
         except asyncio.TimeoutError:
             refused = Refused(503, f"no answer within {self.limits.seconds:g} s")
-        except ClientDisconnect:  # the connection has counted it (`LimitedProtocol`)
+        except ClientDisconnect:
+            self.left.inc()
             return Response()
-        response = _refusal(refused) if refused else _json(message)
+        response = await _refusal(request, refused) if refused else _json(_message(answer))
         seconds = time.perf_counter() - start
-        self.metrics.requests.labels(name, response.status_code).inc()
-        self.metrics.gradings.labels(name).inc(count)
-        self.metrics.seconds.labels(name).observe(seconds)
+        self.requests.labels(name, response.status_code).inc()
+        self.gradings.labels(name).inc(count)
+        self.seconds.labels(name).observe(seconds)
         fields = {"grader": name, "status": response.status_code, "queries": count, "ms": round(seconds * 1e3, 2)}
         if refused:
             fields["error"] = refused.message
@@ -177,12 +156,9 @@ class RewardServer:
         log.log(logging.WARNING if refused else logging.INFO, "request", extra={"fields": fields})
         return response
 
-    async def _grade(self, name: str, request: Request) -> tuple[dict, int]:
-        """Return the answer, and how many queries it is for."""
+    async def _grade(self, name: str, request: Request) -> dict:
         self._authorize(request)
-        query, prompts, labels = read_request(await self._read_body(request), self.limits)
-        answer = await self.graders[name].grade(query, prompts, labels)
-        return _message(answer, is_single=len(query) == 1), len(query)
+        return await self.graders[name].grade(*read_request(await self._read_body(request), self.limits))
 
     def _authorize(self, request: Request) -> None:
         if self.token is None:
@@ -193,65 +169,40 @@ class RewardServer:
             raise Refused(401, "the token is missing or wrong")
 
     async def _read_body(self, request: Request) -> bytes:
-        parts, size = [], 0
+        body = bytearray()
         # Read what is too much, and drop it. A client that is cut off while it sends never sees the answer.
         async for part in request.stream():
-            size += len(part)
-            if size <= self.limits.body_bytes:
-                parts.append(part)
-        if size > self.limits.body_bytes:
+            if len(body) <= self.limits.body_bytes:
+                body += part
+        if len(body) > self.limits.body_bytes:
             raise Refused(413, f"the body is larger than {self.limits.body_bytes} bytes")
-        return b"".join(parts)
+        return bytes(body)
 
     async def get_health(self, request: Request) -> Response:
         """Answer a GET: the process runs."""
         return _json({"status": "ok"})
 
     async def get_ready(self, request: Request) -> Response:
-        """Answer a GET: 200 if every grader can grade. One whose processes are gone starts again at once."""
-        gone = [grader.pool for grader in self.graders.values() if not grader.pool.is_alive()]
-        for pool in gone:
+        """Answer a GET: 200 if every grader can grade. One without processes starts again at once."""
+        missing = [grader.pool for grader in self.graders.values() if not grader.pool.is_alive()]
+        for pool in missing:
             asyncio.get_running_loop().run_in_executor(None, pool.start)
-        ready = not gone
-        return _json({"ready": ready, "graders": list(self.graders)}, 200 if ready else 503)
+        return _json({"ready": not missing, "graders": list(self.graders)}, 503 if missing else 200)
 
     async def get_metrics(self, request: Request) -> Response:
         """Answer a GET with Prometheus' text."""
-        try:
-            self._authorize(request)
-        except Refused as refused:
-            return _refusal(refused)
-        return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
+        self._authorize(request)
+        return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4")
 
 
-async def _watch_descriptors() -> None:
-    """Log when the process runs out of file descriptors, and when it has some again.
-
-    The event loop accepts no connection meanwhile, and says nothing.
-    """
-    lacking = False
-    while True:
-        try:
-            os.close(os.open(os.devnull, os.O_RDONLY))
-        except OSError as error:
-            if not lacking:
-                log.error("no descriptors left", extra={"fields": {"error": str(error)}})
-            lacking = True
-        else:
-            if lacking:
-                log.info("descriptors are back")
-            lacking = False
-        await asyncio.sleep(0.2)
-
-
-def _message(answer: dict, is_single: bool) -> dict:
+def _message(answer: dict) -> dict:
     """Return the message of an answer as `normalise` reads it. Where it has no scores, the message has none either."""
-    first = (lambda values: values[0]) if is_single else list
-    message = {name: first(answer[name]) for name in ("rewards", "scores") if answer[name] is not None}
-    return message | {"extra_logs": {name: first(values) for name, values in answer["extra_logs"].items()}}
+    shown = (lambda values: values[0]) if len(answer["rewards"]) == 1 else list
+    message = {name: shown(answer[name]) for name in ("rewards", "scores") if answer[name] is not None}
+    return message | {"extra_logs": {name: shown(values) for name, values in answer["extra_logs"].items()}}
 
 
-def _refusal(refused: Refused) -> Response:
+async def _refusal(request: Request, refused: Refused) -> Response:
     message = {"error": refused.message} | ({"field": refused.field} if refused.field else {})
     return _json(message, refused.status, {"Retry-After": "1"} if refused.status == 503 else None)
 
@@ -278,7 +229,8 @@ class JsonFormatter(logging.Formatter):
 def serve(server: RewardServer, host: str, port: int) -> None:
     """Run a server that has been started until SIGTERM, SIGINT or SIGHUP, and then answer what it has accepted.
 
-    A request whose body is not whole 5 s after the signal is dropped. Under nohup SIGHUP stays ignored.
+    Slow clients are left to a proxy. One that stops within a request is waited for, also at the end, until the
+    server's limit of seconds. Under nohup SIGHUP stays ignored.
 
     Raises:
         SystemExit: with 128 + the signal's number.
@@ -286,8 +238,9 @@ def serve(server: RewardServer, host: str, port: int) -> None:
     import uvicorn
     import uvicorn.server
 
-    from arlopti_openrlhf.grading.limited_protocol import LimitedProtocol
-
+    # Each sample that waits has a connection. Without descriptors, the event loop accepts none and says nothing.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -296,7 +249,6 @@ def serve(server: RewardServer, host: str, port: int) -> None:
         signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
     uvicorn.run(
         server.app(),
-        http=partial(LimitedProtocol, on_left=server.metrics.left.inc),
         host=host,
         port=port,
         access_log=False,  # it would log paths, which may hold the token

@@ -1,29 +1,28 @@
 """Calls a function in processes that can be killed, which bounds what hostile input costs in time and in memory.
 
-A template process imports the function once and forks workers from itself, each on a socket of its own. When a
-worker's time is up, the kernel ends it by the default action of its interval timer, which no code of the worker can
-delay. The template tells the caller, and forks the next worker in milliseconds. The sockets carry JSON, never pickle.
+A template process imports the function once and forks workers from itself, which takes milliseconds. Each worker has a
+socket of its own to the caller, which carries JSON, never pickle. When a call's time is up, the kernel ends the worker
+by the default action of its interval timer, which no code of the worker can delay. The caller then sees the end of the
+socket, and takes another worker for its next call.
 """
 
 import atexit
 import gc
 import importlib
 import importlib.util
-import itertools
 import json
-import mmap
 import os
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from arlopti_openrlhf.grading.reward_answers import to_json
@@ -31,15 +30,14 @@ from arlopti_openrlhf.grading.reward_answers import to_json
 # Why not pebble's ProcessPool, as fast with eight callers? Measured with 5.2.3, two workers from a fork server
 # and a limit of 0.5 s. A call that was busy in C ended after 3.6 s, and calls of the other worker waited for 3 s of
 # them, because pebble sends SIGTERM and waits with its one channel locked. (With that wait set to 0 both took 0.6 s.)
-# An idle worker that was killed from outside, as when memory runs out, broke the pool for good. This pool lost none of
-# 46,000 calls in 100 kills. And pebble would unpickle what a process sends that has just read a model's answer.
+# An idle worker that was killed from outside, as when memory runs out, broke the pool for good. And pebble would
+# unpickle what a process sends that has just read a model's answer.
 
 # The template finds modules where the caller does. With `python -m`, it would look into the working directory first.
 _TEMPLATE = (
     f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); from {__name__} import main; main(sys.argv[1:])"
 )
 _START_SECONDS = 300  # to import the function; only the first call waits for it
-_DIGITS = 18  # of a request's number, which stands before its arguments
 _GRACE_SECONDS = 10  # after its limit, how long a call waits for a worker that the kernel did not end
 _ASLEEP_SECONDS = 5  # a limit that is noticed so much too late ran out while the machine slept
 
@@ -71,12 +69,10 @@ class WorkerPool:
     """
 
     def __init__(self, function: str, workers: int, timeout: float, memory_gib: float = 2.0) -> None:
-        self.function, self.workers, self.timeout, self.memory_gib = function, workers, timeout, memory_gib
+        self.function, self.timeout, self.memory_gib = function, timeout, memory_gib
         self.timed_out = self.died = 0
-        # One thread per worker serves the calls in their order, however many wait.
-        slots = iter(range(workers))
-        self._thread = threading.local()
-        self._threads = ThreadPoolExecutor(workers, "call", lambda: setattr(self._thread, "slot", next(slots)))
+        # They serve the calls in their order, however many wait.
+        self._threads = ThreadPoolExecutor(workers, "call")
         self._template: _Template | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -104,25 +100,27 @@ class WorkerPool:
         for is_last in (False, True):
             template, start, limit = self.start(), time.monotonic(), self.timeout
             try:
-                reply = template.ask(self._thread.slot, args, self.timeout + _GRACE_SECONDS)
-            except (OSError, ValueError) as error:  # the worker is stuck, or all are gone
-                reply = {"ended": "timed_out" if isinstance(error, TimeoutError) else "died"}
-                limit += _GRACE_SECONDS
+                # Idle workers may have been killed in the meantime. A new one is not idle.
+                reply = template.ask(args, self.timeout + _GRACE_SECONDS, is_new=is_last)
+            except TimeoutError:  # the worker is stuck
                 template.kill()
-            if "raised" in reply:
-                raise Raised(reply["raised"])
-            if "result" in reply:
+                limit += _GRACE_SECONDS
+            except OSError:
+                pass
+            else:
+                if "raised" in reply:
+                    raise Raised(reply["raised"])
                 return reply["result"]
-            if reply["ended"] == "timed_out":
-                if time.monotonic() - start > limit + _ASLEEP_SECONDS and not is_last:
-                    continue
+            waited = time.monotonic() - start
+            if waited < self.timeout:
+                self.died += 1
+            elif is_last or waited <= limit + _ASLEEP_SECONDS:
                 self.timed_out += 1
                 raise TimedOut(f"no result after {self.timeout:g} s")
-            self.died += 1
         raise Died("the process that ran the call ended, twice")
 
     def start(self) -> "_Template":
-        """Start the processes if none run. `call` does so by itself."""
+        """Start the template if it does not run. `call` does so by itself."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
@@ -133,7 +131,7 @@ class WorkerPool:
             return self._template
 
     def is_alive(self) -> bool:
-        """Return whether the processes run."""
+        """Return whether the template runs."""
         return self._template is not None and self._template.is_alive()
 
     def close(self) -> None:
@@ -147,44 +145,49 @@ class WorkerPool:
 
 
 class _Template:
-    """Talks to a template process and its workers, on the caller's side."""
+    """A template process and its workers, on the caller's side."""
 
     def __init__(self, pool: WorkerPool) -> None:
-        pairs = [socket.socketpair() for _ in range(pool.workers)]
-        theirs = [pair[1] for pair in pairs]
+        self.socket, theirs = socket.socketpair()
         command = [sys.executable, "-c", _TEMPLATE, os.pathsep.join(sys.path)]
-        command += [pool.function, str(pool.timeout), str(pool.memory_gib)]
-        self.process = subprocess.Popen(
-            command + [str(s.fileno()) for s in theirs],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[s.fileno() for s in theirs],
-            start_new_session=True,  # a Ctrl-C at the terminal is for the caller, and `kill` ends the whole group
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for s in theirs:
-            s.close()
+        command += [pool.function, str(pool.timeout), str(pool.memory_gib), str(theirs.fileno())]
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C at the terminal is for the caller, and `kill` ends the whole group
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
         self.killed = False
-        self.sockets = [pair[0] for pair in pairs]
-        self.files = [s.makefile("rb") for s in self.sockets]
-        self.requests = itertools.count(1)
-        self.sockets[0].settimeout(_START_SECONDS)
-        if not self.files[0].readline():
-            self.kill()
-            raise RuntimeError(f"{pool.function} could not be loaded: see the traceback above")
+        self.idle: list[socket.socket] = []  # of workers
+        self.socket.settimeout(_START_SECONDS)
+        with suppress(TimeoutError):
+            if self.socket.recv(1):
+                return
+        self.kill()
+        raise RuntimeError(f"{pool.function} could not be loaded: see the traceback above")
 
-    def ask(self, slot: int, args: tuple, seconds: float) -> dict:
-        """Return the reply of the slot's worker. OSError or ValueError where there will be none."""
-        request = next(self.requests)
-        self.sockets[slot].settimeout(seconds)
-        self.sockets[slot].sendall(b"%0*d%s\n" % (_DIGITS, request, json.dumps(args).encode()))
-        while True:
-            line = self.files[slot].readline()
-            if not line:
-                raise ConnectionResetError
-            reply = json.loads(line)
-            # Other replies come twice, or from a worker that died after its answer.
-            if reply["request"] == request:
-                return reply
+    def ask(self, args: tuple, seconds: float, is_new: bool) -> dict:
+        """Return the reply of an idle worker, or of a new one. OSError where there will be none."""
+        try:
+            worker = self._fork() if is_new else self.idle.pop()
+        except IndexError:
+            worker = self._fork()
+        worker.settimeout(seconds)
+        worker.sendall(json.dumps(args).encode() + b"\n")
+        with worker.makefile("rb") as replies:
+            line = replies.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError
+        self.idle.append(worker)
+        return json.loads(line)
+
+    def _fork(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self.socket, [b"\n"], [theirs.fileno()])
+        return ours
 
     def is_alive(self) -> bool:
         # While another thread waits for the end of a process, `poll` returns None even if it has ended.
@@ -192,14 +195,31 @@ class _Template:
 
     def kill(self) -> None:
         self.killed = True
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
 
 # --- in the template process ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> None:
+    """Run the template. `argv` is the function, its two limits, and the descriptor of the caller's socket."""
+    function, timeout, memory_gib, descriptor = argv
+    call = _load(function)
+    caller = socket.socket(fileno=int(descriptor))
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers, so the kernel removes them
+    caller.sendall(b"\n")
+    # The caller sends the socket of each worker that it wants, and in the end closes its own.
+    while descriptors := socket.recv_fds(caller, 1, 1)[1]:
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if os.fork() == 0:
+                caller.close()
+                try:
+                    _serve(call, connection, float(timeout), float(memory_gib))
+                finally:
+                    os._exit(0)
 
 
 def _load(function: str) -> Callable:
@@ -214,91 +234,21 @@ def _load(function: str) -> Callable:
     return getattr(loaded, name)
 
 
-def _run_template(function: str, timeout: float, memory_gib: float, descriptors: list[int]) -> None:
-    call = _load(function)
-    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    # The number of the request that each worker is at. The memory is shared, so it outlives the worker.
-    current = [mmap.mmap(-1, 8) for _ in sockets]
-    gc.freeze()
-
-    def fork(slot: int) -> int:
-        pid = os.fork()
-        if pid == 0:
-            for i, other in enumerate(sockets):
-                if i != slot:
-                    other.close()
-            status = 1
-            try:
-                _serve(call, sockets[slot], current[slot], timeout, memory_gib)
-                status = 0
-            finally:
-                os._exit(status)
-        return pid
-
-    slots = {fork(slot): slot for slot in range(len(sockets))}
-    _send(sockets[0], {"ready": True})
-    while slots:
-        pid, status = os.wait()
-        slot = slots.pop(pid)
-        if status == 0:
-            continue  # the caller has closed its end
-        request = struct.unpack("q", current[slot][:])[0]
-        if request:
-            current[slot][:] = bytes(8)
-            ended = "timed_out" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM else "died"
-            try:
-                _send(sockets[slot], {"request": request, "ended": ended})
-            except OSError:
-                continue
-        slots[fork(slot)] = slot
-
-
-def _serve(call: Callable, connection: socket.socket, current: mmap.mmap, timeout: float, memory_gib: float) -> None:
+def _serve(call: Callable, connection: socket.socket, timeout: float, memory_gib: float) -> None:
     """Answer requests in a worker, until the caller closes its end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the function may start processes of its own
     with open("/proc/self/status") as status:
         data = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
     limit = data + int(memory_gib * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for request, args in _requests(connection, current):
+    for request in connection.makefile("rb"):
+        args = json.loads(request)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
-            message = to_json({"result": call(*args), "request": request})
+            message = to_json({"result": call(*args)})
         except (Exception, KeyboardInterrupt, SystemExit):
-            message = json.dumps({"raised": traceback.format_exc(), "request": request})
+            message = json.dumps({"raised": traceback.format_exc()})
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.sendall(message.encode() + b"\n")
-        current[:] = bytes(8)
-
-
-def _requests(connection: socket.socket, current: mmap.mmap) -> Iterator[tuple[int, list]]:
-    """Yield requests, until the caller closes its end.
-
-    Each is noted in `current` before any of it leaves the socket. If its worker is killed in between, the next worker
-    finds the request, or the template knows of it.
-    """
-    while number := connection.recv(_DIGITS, socket.MSG_PEEK | socket.MSG_WAITALL):
-        if not number.isdigit():  # the rest of a request, whose first part a killed worker had read
-            _read_line(connection)
-            continue
-        current[:] = struct.pack("q", int(number))
-        yield int(number), json.loads(_read_line(connection)[_DIGITS:])
-
-
-def _read_line(connection: socket.socket) -> bytearray:
-    """Read one line, and not a byte of the next, which may be another worker's."""
-    line = bytearray()
-    while not line.endswith(b"\n") and (part := connection.recv(2**16, socket.MSG_PEEK)):
-        line += connection.recv(part.find(b"\n") + 1 or len(part))
-    return line
-
-
-def _send(connection: socket.socket, message: dict) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def main(argv: list[str]) -> None:
-    """Run the template. `argv` is the function, its two limits, and a socket's descriptor for each worker."""
-    function, timeout, memory_gib, *descriptors = argv
-    _run_template(function, float(timeout), float(memory_gib), [int(descriptor) for descriptor in descriptors])

@@ -15,7 +15,6 @@ PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
 RAY_SERVICES = "ray._private.services"
 RAY_WORKER = "ray._private.worker"
 STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
-UVICORN = "uvicorn.protocols.http.httptools_impl"
 WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
 
 # fmt: off
@@ -139,20 +138,6 @@ ENTRIES = (
      "grading.math_compare._parse: a formula that does not parse is no place to look for a number"),
     (text, "latex2sympy2_extended.math_normalization", "normalize_latex",
      '_text = unit_superscript_regex.sub("", text)', "grading.math_units.split_unit: does it instead"),
-    (signature, UVICORN, "HttpToolsProtocol.connection_made", "self transport",
-     "grading.limited_protocol.LimitedProtocol.connection_made"),
-    (signature, UVICORN, "HttpToolsProtocol.on_message_begin", "self",
-     "grading.limited_protocol.LimitedProtocol.on_message_begin"),
-    (signature, UVICORN, "HttpToolsProtocol.data_received", "self data",
-     "grading.limited_protocol.LimitedProtocol.data_received"),
-    (signature, UVICORN, "HttpToolsProtocol.on_headers_complete", "self",
-     "grading.limited_protocol.LimitedProtocol.on_headers_complete"),
-    (signature, UVICORN, "HttpToolsProtocol.shutdown", "self", "grading.limited_protocol.LimitedProtocol.shutdown"),
-    (signature, UVICORN, "HttpToolsProtocol.connection_lost", "self exc",
-     "grading.limited_protocol.LimitedProtocol.connection_lost"),
-    (text, UVICORN, "RequestResponseCycle.__init__", "self.more_body = True",
-     "grading.limited_protocol.LimitedProtocol._drop_unfinished"),
-    (text, UVICORN, "RequestResponseCycle.__init__", "self.response_complete = False",
-     "grading.limited_protocol.LimitedProtocol.connection_lost"),
+    (text, "uvicorn.server", "Server.capture_signals", "for sig in HANDLED_SIGNALS", "grading.server.serve"),
 )
 # fmt: on

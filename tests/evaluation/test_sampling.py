@@ -1,8 +1,10 @@
-"""Sampling specifications are parsed, and the last that matches counts."""
+"""Sampling specifications are parsed or refused, and the last that matches counts."""
 
 import argparse
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, sampling_of, unmatched
 
@@ -16,3 +18,12 @@ def test_sampling():
     for text in ("aime", "aime:n=0,t=1", "aime:t=1,n=2", "aime:n=4,t=0", ":n=1,t=0", "aime:n=1,t=x"):
         with pytest.raises(argparse.ArgumentTypeError):
             parse_sampling(text)
+
+
+@given(st.one_of(st.text(), st.from_regex(r".*:n=\d+,t=[\d.]*", fullmatch=True)))
+def test_a_sampling_is_parsed_or_refused(text):
+    try:
+        sampling = parse_sampling(text)
+    except argparse.ArgumentTypeError:
+        return
+    assert sampling.n >= 1 and sampling.temperature >= 0

@@ -20,17 +20,14 @@ def test_requests_that_share_a_call_get_their_parts(scored, tmp_path):
     file.write_text(f"SCORED = {scored}\n{ANSWER}", "utf-8")
 
     async def grade():
-        grader = Grader("own", str(file), 1, Limits())
-        waiting = [asyncio.create_task(grader.grade(query, query, query)) for query in (["a"], ["bb", "ccc"])]
-        await asyncio.sleep(0)  # until both wait
-        work = asyncio.create_task(grader.work())
-        answers = await asyncio.gather(*waiting)
-        work.cancel()
+        grader = Grader(str(file), 1, Limits())
+        answers = await asyncio.gather(*(grader.grade(q, q, q) for q in (["first"], ["a"], ["bb", "ccc"])))
         grader.pool.close()
         return answers
 
-    one, two = asyncio.run(grade())
+    first, one, two = asyncio.run(grade())
     # Without scores there is no accuracy: a reward is none.
-    assert one == {"rewards": [1.0], "scores": [0.5] if scored else None, "extra_logs": {"together": [3.0]}}
-    scores = [1.0, 1.5] if scored else None
-    assert two == {"rewards": [2.0, 3.0], "scores": scores, "extra_logs": {"together": [3.0, 3.0]}}
+    scores = [0.5, 1.0, 1.5] if scored else None
+    assert first["extra_logs"] == {"together": [1.0]}  # its worker was free
+    assert one == {"rewards": [1.0], "scores": scores and scores[:1], "extra_logs": {"together": [3.0]}}
+    assert two == {"rewards": [2.0, 3.0], "scores": scores and scores[1:], "extra_logs": {"together": [3.0, 3.0]}}

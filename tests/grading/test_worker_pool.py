@@ -166,31 +166,6 @@ def test_killed_processes_lose_no_call(pool):
     assert min(counts) > 10
 
 
-def test_a_worker_killed_as_it_takes_a_request_loses_none(tmp_path):
-    """Killed before it has noted which request it is at: nobody else knows that there is one."""
-    (tmp_path / "function.py").write_text(
-        f"""
-import os, signal, struct
-pack = struct.pack
-
-def pack_or_die(*args):
-    if not os.path.exists({str(tmp_path / "died")!r}):
-        open({str(tmp_path / "died")!r}, "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return pack(*args)
-
-struct.pack = pack_or_die
-
-def answer(value):
-    return value
-"""
-    )
-    pool = WorkerPool(f"{tmp_path / 'function.py'}:answer", 1, timeout=1)
-    assert [pool.call(i) for i in range(3)] == [0, 1, 2]
-    assert (tmp_path / "died").exists() and pool.timed_out == 0
-    pool.close()
-
-
 def test_as_many_calls_at_a_time_as_workers(pool):
     pool.call("echo", "the processes run")
     start = time.monotonic()
