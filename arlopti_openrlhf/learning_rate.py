@@ -28,7 +28,7 @@ def stay_at_minimum(scheduler: LRScheduler, optimization: Mapping[str, Any]) -> 
 
 
 def _ending(curve: Callable[[float], float], steps: int, minimum: float) -> Callable[[float], float]:
-    # A plain function, as `_stretched`, whose curve this is.
+    # A plain function for the same reason as in `_stretched`, which takes this as its curve.
     def rate(step: float) -> float:
         return curve(step) if step < steps else minimum
 
@@ -45,7 +45,7 @@ def follow(scheduler: LRScheduler) -> None:
 
 
 def stretch(scheduler: LRScheduler, stages: int) -> None:
-    """Span a schedule over `stages` times the steps, so that at equal data the learning rate is equal.
+    """Span a schedule over `stages` times the steps, so the learning rate is equal at equal data.
 
     A schedule that was stretched before is stretched from its own curve again.
 

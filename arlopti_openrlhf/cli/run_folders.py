@@ -83,7 +83,7 @@ def _in_use(flag: str, folder: Path, process: InUse) -> Finding:
 
 
 def _check_checkpoints(args: SimpleNamespace) -> list[Finding]:
-    """Refuse a new run beside the checkpoints of another, which it would rotate away and mix with its own."""
+    """Refuse a new run next to the checkpoints of another, which it would rotate away and mix with its own."""
     if args.ckpt.load_enable or not checkpoint_files.are_saved(args):
         return []
     found = checkpoint_files.saved_in(Path(args.ckpt.path))

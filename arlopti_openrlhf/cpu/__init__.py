@@ -22,9 +22,9 @@ from arlopti_openrlhf.cpu import patches
 from arlopti_openrlhf.hardware import multiplies_bf16
 
 _HOOK = "arlopti_openrlhf.cpu.enable"
-# Variables of the environment: this process, or one that has started it, has called `enable`, has said what the run
-# computes on, and how many logical GPUs the run asks for.
-_ENABLED, _ANNOUNCED, _LOGICAL_GPUS = "ARLOPTI_ENABLED", "ARLOPTI_ANNOUNCED", "ARLOPTI_LOGICAL_GPUS"
+_ENABLED = "ARLOPTI_ENABLED"  # this process, or one that has started it, has called `enable`
+_ANNOUNCED = "ARLOPTI_ANNOUNCED"  # the user knows what the run computes on
+_LOGICAL_GPUS = "ARLOPTI_LOGICAL_GPUS"  # how many a cluster that starts here declares
 # vLLM's CPU engine otherwise takes most of the memory for its KV cache; in GiB.
 _KV_CACHE_GIB = "1"
 
@@ -167,8 +167,8 @@ def _hook_ray_workers(on_cpu: bool, message: str, settings: dict[str, str]) -> N
 def starts_cluster(address: str | None, temp_dir: str | None = None) -> bool:
     """Return whether `ray.init(address)` starts a cluster, and joins none that RAY_ADDRESS or `ray start` names.
 
-    Any program may call it, and not only a run whose pre-flight has refused a cluster of `ray start`. So this asks Ray
-    itself, and not `ops.preflight.clusters.starts_cluster`.
+    It asks Ray itself, since any program may call `enable`, and not only a run whose pre-flight has refused a cluster
+    of `ray start`.
     """
     from ray._private import services
 

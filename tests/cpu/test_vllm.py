@@ -13,31 +13,6 @@ from arlopti_openrlhf.cpu import vllm as cpu_vllm
 BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
 
 
-# Waits for a message that does not come, 0.3 s after the last one, and prints for how many seconds it has worked, how
-# often it has looked, and how often in the first 20 ms of a next wait, in that of five where it looked most often.
-WAIT = """
-import os, time, zmq
-waiting = module.SpinCondition(is_reader=True, context=zmq.Context(), notify_address="inproc://nobody")
-waiting.record_read()
-worked = time.thread_time()
-
-def looks(seconds):
-    start, count = time.monotonic(), 0
-    while time.monotonic() < start + seconds:
-        waiting.wait(timeout_ms=5000)
-        count += 1
-    return count
-
-of_first = looks(0.3)
-worked = time.thread_time() - worked
-of_next = []
-for _ in range(5):
-    looks(0.3)
-    waiting.record_read()
-    of_next.append(looks(0.02))
-print(worked, of_first, max(of_next), flush=True)
-os._exit(0)  # as it is, with its sockets open
-"""
 # Prints how many seconds it takes to ask and to answer 20 times.
 ANSWER = """
 import threading, time
@@ -77,38 +52,68 @@ while not arrives():  # until they are connected
 for _ in range(50):
     time.sleep(0.0005)
     arrived += arrives()
-print(arrived, flush=True)
-os._exit(0)
+print(arrived)
+"""
+# Waits for a message that does not come, 0.3 s after the last one, and prints for how many seconds it has worked, how
+# often it has looked, and how often in the first 20 ms of a next wait, in that of five where it looked most often.
+WAIT = """
+import os, time, zmq
+waiting = module.SpinCondition(is_reader=True, context=zmq.Context(), notify_address="inproc://nobody")
+waiting.record_read()
+worked = time.thread_time()
+
+def looks(seconds):
+    start, count = time.monotonic(), 0
+    while time.monotonic() < start + seconds:
+        waiting.wait(timeout_ms=5000)
+        count += 1
+    return count
+
+of_first = looks(0.3)
+worked = time.thread_time() - worked
+of_next = []
+for _ in range(5):
+    looks(0.3)
+    waiting.record_read()
+    of_next.append(looks(0.02))
+print(worked, of_first, max(of_next), flush=True)
+os._exit(0)  # as it is, with its sockets open
 """
 
 
-def run(code: str, first: str = "cpu.enable()") -> list[float]:
-    """Run code in a process whose `module` is vLLM's, patched, and return the numbers that it prints last."""
-    code = f"from arlopti_openrlhf import cpu; {first}; cpu.enable(); import {BROADCAST} as module\n{code}"
+def run(first: str, *parts: str) -> list[list[float]]:
+    """Run code in a process whose `module` is vLLM's, patched, and return the numbers that each part prints last."""
+    code = f"from arlopti_openrlhf import cpu; {first}; cpu.enable(); import {BROADCAST} as module\n" + "".join(parts)
     environment = {name: value for name, value in os.environ.items() if name != "ARLOPTI_ENABLED"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [float(number) for number in done.stdout.splitlines()[-1].split()]
+    return [[float(number) for number in line.split()] for line in done.stdout.splitlines()[-len(parts) :]]
 
 
-@pytest.mark.parametrize("first", ["cpu.enable()", f"import {BROADCAST}"])
-def test_a_process_that_waits_sleeps_whenever_it_imported_the_module(first):
-    worked, looks, looks_of_next = run(WAIT, first)
-    assert worked < 0.1  # it would spin for all of the 0.3 s
-    assert looks > 10  # or else look once, and then be 5 s late where the notification was lost
-    assert looks_of_next > 2  # the length of an earlier wait does not count
+@pytest.fixture(scope="module")
+def numbers() -> list[list[float]]:
+    """Return what the three parts print in one process, which takes seconds to start."""
+    return run("cpu.enable()", ANSWER, NOTIFY, WAIT)
 
 
-def test_quick_answers_do_not_wait_for_a_notification_that_was_lost():
+def test_quick_answers_do_not_wait_for_a_notification_that_was_lost(numbers):
     """ZeroMQ drops about every second notification here, and each costs 5 s where nothing is done about it."""
-    [seconds] = run(ANSWER)
+    [seconds] = numbers[0]
     assert seconds < 2
 
 
-def test_quick_notifications_arrive():
+def test_quick_notifications_arrive(numbers):
     """Where ZeroMQ is not made to check, no more than half of them do."""
-    [arrived] = run(NOTIFY)
+    [arrived] = numbers[1]
     assert arrived > 35
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_process_that_waits_sleeps_whenever_it_imported_the_module(numbers, is_there):
+    worked, looks, looks_of_next = run(f"import {BROADCAST}", WAIT)[0] if is_there else numbers[2]
+    assert worked < 0.1  # it would spin for all of the 0.3 s
+    assert looks > 10  # or else look once, and then be 5 s late where the notification was lost
+    assert looks_of_next > 2  # the length of an earlier wait does not count
 
 
 def test_a_generator_is_not_turned_back():
