@@ -141,14 +141,9 @@ def reward_func(
         each per sample and would nest a list.
     """
     grades = list(map(grade, assistant_turns(queries, prompts, labels), labels))
-    return {
-        "rewards": torch.tensor([g.reward for g in grades], dtype=torch.float32),
-        "scores": torch.tensor([g.score for g in grades], dtype=torch.float32),
-        "extra_logs": {
-            "well_formed": torch.tensor([g.well_formed for g in grades], dtype=torch.float32),
-            "answered": torch.tensor([g.answered for g in grades], dtype=torch.float32),
-        },
-    }
+    columns = torch.tensor(grades, dtype=torch.float32).reshape(-1, len(Grade._fields)).unbind(dim=1)
+    rewards, scores, well_formed, answered = columns
+    return {"rewards": rewards, "scores": scores, "extra_logs": {"well_formed": well_formed, "answered": answered}}
 
 
 @lru_cache(maxsize=1024)  # the responses to one puzzle are graded close together

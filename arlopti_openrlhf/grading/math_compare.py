@@ -80,10 +80,9 @@ def _is_right(label: _Reading, answer: _Reading) -> bool:
     if label.measures and answer.measures and label.measures.isdisjoint(answer.measures):
         return False
     if (expected := label.numbers[-1]) and expected.base:
-        based = [number for number in answer.numbers if number and number.base]
-        return (expected in answer.numbers or expected._replace(base=None) in answer.numbers) and len(
-            {with_decimals("{}_{{{}}}".format(*number)) for number in based}
-        ) <= 1
+        has_digits = expected in answer.numbers or expected._replace(base=None) in answer.numbers
+        values = {with_decimals("{}_{{{}}}".format(*number)) for number in answer.numbers if number and number.base}
+        return has_digits and len(values) <= 1
     return any(equal(a, b, label.braced, answer.braced) for a in label.parsed for b in answer.parsed)
 
 
@@ -144,12 +143,10 @@ def _in_formulas(text: str, change: Callable[[str], str]) -> str:
     """Change the formulas of a text. What else is no plain number becomes one."""
     # What multiplies a formula may stand behind it, as in $17$ million.
     text = _MULTIPLIED.sub(r"\\text{ \2}\1", text)
-    parts, end = [], 0
-    for formula in _FORMULA.finditer(text):
-        between = with_formulas(_without_exponents(text[end : formula.start()]))
-        parts += [between, formula[1], change(formula[2]), formula[3]]
-        end = formula.end()
-    return "".join([*parts, with_formulas(_without_exponents(text[end:]))])
+    parts = _FORMULA.split(text)  # text, delimiter, formula, delimiter, text, and so on
+    parts[::4] = (with_formulas(_without_exponents(part)) for part in parts[::4])
+    parts[2::4] = map(change, parts[2::4])
+    return "".join(parts)
 
 
 def _parse(text: str, extraction_mode: str) -> list:

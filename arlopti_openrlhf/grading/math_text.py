@@ -86,18 +86,18 @@ def rewritten(latex: str) -> str:
     for pattern, replacement in _REWRITES:
         latex = pattern.sub(replacement, latex)
     latex = _REPEATING.sub(_as_fraction, latex)
-    latex = _BASED.sub(lambda found: "{}_{{{}}}".format(*_based(found)), latex)
+    latex = _BASED.sub(lambda match: "{}_{{{}}}".format(*_based(match)), latex)
     latex = re.sub(r"(?<![\w^}])(\d+)\s*_(?!\{\d+\})", r"\1 ? _", latex)
-    latex = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), latex)
-    return _TWO_NUMBERS.sub(lambda found: found[0] if _is_argument(latex, found) else f"{found[1]} ? ", latex)
+    latex = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), latex)
+    return _TWO_NUMBERS.sub(lambda match: match[0] if _is_argument(latex, match) else f"{match[1]} ? ", latex)
 
 
 def based_number(latex: str) -> BasedNumber | None:
     """Return the number that rewritten LaTeX is, where it is nothing else and an integer."""
-    found = re.fullmatch(r"\s*([\dA-Fa-f]+)(?:_\{(\d+)\})?\s*", latex)
-    if not found:
+    match = re.fullmatch(r"\s*([\dA-Fa-f]+)(?:_\{(\d+)\})?\s*", latex)
+    if not match:
         return None
-    return BasedNumber(found[1].lstrip("0").upper() or "0", int(found[2]) if found[2] else None)
+    return BasedNumber(match[1].lstrip("0").upper() or "0", int(match[2]) if match[2] else None)
 
 
 def with_decimals(latex: str) -> str:
@@ -108,29 +108,29 @@ def with_decimals(latex: str) -> str:
 def with_formulas(text: str) -> str:
     """Return text with dollars around what is no plain number, as 15n and 15 thousand, which would be read as 15."""
     text = _MULTIPLIED.sub(r"$\1\\text{ \2}$", text)
-    return _PLAIN.sub(lambda found: f"${found[0]}$" if re.search("[a-zA-Z]", found[0]) else found[0], text)
+    return _PLAIN.sub(lambda match: f"${match[0]}$" if re.search("[a-zA-Z]", match[0]) else match[0], text)
 
 
-def _as_fraction(found: re.Match) -> str:
-    whole, fixed, *rest = (part or "" for part in found.groups())
+def _as_fraction(match: re.Match) -> str:
+    whole, fixed, *rest = (part or "" for part in match.groups())
     period = re.sub(r"\D", "", "".join(rest))
     nines = "9" * len(period) + "0" * len(fixed)
     numerator = int(whole + fixed + period) - int((whole + fixed) or "0")
     return f"\\frac{{{numerator}}}{{{nines}}}"
 
 
-def _based(found: re.Match) -> tuple[str, int]:
-    base = next(group for group in found.groups()[1:] if group)
-    return found[1], _BASES.get(base) or int(base)
+def _based(match: re.Match) -> tuple[str, int]:
+    base = next(group for group in match.groups()[1:] if group)
+    return match[1], _BASES.get(base) or int(base)
 
 
-def _in_base_ten(found: re.Match) -> str:
-    base = int(found[2])
-    if not 2 <= base <= 36 or not all(int(digit, 36) < base for digit in found[1]):
-        return found[0]
-    return str(int(found[1], base))
+def _in_base_ten(match: re.Match) -> str:
+    base = int(match[2])
+    if not 2 <= base <= 36 or not all(int(digit, 36) < base for digit in match[1]):
+        return match[0]
+    return str(int(match[1], base))
 
 
-def _is_argument(latex: str, found: re.Match) -> bool:
+def _is_argument(latex: str, match: re.Match) -> bool:
     r"""Return whether the first of two numbers is an argument or an index, as in \frac 1 2 or \log_2 3."""
-    return bool(re.search(r"(?:\\[a-zA-Z]+|[_^])\s*\Z", latex[: found.start()]))
+    return bool(re.search(r"(?:\\[a-zA-Z]+|[_^])\s*\Z", latex[: match.start()]))

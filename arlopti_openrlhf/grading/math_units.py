@@ -128,18 +128,18 @@ def split_unit(answer: str, label_words: Set[str]) -> tuple[str, frozenset[str]]
         label_words: the words of the labels, from `words`.
     """
     measures: frozenset[str] = frozenset()
-    while found := _TEXT_AT_END.search(answer) or _WORD_AT_END.search(answer):
-        rest = answer[: found.start()]
-        if found.re is _TEXT_AT_END:
-            text, is_unit = found[1], _is_unit(found[1], label_words)
+    while match := _TEXT_AT_END.search(answer) or _WORD_AT_END.search(answer):
+        rest = answer[: match.start()]
+        if match.re is _TEXT_AT_END:
+            text, is_unit = match[1], _is_unit(match[1], label_words)
         else:
-            text = found[2]
-            is_apart = bool(found[1]) or rest[-1:].isspace() or rest[-1:] in ("~", "/")
+            text = match[2]
+            is_apart = bool(match[1]) or rest[-1:].isspace() or rest[-1:] in ("~", "/")
             is_unit = _is_plain_unit(text, rest, is_apart)
         if not is_unit or not rest.strip():
             break
         answer = rest.rstrip().removesuffix("/")
-        measures |= _measures(text, found.groups("")[-2] or found.groups("")[-1])
+        measures |= _measures(text, match.groups("")[-2] or match.groups("")[-1])
     return answer, measures
 
 
@@ -176,10 +176,10 @@ def _is_unit(text: str, label_words: Set[str]) -> bool:
     # A digit would be a second answer, but for a power.
     if not re.fullmatch(r"(?:[^\W\d_]+\d?|\^(?:-?\d|\{-?\d\})|[\s~./·*,()°-]|\\[ ,]|\\cdot )*", text):
         return False
-    found = _words(text)
-    if found and all(word in _POWERS for word in found):
+    parts = _words(text)
+    if parts and all(word in _POWERS for word in parts):
         return False
-    return all(_unit(word) or _is_counted(word) or _is_known(word, label_words) for word in found)
+    return all(_unit(word) or _is_counted(word) or _is_known(word, label_words) for word in parts)
 
 
 def _is_known(word: str, label_words: Set[str]) -> bool:

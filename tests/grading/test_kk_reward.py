@@ -34,13 +34,6 @@ def turn(answer: str, thought: str = "Suppose Zoey is a knave. Then knaves tell 
 # ── The rule ──
 
 
-def test_golden_values():
-    assert grade(turn(ANSWER), SOLUTION) == Grade(reward=3.0, score=1.0, well_formed=True, answered=True)
-    assert grade(turn(WRONG_ANSWER), SOLUTION) == Grade(reward=-0.5, score=0.0, well_formed=True, answered=True)
-    assert grade(turn("I give up"), SOLUTION) == Grade(reward=-1.0, score=0.0, well_formed=True, answered=False)
-    assert grade(ANSWER, SOLUTION) == Grade(reward=-3.0, score=0.0, well_formed=False, answered=False)
-
-
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [

@@ -17,104 +17,6 @@ from arlopti_openrlhf.grading.worker_pool import Died, TimedOut, WorkerPool
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "math"
 REWARD_FILES = [Path(math_reward.__file__), Path(__file__).parents[2] / "rewards" / "math_reward.py"]
 
-EQUAL = [
-    ("204", "204"),
-    ("025", "25"),
-    (142.0, "142"),
-    (-4.0, "-4"),
-    (0.5, "\\frac{1}{2}"),
-    (2, "2.0"),
-    ("22.5", "\\frac{45}{2}"),
-    ("\\frac{14}{3}", "14/3"),
-    ("\\frac{14}{3}", "\\dfrac{14}3"),
-    ("3\\sqrt{13}", "\\sqrt{117}"),
-    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)"),
-    ("p - q", "-q + p"),
-    ("\\text{Evelyn}", "Evelyn"),
-    ("\\text{Evelyn}", "\\text{ Evelyn }"),
-    ("90^\\circ", "90"),
-    ("8.7 \\times 10^{8}", "8.7e8"),
-    ("4.5e33", "4.5 \\times 10^{33}"),
-    ("1e-5", "0.00001"),
-    ("8.7 \\times 10^{8}", "870000000"),
-    ("870000000", "8.7e8"),
-    ("9.6\n", "9.6"),
-    (["0.01\n", "0.02\n"], "0.02"),
-    ('["0.01", "0.02"]', "0.02"),
-    ("$2^{1009}$", "2^{1009}"),
-    ("\\boxed{7}", "7"),
-    ("$f(x)=2 x$", "2x"),
-    ("1,234", "1234"),
-    ("\\$18.90", "18.9"),
-    ("18.90", "\\$18.90"),
-    ("\\$32,\\!348", "32348"),
-    ("(-\\infty, 2]", "(-\\infty,2]"),
-    ("\\{1, 2\\}", "\\{2, 1\\}"),
-    ("42", "42 \\text{ cm}"),
-    ("42", "42\\ \\mathrm{m}/\\mathrm{s}^2"),
-    ("42", "42\\text{ km/h}"),
-    ("42", "42 \\mathrm{~cm}^{2}"),
-    ("42", "42 cm"),
-    ("42", "42 \\text{ marbles}"),
-    ("42", "42 \\text{ of the students}"),
-    ("42", "42 \\text{ p.m.}"),
-    ("42", "42^\\circ\\text{C}"),
-    ("42 \\text{ wombles and more}", "42.0 \\text{ Wombles}"),
-    ("63\\pi", "63\\pi cm"),
-    ("(12, 13)", "(12, 13) cm"),
-    ("42", "42 m"),
-    ("5 m", "5"),
-    ("27a^2", "n = 27a^2"),
-    ("10t", "x = 10t"),
-    ("\\text{even}", "\\displaystyle \\text{even}"),
-    ("3.14", "\\pi = 3.14"),
-    ("42", "x = 42"),
-    ("42", "= 42."),
-    ("42", "n = 6 \\cdot 7 = 42"),
-    ("42", "41 + 1 = 42 \\text{ cm}"),
-    ("0.333", "\\frac{1}{3} = 0.333"),
-    ("5", "101_2 = 5"),
-    ("300", "-60^\\circ = 300^\\circ"),
-    ("50\\%", "\\frac{1}{2} = 50\\%"),
-    ("2", "17 \\equiv 2 \\pmod{5}"),
-    ("42", "$42$ cm"),
-    ("\\{1, 2\\}", "$1$ and $2$"),
-    ("a + b + c", "c + b + a"),
-]
-UNEQUAL = [
-    ("8.7e8", "8.8e8"),
-    ("8.7e8", "8.70001e8"),
-    ("204", "205"),
-    ("\\frac{14}{3}", "4.6"),
-    ("p - q", "q - p"),
-    ("\\text{Evelyn}", "Zoey"),
-    ("[1, 2]", "(1, 2)"),
-    # Malformed, with the label at the start.
-    ("10", "10^{1000000}!\\left("),
-    ("42", "42\\left("),
-    ("42", "42)"),
-    ("42", "42 +"),
-    ("42", "42 \\foo"),
-    ("42", "42?"),
-    # Taken back, or one of two.
-    ("42", "42 \\text{ maybe}"),
-    ("42", "42 \\text{ or not}"),
-    ("42", "42 \\text{ maybe}\\text{ cm}"),
-    ("42", "42 \\text{ perhaps cm}"),
-    ("42", "42 \\text{ cm or 43 cm}"),
-    ("42", "42 \\text{ cm} + 43 \\text{ cm}"),
-    ("42", "42 \\text{?}"),
-    ("42", "43 $42$"),
-    # Contradictions.
-    ("42", "43 = 42"),
-    ("42", "43 = 44 = 42"),
-    ("42", "x = 41 = 42"),
-    ("42", "43 = 42 \\text{ cm}"),
-    ("42", "43 \\equiv 42"),
-    ("2\\pi", "43 = 2\\pi"),
-    ("10t", "10"),
-    ("42", "4 2"),
-]
 HOSTILE = [
     "9^{9^{9^9}}",
     "9^{9^{9^{9^{9}}}} > 9^{9^{9^{9^{8}}}}",
@@ -151,15 +53,19 @@ def patient(patient_pool, monkeypatch):
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("label, answer", EQUAL)
-def test_equal_answers(label, answer):
-    assert grade(f"So it is \\boxed{{{answer}}}.", label).score == 1
-
-
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("label, answer", UNEQUAL)
-def test_unequal_answers(label, answer):
-    assert grade(f"So it is \\boxed{{{answer}}}.", label) == (0.0, True, False)
+@pytest.mark.parametrize(
+    "label, answer",
+    [
+        (142.0, "142"),
+        (-4.0, "-4"),
+        (0.5, "\\frac{1}{2}"),
+        (2, "2.0"),
+        ("9.6\n", "9.6"),
+        (["0.01\n", "0.02\n"], "0.02"),
+    ],
+)
+def test_labels_of_the_public_sets_kinds(label, answer):
+    assert grade(f"So it is \\boxed{{{answer}}}.", label) == (1.0, True, False)
 
 
 def near_misses() -> list[tuple[str, str, str, str]]:
@@ -171,13 +77,12 @@ def near_misses() -> list[tuple[str, str, str, str]]:
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("kind", sorted({kind for kind, *_ in near_misses()}))
 def test_near_misses(kind):
-    graded = {
-        (label, answer): (verdict, "right" if grade(f"\\boxed{{{answer}}}", label).score else "wrong")
-        for found, verdict, label, answer in near_misses()
-        if found == kind
-    }
-    assert not {pair: verdicts for pair, verdicts in graded.items() if len(set(verdicts)) > 1}
-    assert {verdict for verdict, _ in graded.values()} == {"right", "wrong"}
+    rows = [(verdict, label, answer) for found, verdict, label, answer in near_misses() if found == kind]
+    with ThreadPoolExecutor(math_reward.WORKERS) as threads:
+        grades = list(threads.map(lambda row: grade(f"\\boxed{{{row[2]}}}", row[1]), rows))
+    expected = [(float(verdict == "right"), True, False) for verdict, *_ in rows]
+    assert not [row for row, found, due in zip(rows, grades, expected, strict=True) if found != due]
+    assert {verdict for verdict, *_ in rows} == {"right", "wrong"}
 
 
 def test_the_table_has_hundreds_of_near_misses_and_none_twice():
@@ -263,14 +168,19 @@ def test_a_label_that_is_none(label):
         grade("\\boxed{1}", label)
 
 
-@pytest.mark.parametrize("answer", HOSTILE, ids=lambda answer: answer[:20].encode("ascii", "replace").decode())
 @pytest.mark.parametrize("form", ["\\boxed{%s}", "The answer is $%s$"])
-def test_hostile_answers_are_wrong_in_bounded_time(answer, form, tmp_path, monkeypatch):
+def test_hostile_answers_are_wrong_in_bounded_time(form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    start = time.monotonic()
-    assert grade(form % answer, "42").score == 0
-    assert time.monotonic() - start < math_reward.TIMEOUT + 8  # as it is, they are busy for hours
-    assert not list(tmp_path.iterdir())
+
+    def score_and_seconds(answer):
+        start = time.monotonic()
+        return grade(form % answer, "42").score, time.monotonic() - start
+
+    with ThreadPoolExecutor(math_reward.WORKERS) as threads:
+        graded = dict(zip(HOSTILE, threads.map(score_and_seconds, HOSTILE), strict=True))
+    # Without a limit, they are busy for hours.
+    bad = {answer[:20]: outcome for answer, outcome in graded.items() if outcome > (0, math_reward.TIMEOUT + 8)}
+    assert not bad and not list(tmp_path.iterdir())
 
 
 def test_the_next_answer_after_a_hostile_one():
