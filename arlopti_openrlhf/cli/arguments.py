@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from arlopti_openrlhf.ops.preflight import interval
+from arlopti_openrlhf.ops.preflight import values
 
 Number = TypeVar("Number", int, float)
 
@@ -17,7 +17,7 @@ def integer(minimum: int) -> Callable[[str], int]:
 
 def number(range_: str) -> Callable[[str], float]:
     """Return an argparse type for numbers in a range such as "(0, 1]"."""
-    return _parser(float, lambda value: interval.contains(range_, value), f"a number in {range_}")
+    return _parser(float, lambda value: values.contains(range_, value), f"a number in {range_}")
 
 
 def positive(kind: type[Number]) -> Callable[[str], Number]:

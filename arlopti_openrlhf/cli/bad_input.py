@@ -51,7 +51,7 @@ def check_files(parser: argparse.ArgumentParser, flag: str, files: Iterable[str]
 def check_models(parser: argparse.ArgumentParser, flag: str, models: Sequence[str]) -> None:
     """Refuse models that could not be loaded. The hub is asked whether it has one that is not all on this machine."""
     for name in models:
-        findings = model.check_folder(flag, name)
+        findings = list(model.check_folder(flag, name))
         for finding in findings:
             if finding.is_fatal:
                 parser.error(f"argument {finding}")

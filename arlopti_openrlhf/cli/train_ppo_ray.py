@@ -40,7 +40,7 @@ def main() -> None:
         SystemExit: with status 2 where the run cannot start, and 0 after `--help` and `--dry-run`.
     """
     # Before the parser, which is OpenRLHF's own.
-    of_openrlhf = check_openrlhf()
+    of_openrlhf = list(check_openrlhf())
     check.refuse_if_fatal(of_openrlhf)
     flat = command_line.parse(sys.argv[1:], add_flags)
     credentials.hide(flat)
@@ -49,10 +49,10 @@ def main() -> None:
     of_before = run_folders.check(args) + same_run.check(kept, args)
     check.run(
         args,
-        of_openrlhf + _check_flags(given) + of_before,
+        [*of_openrlhf, *_check_flags(given), *of_before],
         upstream_findings,
         method_checks.describe_update(args),
-        {"token methods": method_checks.check_methods},
+        [method_checks.check_methods],
     )
     with run_folders.held(args):
         if checkpoint_files.are_saved(args):
@@ -154,7 +154,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _check_flags(given: SimpleNamespace) -> list[Finding]:
     """Return what cannot go together in the nested arguments as the user gave them."""
-    return combinations.check(given) + method_checks.check_flags(given)
+    return [*combinations.check(given), *method_checks.check_flags(given)]
 
 
 def _completed(flat: argparse.Namespace) -> argparse.Namespace:
