@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from arlopti_testing.preflight_command import changed
 
-from arlopti_openrlhf.cli import train_ppo_ray
-from arlopti_openrlhf.ops.preflight import data, values
+from arlopti_openrlhf.ops.preflight import data
 from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
 
-MINE = {"reward__remote_url": ["mine.py"]}
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
 
 
@@ -34,9 +32,8 @@ def check(tmp_path, tiny_model):
     def run(given=None, **flags):
         load_tokenizer.cache_clear()  # a test may change the model
         path = write(tmp_path / "d.jsonl", [row(i) for i in range(8)] if given is None else given)
-        run_flags = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": path} | MINE
-        args = changed(**run_flags | flags)
-        return ["!" * finding.is_fatal + str(finding) for finding in (*values.check(args), *data.check(args))]
+        args = changed(**{"actor__model_name_or_path": tiny_model, "data__prompt_dataset": path} | flags)
+        return ["!" * finding.is_fatal + str(finding) for finding in data.check(args)]
 
     return run
 
@@ -52,8 +49,8 @@ def test_good_data_has_no_finding(check, tmp_path):
     assert check(data__label_key=None) == []
 
 
-TEXT = {"data__apply_chat_template": False}
-KEY, SET, FORM = "--data.label_key label: ", "!--data.prompt_dataset ", "--data.input_template "
+MINE, TEXT = {"reward__remote_url": ["mine.py"]}, {"data__apply_chat_template": False}
+KEY, SET = "--data.label_key label: ", "!--data.prompt_dataset "
 
 
 @pytest.mark.parametrize(
@@ -72,9 +69,6 @@ KEY, SET, FORM = "--data.label_key label: ", "!--data.prompt_dataset ", "--data.
             SET,
             "chat messages, which only a chat template turns into text (and 2 more rows); add --data.apply",
         ),
-        ({}, TEXT | {"data__input_template": "Q: {} {name}"}, "!" + FORM, "Python's format cannot fill it (KeyError"),
-        ({}, TEXT | {"data__input_template": r"Q: {}\n"}, FORM, "no line break"),
-        ({}, {"data__input_template": "Q: {}"}, FORM, "unused with --data.apply_chat_template"),
         # Labels.
         ({"label": None}, {}, f"!{KEY}1 of 3 rows have no value there", "d.jsonl, row 2;"),
         ({"label": None}, MINE, f"{KEY}1 of 3 rows have no value there", "d.jsonl, row 2;"),
@@ -98,9 +92,8 @@ KEY, SET, FORM = "--data.label_key label: ", "!--data.prompt_dataset ", "--data.
     ],
 )
 def test_a_mistake_is_one_finding(check, change, flags, start, problem):
-    found = check([row(0), row(1, **change), row(2)], **{"reward__remote_url": ["kk"]} | flags)
-    found = found if "input_template" not in start else [line for line in found if "input_template" in line]
-    assert len(found) == 1 and found[0].startswith(start) and problem in found[0]
+    [found] = check([row(0), row(1, **change), row(2)], **{"reward__remote_url": ["kk"]} | flags)
+    assert found.startswith(start) and problem in found
 
 
 @pytest.mark.parametrize(
@@ -206,24 +199,6 @@ def test_prompts_and_their_lengths_are_those_of_the_run(tmp_path, tiny_model):
     theirs = [preprocess_data(one, None, "prompt", "label", tokenizer.apply_chat_template) for one in given]
     assert data.first_prompts(args, 3) == theirs
     assert load_tokenizer(Path(tiny_model)).get_vocab() == tokenizer.get_vocab()
-
-
-def test_a_template_without_a_place_for_the_prompt(tiny_data, capsys):
-    """OpenRLHF drops it with a warning, so it is looked at as the user gave it."""
-    flags = ["--actor.model_name_or_path", "x", "--data.prompt_dataset", tiny_data, "--data.input_template", "Q:"]
-    with pytest.raises(SystemExit):
-        train_ppo_ray.parse([*flags, "--reward.remote_url", "kk"])
-    assert (
-        "argument --data.input_template 'Q:': it has no {}, so OpenRLHF would leave it out" in capsys.readouterr().err
-    )
-
-
-def test_probabilities_of_the_data_sets(check, tmp_path):
-    two = f"{tmp_path / 'd.jsonl'},{tmp_path / 'd.jsonl'}"
-    assert check(data__prompt_dataset=two, data__prompt_probs="0.3,0.7") == []
-    for wrong in ("0.3", "0.3,0.6", "a,b", "1.5,-0.5"):
-        [found] = check(data__prompt_dataset=two, data__prompt_probs=wrong)
-        assert found.startswith(f"!--data.prompt_probs {wrong}: no probabilities for 2 data sets")
 
 
 def test_of_a_large_file_the_beginning_is_read(check, tmp_path, monkeypatch):
