@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from arlopti_openrlhf.ops.preflight import interval
+from arlopti_openrlhf.ops.preflight import values
 
 Number = TypeVar("Number", int, float)
 
@@ -24,7 +24,7 @@ def _type(kind: type[Number], range_: str, description: str) -> Callable[[str], 
     def parse(text: str) -> Number:
         with suppress(ValueError):
             value = kind(text)
-            if interval.contains(range_, value):
+            if values.contains(range_, value):
                 return value
         raise argparse.ArgumentTypeError(f"{text} is not {description}")
 

@@ -44,7 +44,7 @@ def check_files(parser: argparse.ArgumentParser, flag: str, files: Iterable[str]
 def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[str]) -> None:
     """Refuse models that could not be loaded. The hub has to have what is not on this machine."""
     for name in models:
-        _check_model(parser, flag, name, model.check_folder(flag, name))
+        _check_model(parser, flag, name, list(model.check_folder(flag, name)))
 
 
 def check_tokenizer(parser: argparse.ArgumentParser, name: str) -> None:

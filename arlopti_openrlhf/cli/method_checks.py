@@ -1,16 +1,16 @@
 """Checks the flags of the methods and of how the update is computed, and tries the token methods."""
 
-from contextlib import closing
+from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 
 from arlopti_openrlhf import methods
 from arlopti_openrlhf.activation_memory import bytes_per_token
-from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+from arlopti_openrlhf.ops.preflight import probe
 from arlopti_openrlhf.ops.preflight.combinations import rollout_samples
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.images import is_vision_language
-from arlopti_openrlhf.ops.preflight.update import Update
+from arlopti_openrlhf.ops.preflight.memory import Update
 
 # How the update is computed, as --actor.update says it.
 STOCK, SELECTIVE = "stock", "selective"
@@ -21,50 +21,38 @@ NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
 _NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
 _FLAG = "--algo.token_method"
 PROBE_SECONDS = 30.0  # for the import of files and their answers
-_UNLIMITED = 2.0**20  # GiB
 
 
-def check_flags(args: SimpleNamespace) -> list[Finding]:
-    """Return what cannot go together in the nested arguments as the user gave them."""
-    return [*_check_lopti(args), *_check_token_methods(args), *_check_update(args)]
+def check_flags(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield what cannot go together in the nested arguments as the user gave them."""
+    yield from _check_lopti(args)
+    yield from _check_token_methods(args)
+    yield from _check_update(args)
 
 
-def check_methods(args: SimpleNamespace) -> list[Finding]:
-    """Return what is wrong with the token methods: they have to load, take their arguments, and weigh made-up tokens.
-
-    Args:
-        args: upstream's nested arguments, as its `train` gets them.
-    """
-    sources, arguments = methods.requested(args.algo)
+def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield what is wrong with the token methods, which load, take their arguments and weigh made-up tokens."""
     if not args.algo.token_method and not args.algo.token_method_args:
-        return []  # the parser has looked at the flags of AR and Lopti
+        return  # the parser has looked at the flags of AR and Lopti
+    sources, arguments = methods.requested(args.algo)
     given = " ".join(sources)
-    with closing(
-        WorkerPool("arlopti_openrlhf.token_method:describe", 1, PROBE_SECONDS, memory_gib=_UNLIMITED)
-    ) as pool:
-        try:
-            answer = pool.call(sources, arguments)
-        except TimedOut:
-            answer = {"problem": f"no weights for {PROBE_SECONDS:g} s, the import of the files included"}
-        except Died:
-            answer = {"problem": "the process that asks for weights ends"}
-        except (Raised, RuntimeError) as error:
-            answer = {"problem": f"cannot be asked: {str(error).strip()[-200:]}"}
+    describe = "arlopti_openrlhf.token_method:describe"
+    try:
+        answer = probe.ask(describe, sources, arguments, seconds=PROBE_SECONDS).result()
+    except probe.NO_ANSWER as error:
+        answer = {"problem": f"no weights: {probe.reason(error)}"}
     if answer["problem"]:
-        return [Finding(_FLAG, given, answer["problem"], "correct the method or --algo.token_method_args")]
-    findings = []
+        yield Finding(_FLAG, given, answer["problem"], "correct the method or --algo.token_method_args")
+        return
     if readers := ", ".join(answer["reading_entropies"]):
         if is_vision_language(args):
             problem = f"{readers} needs entropies, which the update of a vision-language model does not give"
-            findings.append(Finding(_FLAG, given, problem, "take another method, or a text model"))
+            yield Finding(_FLAG, given, problem, "take another method, or a text model")
         elif not is_selective(args):
             problem = f"{readers} needs entropies, which the selective update alone gives"
-            findings.append(Finding(_FLAG, given, problem, "give --actor.update selective, or another method"))
+            yield Finding(_FLAG, given, problem, "give --actor.update selective, or another method")
     if answer["passes"] > 1 and args.actor.lr_scheduler in NOT_BY_STEPS:
-        problem = f"does not follow from the number of steps, of which {given} takes {answer['passes']} times as many"
-        remedy = "choose a schedule that does, such as constant"
-        findings.append(Finding("--actor.lr_scheduler", args.actor.lr_scheduler, problem, remedy))
-    return findings
+        yield _not_by_steps(args, f"of which {given} takes {answer['passes']} times as many")
 
 
 def describe_update(args: SimpleNamespace) -> Update:
@@ -100,48 +88,46 @@ def is_selective(args: SimpleNamespace) -> bool:
     return uses_methods(args) and needs_stock_update(args) is None
 
 
-def _check_lopti(args: SimpleNamespace) -> list[Finding]:
-    lopti, findings = args.algo.lopti, []
+def _not_by_steps(args: SimpleNamespace, why: str) -> Finding:
+    problem = f"does not follow from the number of steps, {why}"
+    return Finding.of(args, "actor.lr_scheduler", problem, "choose a schedule that does, such as constant")
+
+
+def _check_lopti(args: SimpleNamespace) -> Iterator[Finding]:
+    lopti = args.algo.lopti
     if lopti.eta is not None and lopti.quantile is not None:
         problem = f"given together with --algo.lopti.eta {lopti.eta}"
-        findings.append(Finding("--algo.lopti.quantile", lopti.quantile, problem, "give one of the two, in (0, 1)"))
+        yield Finding.of(args, "algo.lopti.quantile", problem, "give one of the two, in (0, 1)")
     for name, default in LOPTI_DEFAULTS.items():
-        value = vars(lopti)[name]
-        if not uses_lopti(args) and value != default:
+        if not uses_lopti(args) and vars(lopti)[name] != default:
             remedy = "give --algo.lopti.eta or --algo.lopti.quantile, in (0, 1), or --algo.token_method lopti"
-            findings.append(Finding(f"--algo.lopti.{name}", value, "Lopti is off", remedy))
+            yield Finding.of(args, f"algo.lopti.{name}", "Lopti is off", remedy)
     if lopti.groups != "both" and lopti.order != "low_first":
         problem = f"there is no order, since --algo.lopti.groups is {lopti.groups}"
-        findings.append(Finding("--algo.lopti.order", lopti.order, problem, "leave one of the two out"))
+        yield Finding.of(args, "algo.lopti.order", problem, "leave one of the two out")
     if uses_lopti(args) and args.actor.lr_scheduler in NOT_BY_STEPS:
-        problem = "does not follow from the number of steps, which Lopti doubles"
-        remedy = "choose a schedule that does, such as constant"
-        findings.append(Finding("--actor.lr_scheduler", args.actor.lr_scheduler, problem, remedy))
-    return findings
+        yield _not_by_steps(args, "which Lopti doubles")
 
 
-def _check_token_methods(args: SimpleNamespace) -> list[Finding]:
+def _check_token_methods(args: SimpleNamespace) -> Iterator[Finding]:
     """Refuse what goes against other flags. `check_methods` loads the methods."""
     names = [methods.name_of(source) for source in methods.requested(args.algo)[0]]
-    others, findings = [name for name in names if name not in ("ar", "lopti")], []
+    others = [name for name in names if name not in ("ar", "lopti")]
     if others and args.actor.policy_loss_type == "gspo":
         problem = "cannot go with --actor.policy_loss_type gspo, which has one ratio for a sequence"
-        findings.append(Finding(_FLAG, " ".join(others), problem, "set that to ppo"))
-    if not names:
-        given = {"args": " ".join(args.algo.token_method_args), "normalize": args.algo.token_method_normalize}
-        for name, value in given.items():
-            if value:
-                findings.append(Finding(f"{_FLAG}_{name}", value, "there is no token method", f"give {_FLAG}"))
-    return findings
+        yield Finding(_FLAG, " ".join(others), problem, "set that to ppo")
+    given = {"args": " ".join(args.algo.token_method_args), "normalize": args.algo.token_method_normalize}
+    for name, value in given.items():
+        if value and not names:
+            yield Finding(f"{_FLAG}_{name}", value, "there is no token method", f"give {_FLAG}")
 
 
-def _check_update(args: SimpleNamespace) -> list[Finding]:
-    findings = []
+def _check_update(args: SimpleNamespace) -> Iterator[Finding]:
     stock_only = needs_stock_update(args)
     if args.actor.update == SELECTIVE and stock_only:
         problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
         remedy = f"set that to {_NEEDS_STOCK_UPDATE[stock_only]}, or --actor.update to stock"
-        findings.append(Finding("--actor.update", args.actor.update, problem, remedy))
+        yield Finding.of(args, "actor.update", problem, remedy)
     batch, rollout = args.train.batch_size, rollout_samples(args)
     if trains_in_passes(args) and (batch < 1 or rollout < batch or rollout % batch):
         # AR's flag has always been allowed there, on the stock actor.
@@ -150,5 +136,4 @@ def _check_update(args: SimpleNamespace) -> list[Finding]:
         if is_ar_alone:
             problem = f"does not divide the rollout batch, of which {rollout % batch} samples are left out"
         remedy = f"give a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
-        findings.append(Finding("--train.batch_size", batch, problem, remedy, is_fatal=not is_ar_alone))
-    return findings
+        yield Finding.of(args, "train.batch_size", problem, remedy, is_fatal=not is_ar_alone)

@@ -33,7 +33,7 @@ def main() -> None:
     Raises:
         SystemExit: with status 2 where the run cannot start, and 0 after `--help` and `--dry-run`.
     """
-    of_openrlhf = check_openrlhf()
+    of_openrlhf = list(check_openrlhf())
     check.refuse_if_fatal(of_openrlhf)  # before the parser, which is OpenRLHF's own
     flat = command_line.parse(sys.argv[1:])
     credentials.hide(flat)
@@ -41,10 +41,10 @@ def main() -> None:
     args, upstream_findings = command_line.check(_completed(flat))
     check.run(
         args,
-        of_openrlhf + _check_flags(given) + run_folders.check(args) + same_run.check(kept, args),
+        [*of_openrlhf, *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
         upstream_findings,
         method_checks.describe_update(args),
-        {"token methods": method_checks.check_methods},
+        [method_checks.check_methods],
     )
     with run_folders.held(args):
         if checkpoint_files.are_saved(args):
@@ -134,7 +134,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _check_flags(given: SimpleNamespace) -> list[Finding]:
     """Return what cannot go together in the nested arguments as the user gave them."""
-    return combinations.check(given) + method_checks.check_flags(given)
+    return [*combinations.check(given), *method_checks.check_flags(given)]
 
 
 def _completed(flat: argparse.Namespace) -> argparse.Namespace:

@@ -61,8 +61,8 @@ def test_a_mistake_is_one_finding(flags, said):
             "mine: weigh returned -0.105361 for a token of π_old 0.9 and advantage 1: negative",
         ),
         ("return 1e7 / tokens.probabilities\n", "mine: weigh returned 1e+10 for a made-up token, and at most 1e+06"),
-        ("import os; os._exit(1)\n", "the process that asks for weights ends"),
-        ("import time; time.sleep(60)\n", "no weights for 5 s"),
+        ("import os; os._exit(1)\n", "no weights: its process ends"),
+        ("import time; time.sleep(60)\n", "no weights: no result after 5 s"),
         ("print('noise'); return tokens.entropies\n", "mine: weigh returned NoneType, where a tensor is due"),
     ],
 )

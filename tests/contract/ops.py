@@ -37,7 +37,7 @@ ENTRIES = (
     (text, COMMAND, "train", "remote_rm_url=args.reward.remote_url,",
      "cli.train_ppo_ray: kk and math reach the engines as they are"),
     (text, COMMAND, "", 'args.reward.remote_url = args.reward.remote_url.split(",")',
-     "ops.preflight.combinations._check_reward_source"),
+     "ops.preflight.combinations.check"),
     (text, COMMAND, "train",
      "args.actor.num_nodes * args.actor.num_gpus_per_node == args.vllm.num_engines * args.vllm.tensor_parallel_size",
      "ops.preflight.placement.check: says it before Ray starts"),

@@ -1,12 +1,8 @@
-"""Runs the checks, and prints what they find in one list.
-
-A check is a function of upstream's nested arguments, as its `train` gets them, that returns findings. Where one fails
-itself, that is a finding too.
-"""
+"""Runs the checks, and prints what they find in one list. Where a check fails itself, that is a finding too."""
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,41 +19,27 @@ from arlopti_openrlhf.ops.preflight import (
     reward,
     values,
 )
-from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.update import STOCK, Update
+from arlopti_openrlhf.ops.preflight.finding import Check, Finding
 
-Check = Callable[[SimpleNamespace], list[Finding]]
-
-
-def quick_checks(update: Update) -> dict[str, Check]:
-    """Return the checks that look at the arguments alone."""
-    return {
-        "values": values.check,
-        "batches": partial(batches.check, update=update),
-    }
-
-
-def thorough_checks(update: Update) -> dict[str, Check]:
-    """Return the checks that look at files and at the machine, ask the reward function, and may import PyTorch."""
-    return {
-        "placement": placement.check,
-        "machine": machine.check,
-        "clusters": clusters.check,
-        "disk": disk.check,
-        "memory": partial(memory.check, update=update),
-        "model": model.check,
-        "images": images.check,
-        "data": data.check,
-        "reward": reward.check,
-    }
+# These look at files and at the machine, ask the reward function, and may import PyTorch.
+THOROUGH: tuple[Check, ...] = (
+    placement.check,
+    machine.check,
+    clusters.check,
+    disk.check,
+    model.check,
+    images.check,
+    data.check,
+    reward.check,
+)
 
 
 def run(
     args: SimpleNamespace,
-    findings: list[Finding],
-    upstream_findings: list[Finding],
-    update: Update = STOCK,
-    own_checks: Mapping[str, Check] | None = None,
+    findings: Iterable[Finding],
+    upstream_findings: Iterable[Finding],
+    update: memory.Update,
+    own_checks: Iterable[Check] = (),
 ) -> None:
     """Check everything, and print one list. Warnings alone stop nothing.
 
@@ -66,23 +48,21 @@ def run(
         findings: what is known to be wrong with them already.
         upstream_findings: what upstream's own checks say against them.
         update: how the update is computed.
-        own_checks: the caller's own thorough checks by name.
+        own_checks: the caller's own thorough checks.
 
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
-    quick, thorough = quick_checks(update), thorough_checks(update) | dict(own_checks or {})
-    findings = findings + [finding for name, check in quick.items() for finding in _run(name, check, args)]
+    findings = [*findings, *_run(values.check, args), *_run(partial(batches.check, update=update), args)]
     findings += _news(upstream_findings, findings)
     # Skip the slow checks if the quick ones failed: most of their findings would be consequences.
     if args.dry_run or not any(finding.is_fatal for finding in findings):
-        for name, check in thorough.items():
-            findings += _news(_run(name, check, args), findings)
-    is_fatal = any(finding.is_fatal for finding in findings)
+        thorough: list[Check] = [*THOROUGH, partial(memory.check, update=update), *own_checks]
+        for check in thorough:
+            findings += _news(_run(check, args), findings)
+    refuse_if_fatal(findings)
     if findings:
         print(listed(findings), file=sys.stderr, flush=True)
-    if is_fatal:
-        sys.exit(2)
     if args.dry_run:
         if estimate := memory.describe(args, update):
             print(f"arlopti_openrlhf: {estimate}")
@@ -106,16 +86,16 @@ def listed(findings: list[Finding]) -> str:
     return "\n".join([head, *(f"  {'error' if f.is_fatal else 'warning'}: {f}" for f in ordered)])
 
 
-def _run(name: str, check: Check, args: SimpleNamespace) -> list[Finding]:
+def _run(check: Check, args: SimpleNamespace) -> Iterator[Finding]:
     try:
-        return check(args)
+        yield from check(args)
     except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        problem = f"the check of {name} failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        return [Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)]
+        problem = f"a check failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        yield Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)
 
 
-def _news(findings: list[Finding], earlier: list[Finding]) -> list[Finding]:
+def _news(findings: Iterable[Finding], earlier: Iterable[Finding]) -> list[Finding]:
     """Return the findings without those of a flag that has to be changed anyway."""
     refused = {finding.flag for finding in earlier if finding.is_fatal and finding.flag}
     return [finding for finding in findings if finding.flag not in refused]

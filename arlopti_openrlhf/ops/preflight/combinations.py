@@ -1,34 +1,38 @@
 """Flags that cannot go together. The parser refuses them too."""
 
+from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
-# What makes a run depend on when things happen, and why.
-_NOT_DETERMINISTIC = {
-    "train.async_enable": "which weights generate a sample depends on how long the steps take",
-    "train.agent_func_path": "the requests of an agent's later turns reach vLLM as they come",
-}
-# Flags that images cannot go with, with the value at which each is off, and why. OpenRLHF itself refuses packing and a
-# critic, but not what switches packing on.
-_NOT_WITH_IMAGES = {
-    "train.dynamic_batch_enable": (False, "it packs the samples"),
-    "ds.ring_attn_size": (1, "it packs the samples"),
-    "ds.use_liger_kernel": (False, "it knows text models alone"),
-}
+_IMAGES, _DETERMINISTIC = "data.max_images_per_prompt", "train.deterministic"
+# A flag, another that it cannot go with, the value at which that one is off, and why. OpenRLHF itself refuses packing
+# and a critic for images, but not what switches packing on.
+_EXCLUSIVE = (
+    (_DETERMINISTIC, "train.async_enable", False, "how long steps take decides which weights generate a sample"),
+    (_DETERMINISTIC, "train.agent_func_path", None, "the requests of an agent's later turns reach vLLM as they come"),
+    (_IMAGES, "train.dynamic_batch_enable", False, "it packs the samples"),
+    (_IMAGES, "ds.ring_attn_size", 1, "it packs the samples"),
+    (_IMAGES, "ds.use_liger_kernel", False, "it knows text models alone"),
+)
 
 
-def check(args: SimpleNamespace) -> list[Finding]:
-    """Return what cannot go together in the nested arguments as the user gave them."""
-    return [
-        *_check_reward_source(args),
-        *_check_evaluation(args),
-        *_check_determinism(args),
-        *_check_template(args),
-        *_check_images(args),
-    ]
+def check(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield what cannot go together in the nested arguments as the user gave them."""
+    for flag, other, off, why in _EXCLUSIVE:
+        value = attrgetter(other)(args)
+        if attrgetter(flag)(args) and value != off:
+            yield Finding.of(args, flag, f"cannot go with --{other} {value}: {why}", "leave one of the two out")
+    # OpenRLHF would leave this template out. `values` looks at the others.
+    template = args.data.input_template
+    if template and "{}" not in template and not args.data.apply_chat_template:
+        problem = "it has no {}, so OpenRLHF would leave it out"
+        remedy = "put {} where the prompt belongs, or leave the flag out"
+        yield Finding("--data.input_template", repr(template), problem, remedy)
+    yield from _check_reward_source(args)
+    yield from _check_evaluation(args)
 
 
 def loads_reference(args: SimpleNamespace) -> bool:
@@ -44,59 +48,23 @@ def rollout_samples(args: SimpleNamespace) -> int:
     return args.rollout.batch_size * args.rollout.n_samples_per_prompt
 
 
-def _check_reward_source(args: SimpleNamespace) -> list[Finding]:
+def _check_reward_source(args: SimpleNamespace) -> Iterator[Finding]:
     """Refuse what could give no reward. OpenRLHF would find that out only after the first rollout."""
-    source = args.reward.remote_url
-    if not source or args.train.agent_func_path:
-        return []
-    first, *others = source.split(",")
-    is_file = first in REWARD_FILES or first.endswith(".py")
-    if not (is_file and others) and (is_file or all("://" in part for part in (first, *others))):
-        return []
-    allowed = f"{', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
-    return [Finding("--reward.remote_url", source, "is no source of rewards", f"give {allowed}")]
+    if not args.reward.remote_url or args.train.agent_func_path:
+        return
+    sources = args.reward.remote_url.split(",")
+    is_file = sources[0] in REWARD_FILES or sources[0].endswith(".py")
+    if len(sources) > 1 if is_file else not all("://" in source for source in sources):
+        allowed = f"{', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
+        yield Finding.of(args, "reward.remote_url", "is no source of rewards", f"give {allowed}")
 
 
-def _check_template(args: SimpleNamespace) -> list[Finding]:
-    """Refuse a template that OpenRLHF would leave out. `ops.preflight.data` looks at the others."""
-    template = args.data.input_template
-    if not template or "{}" in template or args.data.apply_chat_template:
-        return []
-    problem = "it has no {}, so OpenRLHF would leave it out"
-    remedy = "put {} where the prompt belongs, or leave the flag out"
-    return [Finding("--data.input_template", repr(template), problem, remedy)]
-
-
-def _check_images(args: SimpleNamespace) -> list[Finding]:
-    wanted, flag = args.data.max_images_per_prompt, "--data.max_images_per_prompt"
-    if wanted < 0:
-        return [Finding(flag, wanted, "is no number of images", "give a number from 0 on")]
-    return [
-        Finding(flag, wanted, f"cannot go with --{other} {attrgetter(other)(args)}: {why}", "leave one of the two out")
-        for other, (off, why) in _NOT_WITH_IMAGES.items()
-        if wanted and attrgetter(other)(args) != off
-    ]
-
-
-def _check_evaluation(args: SimpleNamespace) -> list[Finding]:
+def _check_evaluation(args: SimpleNamespace) -> Iterator[Finding]:
     evaluates = args.eval.dataset and args.eval.steps != -1
-    findings = []
     if args.eval.sampling and not evaluates:
         patterns = " ".join(sampling.pattern for sampling in args.eval.sampling)
         remedy = "give --eval.dataset and --eval.steps"
-        findings.append(Finding("--eval.sampling", patterns, "nothing is evaluated", remedy))
+        yield Finding("--eval.sampling", patterns, "nothing is evaluated", remedy)
     if evaluates and not args.reward.remote_url and not args.train.agent_func_path:
-        problem = "OpenRLHF's evaluation asks no reward model"
         remedy = "give --reward.remote_url or --train.agent_func_path"
-        findings.append(Finding("--eval.dataset", args.eval.dataset, problem, remedy))
-    return findings
-
-
-def _check_determinism(args: SimpleNamespace) -> list[Finding]:
-    if not args.train.deterministic:
-        return []
-    return [
-        Finding("--train.deterministic", True, f"cannot go with --{flag}: {why}", "leave one of the two out")
-        for flag, why in _NOT_DETERMINISTIC.items()
-        if attrgetter(flag)(args)
-    ]
+        yield Finding.of(args, "eval.dataset", "OpenRLHF's evaluation asks no reward model", remedy)

@@ -1,26 +1,35 @@
 """What a check of the pre-flight says."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from types import SimpleNamespace
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Says that a run with these flags would fail, or would not do what its user wants.
+    """A reason why a run with these flags would fail, or would not do what its user wants."""
 
-    Attributes:
-        flag: the flag at fault, as in `--data.max_len`. Empty where no flag is.
-        value: its value, as the user gave it.
-        problem: what is wrong.
-        remedy: what to do.
-        is_fatal: the run cannot start. Otherwise it starts, and the finding is a warning.
-    """
-
-    flag: str
-    value: object
+    flag: str  # the flag or variable at fault, as in `--data.max_len`. Empty where there is none
+    value: object  # as the user gave it
     problem: str
     remedy: str
-    is_fatal: bool = True
+    is_fatal: bool = True  # the run cannot start. Otherwise it starts, and the finding is a warning
+
+    @classmethod
+    def of(cls, args: SimpleNamespace, flag: str, problem: str, remedy: str, is_fatal: bool = True) -> "Finding":
+        """Return a finding about a flag of the arguments, such as "data.max_len", with the value that it has there."""
+        return cls(f"--{flag}", attrgetter(flag)(args), problem, remedy, is_fatal)
 
     def __str__(self) -> str:
         subject = f"{self.flag} {self.value}: " if self.flag else ""
         return f"{subject}{self.problem}; {self.remedy}"
+
+
+def first_of(problems: Sequence[str], others: str = "more") -> str:
+    """Return the first problem, and how many others there are."""
+    return problems[0] + (f" (and {len(problems) - 1} {others})" if len(problems) > 1 else "")
+
+
+# A check looks at upstream's nested arguments, as its `train` gets them.
+Check = Callable[[SimpleNamespace], Iterable[Finding]]

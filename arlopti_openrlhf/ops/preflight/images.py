@@ -1,39 +1,33 @@
 """Checks a run of a vision-language model: that model, flags and data agree on images."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.local_model import local_folder, read_json
 from arlopti_openrlhf.ops.preflight.rows import Row
 
-_FLAG = "--data.max_images_per_prompt"
+_MOST = "data.max_images_per_prompt"
 _TAG = "<image>"
 
 
-def check(args: SimpleNamespace) -> list[Finding]:
-    """Return why the policy could not take images, or could not be loaded with them.
-
-    Args:
-        args: upstream's nested arguments, as its `train` gets them.
-    """
-    name, wanted = args.actor.model_name_or_path, args.data.max_images_per_prompt
+def check(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield why the policy could not take images, or could not be loaded with them."""
     has_vision = is_vision_language(args)
-    if wanted and has_vision is False:
-        problem = f"{name} takes no images: its config.json has no vision_config"
-        return [Finding(_FLAG, wanted, problem, "leave the flag out, or take a vision-language model")]
-    if has_vision and importlib.util.find_spec("torchvision") is None:
+    if args.data.max_images_per_prompt and has_vision is False:
+        problem = f"{args.actor.model_name_or_path} takes no images: its config.json has no vision_config"
+        yield Finding.of(args, _MOST, problem, "leave the flag out, or take a vision-language model")
+    elif has_vision and importlib.util.find_spec("torchvision") is None:
         problem = "vision-language models need torchvision, in transformers and in vLLM, and it is not installed"
-        return [Finding("--actor.model_name_or_path", name, problem, "install the build that fits this PyTorch")]
-    return []
+        yield Finding.of(args, "actor.model_name_or_path", problem, "install the build that fits this PyTorch")
 
 
 def is_vision_language(args: SimpleNamespace) -> bool | None:
     """Return whether the policy is a vision-language model, as upstream's `is_vlm_model` decides. None: not known."""
-    folder = local_folder(args.actor.model_name_or_path) if args.actor.model_name_or_path else None
+    folder = local_folder(args.actor.model_name_or_path)
     try:
         config = read_json(folder / "config.json") if folder else {}
     except ValueError:
@@ -41,41 +35,39 @@ def is_vision_language(args: SimpleNamespace) -> bool | None:
     return "vision_config" in config if config else None
 
 
-def check_rows(flag: str, value: str, rows: Sequence[tuple[str, Row]], args: SimpleNamespace) -> list[Finding]:
-    """Return what is wrong with the images of a data set.
+def check_rows(flag: str, value: str, rows: Sequence[Row], args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield what is wrong with the images of a data set.
 
     Args:
         flag, value: where the data set was named.
-        rows: where each row stands, and the row.
+        rows: its rows, the first of which is row 1.
         args: upstream's nested arguments, as its `train` gets them.
     """
     key, most = args.data.image_key, args.data.max_images_per_prompt
-    with_images = [(where, row, images) for where, row in rows if (images := _images(row.get(key)))]
-    if not with_images:
-        if not most:
-            return []
-        keys = ", ".join(sorted({name for _, row in rows[:1000] for name in row}))
-        return [Finding("--data.image_key", key, f"no row of {value} has images there", f"the keys are {keys}")]
-    if not most:
-        unasked = f"{len(with_images)} of {len(rows)} rows of {value} have images under {key}"
+    images_of = {number: images for number, row in enumerate(rows, start=1) if (images := _images(row.get(key)))}
+    if not images_of:
+        if most:
+            keys = ", ".join(sorted({name for row in rows[:1000] for name in row}))
+            yield Finding.of(args, "data.image_key", f"no row of {value} has images there", f"the keys are {keys}")
+    elif not most:
+        problem = f"{len(images_of)} of {len(rows)} rows of {value} have images under {key}"
         if is_vision_language(args):
-            largest = max(len(images) for _, _, images in with_images)
-            return [Finding(_FLAG, most, f"{unasked}, whose tokens vLLM would count twice", f"give {largest}")]
-        remedy = "take a vision-language model if it should see them"
-        return [Finding(_FLAG, most, f"{unasked}, and the policy is no vision-language model", remedy, is_fatal=False)]
-    bad = [(where, problem) for where, row, images in with_images if (problem := _problem(row, images, args))]
-    if not bad:
-        return []
-    others = f" (and {len(bad) - 1} more rows)" if len(bad) > 1 else ""
-    return [Finding(flag, value, f"{bad[0][0]}, {key}: {bad[0][1]}{others}", "correct these rows")]
+            remedy = f"give {max(map(len, images_of.values()))}"
+            yield Finding.of(args, _MOST, f"{problem}, and vLLM would count their tokens twice", remedy)
+        else:
+            problem += ", and the policy is no vision-language model"
+            remedy = "take a vision-language model if it should see them"
+            yield Finding.of(args, _MOST, problem, remedy, is_fatal=False)
+    else:
+        problems = {number: _problem(rows[number - 1], images, args) for number, images in images_of.items()}
+        bad = [f"row {number}, {key}: {problem}" for number, problem in problems.items() if problem]
+        if bad:
+            yield Finding(flag, value, first_of(bad, "more rows"), "correct these rows")
 
 
-def as_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return chat messages as upstream's `preprocess_data` hands them to the template: `<image>` in a text is a part.
-
-    Args:
-        messages: each with a `content`, a text or a list of parts.
-    """
+def as_messages(prompt: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt as upstream's `preprocess_data` hands it to the chat template: `<image>` in a text is a part."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [message | {"content": _parts(message["content"])} for message in messages]
 
 
@@ -95,7 +87,7 @@ def _images(value: Any) -> list:
 
 def _problem(row: Row, images: list, args: SimpleNamespace) -> str | None:
     if len(images) > (most := args.data.max_images_per_prompt):
-        return f"{len(images)} images, and {_FLAG} is {most}"
+        return f"{len(images)} images, and --{_MOST} is {most}"
     for image in images:
         # What is longer may be the image itself, in base64.
         if isinstance(image, str) and len(image) <= 256 and ":" not in image and not Path(image).is_file():
@@ -103,8 +95,7 @@ def _problem(row: Row, images: list, args: SimpleNamespace) -> str | None:
     prompt = row.get(args.data.input_key)
     if not args.data.apply_chat_template or not isinstance(prompt, str | list):
         return None
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    contents = [message["content"] for message in as_parts(messages)]
+    contents = [message["content"] for message in as_messages(prompt)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     places = sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
     return None if places == len(images) else f"{len(images)} images, and the prompt has {places} places ({_TAG})"

@@ -1,5 +1,6 @@
 """Reads a model that is on this machine with transformers: its folder, configuration, tokenizer and size."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -9,35 +10,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # Forms of a tokenizer that transformers reads. Where none is there, it makes an empty one and says nothing.
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tokenizer.tiktoken",
-    "tekken.json",
-)
+_TOKENIZERS = "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model tokenizer.tiktoken tekken.json".split()
 
 
 class ModelSize(NamedTuple):
-    """What the estimates of memory and disk depend on.
-
-    Attributes:
-        parameters: all of them.
-        hidden: size of the hidden states.
-        layers: number of layers.
-        vocabulary: number of tokens.
-    """
+    """What the estimates of memory and disk depend on."""
 
     parameters: int
-    hidden: int
+    hidden: int  # size of the hidden states
     layers: int
     vocabulary: int
 
 
-def local_folder(model: str) -> Path | None:
+def local_folder(model: str | None) -> Path | None:
     """Return the folder of a model: its own, or where the hub's cache keeps it. None where neither is there."""
+    if not model:
+        return None
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import try_to_load_from_cache
@@ -72,14 +60,14 @@ def load_config(folder: Path) -> "PreTrainedConfig":
     """Return the configuration of a model.
 
     Raises:
-        ValueError: it cannot be read, or transformers does not know the model's type.
+        OSError, ValueError: it cannot be read, or transformers does not know the model's type.
     """
     from transformers import AutoConfig
 
-    read_json(folder / "config.json")
     return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
 
 
+@functools.cache  # three checks use it, and a large one takes a second to load
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a model as the run loads it.
 
@@ -105,20 +93,21 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def read_size(folder: Path) -> ModelSize | None:
-    """Return the size of the model in a folder, or None where transformers cannot build it. No memory is taken."""
+def model_size(model: str | None) -> ModelSize | None:
+    """Return a model's size, or None where it is not here or transformers cannot build it. No memory is taken."""
+    folder = local_folder(model)
+    if folder is None:
+        return None
     import torch
     import transformers
 
     try:
         config = load_config(folder)
         name = (config.architectures or [""])[0]
+        build = getattr(transformers, name)._from_config if name else transformers.AutoModelForCausalLM.from_config
         with torch.device("meta"):
-            if name:
-                model = getattr(transformers, name)._from_config(config)
-            else:
-                model = transformers.AutoModelForCausalLM.from_config(config)
+            parameters = build(config).num_parameters()
         text = config.get_text_config()
-        return ModelSize(model.num_parameters(), text.hidden_size, text.num_hidden_layers, text.vocab_size)
+        return ModelSize(parameters, text.hidden_size, text.num_hidden_layers, text.vocab_size)
     except Exception:  # a model's class raises anything; the check of the model says what is wrong with it
         return None

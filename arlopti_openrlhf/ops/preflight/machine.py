@@ -1,15 +1,14 @@
-"""Checks what the run needs of this machine beside GPUs: packages, folders, open files, an address, shared memory."""
+"""Checks what the run needs of this machine besides GPUs: packages, folders, open files, shared memory."""
 
 import importlib.metadata
 import importlib.util
 import os
 import resource
 import shutil
-import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 
@@ -24,88 +23,68 @@ _OPEN_FILES = 1024
 _SHARED_MEMORY = 1 << 30  # bytes; NCCL and Ray's object store take it, and Docker gives 64 MiB
 
 
-def check(args: SimpleNamespace) -> list[Finding]:
-    """Return what the machine lacks."""
-    findings = [*_check_packages(args), *_check_folders(args), *_check_caches()]
+def check(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield what the machine lacks."""
+    yield from _check_packages(args)
+    # On another machine's cluster the folders of the run may be others.
+    for flag in ("ckpt.output_dir", "ckpt.path", "logger.tensorboard_dir"):
+        group, _, name = flag.partition(".")
+        folder = vars(vars(args)[group])[name]
+        if folder and (problem := _why_not_writable(Path(folder))):
+            remedy = "give a folder that this user can write to"
+            yield Finding.of(args, flag, problem, remedy, is_fatal=starts_cluster())
+    yield from _check_caches()
     if starts_cluster():
-        findings += [*_check_temporary(), *_check_open_files(), *_check_shared_memory()]
-    else:
-        findings += _check_address(os.environ["RAY_ADDRESS"])
-    return findings
+        yield from _check_own_cluster()
 
 
-def _check_packages(args: SimpleNamespace) -> list[Finding]:
-    needed = list(_PACKAGES)
-    needed += ["tensorboard"] if args.logger.tensorboard_dir else []
-    needed += ["wandb"] if args.logger.wandb.key else []
-    findings = [
-        Finding("", "", f"{name} is not installed", "install the stack, as with make setup")
-        for name in needed
-        if importlib.util.find_spec(name) is None
-    ]
-    for text in importlib.metadata.requires("openrlhf") or ():
-        requirement = Requirement(text)
-        if requirement.name not in _PACKAGES:
-            continue
+def _check_packages(args: SimpleNamespace) -> Iterator[Finding]:
+    needed = {"tensorboard": args.logger.tensorboard_dir, "wandb": args.logger.wandb.key}
+    for name in (*_PACKAGES, *filter(needed.get, needed)):
+        if importlib.util.find_spec(name) is None:
+            yield Finding("", "", f"{name} is not installed", "install the stack, as with make setup")
+    for requirement in map(Requirement, importlib.metadata.requires("openrlhf") or ()):
         try:
             installed = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:  # vLLM's builds have several names
             continue
-        if not requirement.specifier.contains(installed, prereleases=True):
+        if requirement.name in _PACKAGES and not requirement.specifier.contains(installed, prereleases=True):
             problem = f"{requirement.name} {installed} is installed, and OpenRLHF asks for {requirement.specifier}"
             remedy = f"pip install '{requirement.name}{requirement.specifier}' if the run fails"
-            findings.append(Finding("", "", problem, remedy, is_fatal=False))
-    return findings
+            yield Finding("", "", problem, remedy, is_fatal=False)
 
 
-def _check_folders(args: SimpleNamespace) -> list[Finding]:
-    """Check that what the run writes can be written. On another machine's cluster its folders may be others."""
-    folders = {"--ckpt.output_dir": args.ckpt.output_dir, "--ckpt.path": args.ckpt.path}
-    if args.logger.tensorboard_dir:
-        folders["--logger.tensorboard_dir"] = args.logger.tensorboard_dir
-    findings = []
-    for flag, folder in folders.items():
-        if problem := _why_not_writable(Path(folder)):
-            remedy = "give a folder that this user can write to"
-            findings.append(Finding(flag, folder, problem, remedy, is_fatal=starts_cluster()))
-    return findings
-
-
-def _check_caches() -> list[Finding]:
+def _check_caches() -> Iterator[Finding]:
     """Check the folders below HOME, or where variables lead them, without which a run ends in its first minute."""
     home = os.path.expanduser("~")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache"))
     hugging_face = Path(os.environ.get("HF_HOME") or cache / "huggingface")
-    folders = {
-        "HF_DATASETS_CACHE": (hugging_face / "datasets", "datasets prepares the prompts there"),
-        "TORCH_EXTENSIONS_DIR": (cache / "torch_extensions", "PyTorch builds DeepSpeed's C++ ops there"),
-    }
-    findings = []
-    for variable, (default, why) in folders.items():
+    for variable, default, why in (
+        ("HF_DATASETS_CACHE", hugging_face / "datasets", "datasets prepares the prompts there"),
+        ("TORCH_EXTENSIONS_DIR", cache / "torch_extensions", "PyTorch builds DeepSpeed's C++ ops there"),
+    ):
         folder = Path(os.environ.get(variable) or default)
         if problem := _why_not_writable(folder):
             name, value = (variable, folder) if os.environ.get(variable) else ("HOME", home)
-            findings.append(Finding(name, value, f"{folder}: {problem}, and {why}", f"set {variable}, or HOME"))
-    return findings
+            yield Finding(name, value, f"{folder}: {problem}, and {why}", f"set {variable}, or HOME")
 
 
-def _check_temporary() -> list[Finding]:
-    """Check the folder for temporary files. Python would take another than TMPDIR names, and not say so."""
-    return [
-        Finding(name, folder, problem, "make it, or name a folder that this user can write to")
-        for name in ("RAY_TMPDIR", "TMPDIR")
-        if (folder := os.environ.get(name))
-        and (problem := _why_not_writable(Path(folder)) if os.path.isdir(folder) else "there is no such folder")
-    ]
-
-
-def _check_open_files() -> list[Finding]:
-    """Check how many files a process may open. Ray raises its own limit as far as it may."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY or most >= _OPEN_FILES:
-        return []
-    problem = f"a process may open {most} files, and the processes of Ray and vLLM need more"
-    return [Finding("", "", problem, f"raise the hard limit: ulimit -Hn {_OPEN_FILES}, or more")]
+def _check_own_cluster() -> Iterator[Finding]:
+    """Check what Ray's processes need on the machine that they start on."""
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        # Python would take another folder than TMPDIR names, and not say so.
+        folder = os.environ.get(name)
+        is_there = folder and os.path.isdir(folder)
+        problem = _why_not_writable(Path(folder)) if folder and is_there else "there is no such folder"
+        if folder and problem:
+            yield Finding(name, folder, problem, "make it, or name a folder that this user can write to")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit as far as it may
+    if most != resource.RLIM_INFINITY and most < _OPEN_FILES:
+        problem = f"a process may open {most} files, and the processes of Ray and vLLM need more"
+        yield Finding("", "", problem, f"raise the hard limit: ulimit -Hn {_OPEN_FILES}, or more")
+    if os.path.isdir("/dev/shm") and (size := shutil.disk_usage("/dev/shm").total) < _SHARED_MEMORY:
+        problem = f"/dev/shm holds {size >> 20} MiB, and Ray's objects and NCCL's buffers are kept there"
+        yield Finding("", "", problem, "give a container more (docker run --shm-size=16g)", is_fatal=False)
 
 
 def _why_not_writable(folder: Path) -> str | None:
@@ -118,27 +97,3 @@ def _why_not_writable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"nothing can be written there: {error.strerror or error}"
-
-
-def _check_address(address: str) -> list[Finding]:
-    """Check that the cluster which RAY_ADDRESS names answers."""
-    if address == "auto":
-        return []
-    try:
-        parts = urlsplit(address if "://" in address else f"//{address}")
-        with socket.create_connection((parts.hostname or "", parts.port or 10001), timeout=3):
-            return []
-    except (OSError, ValueError) as error:
-        remedy = "start the cluster, correct the address, or unset RAY_ADDRESS to run on this machine alone"
-        return [Finding("RAY_ADDRESS", address, f"no Ray cluster answers there ({error})", remedy)]
-
-
-def _check_shared_memory() -> list[Finding]:
-    try:
-        size = shutil.disk_usage("/dev/shm").total
-    except OSError:  # another system than Linux
-        return []
-    if size >= _SHARED_MEMORY:
-        return []
-    problem = f"/dev/shm holds {size >> 20} MiB, and Ray's objects and NCCL's buffers are kept there"
-    return [Finding("", "", problem, "give a container more (docker run --shm-size=16g)", is_fatal=False)]

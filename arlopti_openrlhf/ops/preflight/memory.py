@@ -2,63 +2,62 @@
 
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
 from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
 from arlopti_openrlhf.ops.preflight.combinations import loads_reference
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.local_model import ModelSize, local_folder, read_size
-from arlopti_openrlhf.ops.preflight.update import STOCK, Update
+from arlopti_openrlhf.ops.preflight.local_model import ModelSize, model_size
 
 _GIB = 1 << 30
 
 
+class Update(NamedTuple):
+    """How a run computes its update, as far as checks depend on it."""
+
+    # Each rollout batch is trained in whole optimizer steps, and DeepSpeed is told where each of them ends. OpenRLHF's
+    # own loop carries a rest over to the next rollout batch.
+    takes_whole_steps: bool
+    keeps_logits: bool  # of a micro-batch, for its backward pass
+    # From hidden size, number of layers, size of the vocabulary and whether gradients are checkpointed: the bytes that
+    # training keeps per token for the layers and for the logits.
+    bytes_per_token: Callable[[int, int, int, bool], tuple[int, int]]
+
+
 class Estimate(NamedTuple):
-    """Holds the parts of the memory in bytes. It leaves out fragmentation and what CUDA itself takes.
+    """Parts of the memory of one of the actor's GPUs in bytes, without fragmentation and what CUDA itself takes."""
 
-    Attributes:
-        weights, gradients, optimizer: the actor's share on one rank.
-        others: reference, critic and reward models on the same GPU.
-        activations: of one micro-batch, with its logits.
-        vllm: what vLLM takes on the same GPU while it is awake. 0 where it has GPUs of its own.
-        peak: the largest sum at a time.
-    """
-
-    weights: float
+    weights: float  # of the actor, as are gradients and optimizer
     gradients: float
     optimizer: float
-    others: float
-    activations: float
-    vllm: float
-    peak: float
+    others: float  # reference, critic and reward models
+    activations: float  # of one micro-batch, with its logits
+    vllm: float  # while it is awake. 0 where it has GPUs of its own
+    peak: float  # the largest sum at a time
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {value / _GIB:.1f}" for name, value in self._asdict().items() if name != "peak")
         return f"{self.peak / _GIB:.1f} GiB ({parts})"
 
 
-def check(args: SimpleNamespace, update: Update = STOCK) -> list[Finding]:
-    """Return a warning where the estimate exceeds this machine's GPUs. It stops nothing, since it is an estimate."""
+def check(args: SimpleNamespace, update: Update) -> Iterator[Finding]:
+    """Warn where the estimate exceeds this machine's GPUs. It stops nothing, since it is an estimate."""
     total = gpu_memory() if starts_cluster() else None
     guess = estimate(args, total, update) if total else None
-    if not guess or not total or guess.peak <= total:
-        return []
-    problem = f"the peak memory per GPU is estimated at {guess}, and the smallest GPU has {total / _GIB:.1f} GiB"
-    remedy = "more ranks, --ds.zero_stage 3, --train.micro_batch_size and --vllm.gpu_memory_utilization lower it"
-    return [Finding("--actor.num_gpus_per_node", args.actor.num_gpus_per_node, problem, remedy, is_fatal=False)]
+    if guess and total and guess.peak > total:
+        problem = f"the peak memory per GPU is estimated at {guess}, and the smallest GPU has {total / _GIB:.1f} GiB"
+        remedy = "more ranks, --ds.zero_stage 3, --train.micro_batch_size and --vllm.gpu_memory_utilization lower it"
+        yield Finding.of(args, "actor.num_gpus_per_node", problem, remedy, is_fatal=False)
 
 
-def describe(args: SimpleNamespace, update: Update = STOCK) -> str | None:
+def describe(args: SimpleNamespace, update: Update) -> str | None:
     """Return the estimate in words, or None where the model's size is not known."""
     total = gpu_memory()
     guess = estimate(args, total or 0, update)
-    if guess is None:
-        return None
-    there = (
-        f" of {total / _GIB:.1f} GiB" if total else ", without vLLM, since this machine has no GPU to take a share of"
-    )
-    return f"estimated peak memory per GPU of the actor: {guess}{there}"
+    there = f" of {total / _GIB:.1f} GiB" if total else ", without vLLM, as this machine has no GPU to take a share of"
+    return guess and f"estimated peak memory per GPU of the actor: {guess}{there}"
 
 
 def gpu_memory() -> int | None:
@@ -73,28 +72,21 @@ def gpu_memory() -> int | None:
         return None
 
 
-def estimate(args: SimpleNamespace, total: int, update: Update = STOCK) -> Estimate | None:
-    """Return the estimate for a GPU of the actor, or None where the model's size is not known.
-
-    Args:
-        args: upstream's nested arguments.
-        total: the GPU's memory in bytes, of which vLLM takes a share.
-        update: how the update is computed.
-    """
-    folder = local_folder(args.actor.model_name_or_path) if args.actor.model_name_or_path else None
-    size = read_size(folder) if folder else None
+def estimate(args: SimpleNamespace, total: int, update: Update) -> Estimate | None:
+    """Return the estimate, or None where the model's size is not known. `total` is the GPU's memory in bytes."""
+    size = model_size(args.actor.model_name_or_path)
     if size is None:
         return None
-    weights, gradients, optimizer = _states(args, size.parameters)
-    others = _frozen(args, "ref", size) + _beside(args, size)
+    states = _states(args, size.parameters)
+    others = _others(args, size.parameters, sum(states))
     activations = _activations(args, size, update)
     colocated = args.train.colocate_all and not args.train.async_enable
     vllm = args.vllm.gpu_memory_utilization * total if colocated else 0
-    resident = weights + gradients + optimizer + others
+    resident = sum(states) + others
     # One of the two may sleep while the other works.
     training = resident + activations + (0 if args.vllm.enable_sleep else vllm)
     generating = vllm + (others if args.ds.enable_sleep else resident)
-    return Estimate(weights, gradients, optimizer, others, activations, vllm, max(training, generating))
+    return Estimate(*states, others, activations, vllm, max(training, generating))
 
 
 def _states(args: SimpleNamespace, parameters: int) -> tuple[float, float, float]:
@@ -112,37 +104,30 @@ def _states(args: SimpleNamespace, parameters: int) -> tuple[float, float, float
     return weights, gradients, optimizer
 
 
-def _frozen(args: SimpleNamespace, name: str, size: ModelSize) -> float:
-    """Return the bytes of a reference or reward model on the actor's GPU."""
-    group = vars(args)[name]
-    shares = args.train.colocate_all or (name == "ref" and args.train.colocate_actor_ref)
-    if not shares or group.offload or (name == "ref" and not loads_reference(args)):
-        return 0
-    return 2 * size.parameters / (group.num_nodes * group.num_gpus_per_node if args.ds.zero_stage == 3 else 1)
-
-
-def _beside(args: SimpleNamespace, size: ModelSize) -> float:
-    """Return the bytes of critic and reward model on the actor's GPU, as if they were of the actor's size."""
-    if not args.train.colocate_all:
-        return 0
-    critic = sum(_states(args, size.parameters)) if args.critic.model_name_or_path else 0
-    return critic + (0 if args.reward.remote_url else _frozen(args, "reward", size))
+def _others(args: SimpleNamespace, parameters: int, critic: float) -> float:
+    """Return the bytes of reference, critic and reward model on the actor's GPU, as if all had the actor's size."""
+    is_there = {
+        "ref": loads_reference(args) and (args.train.colocate_all or args.train.colocate_actor_ref),
+        "reward": not args.reward.remote_url and args.train.colocate_all,
+    }
+    frozen = [vars(args)[name] for name in is_there if is_there[name] and not vars(args)[name].offload]
+    shards = [each.num_nodes * each.num_gpus_per_node if args.ds.zero_stage == 3 else 1 for each in frozen]
+    has_critic = args.critic.model_name_or_path and args.train.colocate_all
+    return sum(2 * parameters / number for number in shards) + (critic if has_critic else 0)
 
 
 def _activations(args: SimpleNamespace, size: ModelSize, update: Update) -> float:
     """Return the bytes of one micro-batch's activations and logits."""
-    if update.bytes_per_token is None:
-        return 0
     layers, logits = update.bytes_per_token(
         size.hidden, size.layers, size.vocabulary, args.actor.gradient_checkpointing_enable
     )
     is_dynamic = args.train.dynamic_batch_enable
-    samples = args.train.micro_batch_size
-    tokens = (args.train.max_tokens_per_gpu if is_dynamic else samples * args.data.max_len) / args.ds.ring_attn_size
+    most = args.train.max_tokens_per_gpu if is_dynamic else args.train.micro_batch_size * args.data.max_len
+    tokens = most / args.ds.ring_attn_size
     if update.keeps_logits:
         return tokens * (layers + logits)
+    if is_dynamic:
+        return tokens * layers
     # In place of logits more samples are taken, as far as a prompt has them.
     per_prompt = args.rollout.n_samples_per_prompt * args.data.max_len
-    return (
-        tokens * layers if is_dynamic else max(tokens * layers, min(per_prompt * layers, tokens * (layers + logits)))
-    )
+    return max(tokens * layers, min(per_prompt * layers, tokens * (layers + logits)))

@@ -1,42 +1,45 @@
 """Checks the folders of the models: configuration, whole weights, tokenizer, chat template."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.local_model import is_offline, load_config, load_tokenizer, local_folder, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_ACTOR = "--actor.model_name_or_path"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _DOWNLOAD = "download it first, for a check and a faster start"
 
 
-def check(args: SimpleNamespace) -> list[Finding]:
-    """Return what is wrong with the models that the run loads.
-
-    Args:
-        args: upstream's nested arguments, as its `train` gets them.
-    """
-    if not args.actor.model_name_or_path:
-        return [Finding("--actor.model_name_or_path", None, "there is no policy to train", "give a folder or a name")]
-    findings: list[Finding] = []
-    for flag, model in _models(args).items():
-        if args.use_ms and not Path(model).is_dir():
+def check(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield what is wrong with the models that the run loads, each once. The reference model is the actor."""
+    actor = args.actor.model_name_or_path
+    if not actor:
+        yield Finding(_ACTOR, None, "there is no policy to train", "give a folder or a name")
+        return
+    flags = {actor: _ACTOR}
+    flags.setdefault(args.critic.model_name_or_path, "--critic.model_name_or_path")
+    if not args.reward.remote_url:  # a source of rewards leaves no work to the model
+        flags.setdefault(args.reward.model_name_or_path, "--reward.model_name_or_path")
+    for model, flag in flags.items():
+        if not model or (args.use_ms and not Path(model).is_dir()):
             continue  # ModelScope has a cache of its own
-        of_model = check_folder(flag, model)
-        is_fatal = any(finding.is_fatal for finding in of_model)
-        if flag == "--actor.model_name_or_path" and not is_fatal and (folder := local_folder(model)):
-            of_model += _check_tokenizer(flag, model, folder, args) + _check_context(folder, args)
-        findings += of_model
-    return findings
+        findings = list(check_folder(flag, model))
+        yield from findings
+        folder = local_folder(model)
+        if flag == _ACTOR and folder and not any(finding.is_fatal for finding in findings):
+            yield from _check_tokenizer(model, folder, args)
+            yield from _check_context(folder, args)
 
 
-def check_folder(flag: str, model: str) -> list[Finding]:
-    """Return what keeps a model from being loaded: no folder, or one without a whole configuration or weights.
+def check_folder(flag: str, model: str) -> Iterator[Finding]:
+    """Yield what keeps a model from being loaded: no folder, or one without a whole configuration or weights.
 
     What the hub is to give, all of the model or a part, is a warning.
 
@@ -46,27 +49,14 @@ def check_folder(flag: str, model: str) -> list[Finding]:
     """
     folder = local_folder(model)
     if folder is None:
-        return [not_here(flag, model)]
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return [Finding(flag, model, "the folder cannot be read", "mend its permissions")]
-    problems = _config_problems(folder)
-    if not problems and _hub_completes(model) and _lacks_weights(folder):
-        problem = "not all of its weights are in the hub's cache, so the run downloads the rest, and none are checked"
-        return [Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)]
-    problems += _weight_problems(folder)
-    return [Finding(flag, model, problem, remedy) for problem, remedy in problems]
-
-
-def _models(args: SimpleNamespace) -> dict[str, str]:
-    """Return {flag: model} of what the run loads, each model once. The reference model is the actor."""
-    models = {
-        "--actor.model_name_or_path": args.actor.model_name_or_path,
-        "--critic.model_name_or_path": args.critic.model_name_or_path,
-        # Where no model is given either, the check of the reward says so.
-        "--reward.model_name_or_path": None if args.reward.remote_url else args.reward.model_name_or_path,
-    }
-    flags = {model: flag for flag, model in reversed(models.items()) if model}
-    return {flag: model for model, flag in reversed(flags.items())}
+        yield not_here(flag, model)
+    elif not os.access(folder, os.R_OK | os.X_OK):
+        yield Finding(flag, model, "the folder cannot be read", "mend its permissions")
+    else:
+        problem = _config_problem(folder)
+        if problem:
+            yield Finding(flag, model, *problem)
+        yield from _check_weights(flag, model, folder, is_completed=_hub_completes(model) and not problem)
 
 
 def not_here(flag: str, model: str) -> Finding:
@@ -76,9 +66,7 @@ def not_here(flag: str, model: str) -> Finding:
     if is_offline():
         problem = "neither a folder nor in the hub's cache, and HF_HUB_OFFLINE forbids to download it"
         return Finding(flag, model, problem, "correct the path, or download it first")
-    problem = (
-        "neither a folder nor in the hub's cache, so the run looks for it on the hub, and nothing of it is checked"
-    )
+    problem = "neither a folder nor in the hub's cache, so the run looks for it on the hub, and none of it is checked"
     return Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)
 
 
@@ -87,29 +75,48 @@ def _hub_completes(model: str) -> bool:
     return not (Path(model).is_dir() or is_offline())
 
 
-def _config_problems(folder: Path) -> list[tuple[str, str]]:
-    """Return problems and remedies of the configuration."""
+def _config_problem(folder: Path) -> tuple[str, str] | None:
+    """Return problem and remedy of the configuration."""
     import transformers
 
     remedy = "give the folder with config.json, weights and tokenizer"
     try:
         config = read_json(folder / "config.json")
     except ValueError as error:
-        return [(str(error), "mend the file")]
+        return str(error), "mend the file"
     if not config:
         inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
-        return [("it has no config.json" + (f", but {', '.join(inside[:5])} in it have one" * bool(inside)), remedy)]
+        return "it has no config.json" + (f", but {', '.join(inside[:5])} in it have one" * bool(inside)), remedy
     if "auto_map" in config:  # the model brings its own code
-        return []
-    known = set(dir(transformers))
-    if strange := [name for name in config.get("architectures") or () if name not in known]:
+        return None
+    # Its list of names, as `hasattr` would import the model.
+    if strange := [name for name in config.get("architectures") or () if name not in transformers.__all__]:
         problem = f"transformers {transformers.__version__} does not know the architecture {', '.join(strange)}"
-        return [(problem, "use a version that does, or another model")]
+        return problem, "use a version that does, or another model"
     try:
         load_config(folder)
     except (OSError, ValueError) as error:
-        return [(f"its configuration cannot be loaded: {str(error).splitlines()[0]}", remedy)]
-    return []
+        return f"its configuration cannot be loaded: {str(error).splitlines()[0]}", remedy
+    return None
+
+
+def _check_weights(flag: str, model: str, folder: Path, is_completed: bool) -> Iterator[Finding]:
+    """Yield what is wrong with the weights: files that are not there, unless the hub completes them, or not whole."""
+    remedy = "copy or download it again"
+    try:
+        files = _weight_files(folder)
+    except ValueError as error:
+        yield Finding(flag, model, str(error), remedy)
+        return
+    problems = [f"{file} {problem}" for file in files if (problem := _file_problem(folder / file))]
+    if is_completed and not (files and all((folder / file).exists() for file in files)):
+        problem = "not all of its weights are in the hub's cache, so the run downloads the rest, and none are checked"
+        yield Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)
+    elif not files:
+        problem = f"it has no weights: {', '.join(_WEIGHTS)}, or either in parts"
+        yield Finding(flag, model, problem, "give a folder that has them")
+    elif problems:
+        yield Finding(flag, model, first_of(problems, f"of {len(files)} files more"), remedy)
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -118,35 +125,12 @@ def _weight_files(folder: Path) -> list[str]:
         if (folder / name).exists():
             return [name]
         index = f"{name}.index.json"
-        if (folder / index).exists():
-            try:
+        try:
+            if (folder / index).exists():
                 return sorted(set(read_json(folder / index).get("weight_map", {}).values()))
-            except (ValueError, AttributeError, TypeError) as error:
-                raise ValueError(f"{index}: {error}") from None
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index}: {error}") from None
     return []
-
-
-def _lacks_weights(folder: Path) -> bool:
-    """Return whether a file of the weights is not there. What is there may be broken."""
-    try:
-        files = _weight_files(folder)
-    except ValueError:
-        return False
-    return not files or not all((folder / file).exists() for file in files)
-
-
-def _weight_problems(folder: Path) -> list[tuple[str, str]]:
-    """Return problems and remedies of the weights: files that are not there, or not whole."""
-    remedy = "copy or download it anew"
-    try:
-        files = _weight_files(folder)
-    except ValueError as error:
-        return [(str(error), remedy)]
-    if not files:
-        return [(f"it has no weights: {', '.join(_WEIGHTS)}, or either in parts", "give a folder that has them")]
-    problems = {file: problem for file in files if (problem := _file_problem(folder / file))}
-    more = f" (and {len(problems) - 1} of {len(files)} files more)" if len(problems) > 1 else ""
-    return [(f"{file} {problem}{more}", remedy) for file, problem in list(problems.items())[:1]]
 
 
 def _file_problem(path: Path) -> str | None:
@@ -169,47 +153,46 @@ def _file_problem(path: Path) -> str | None:
         return f"is not whole: {error}"
 
 
-def _check_tokenizer(flag: str, model: str, folder: Path, args: SimpleNamespace) -> list[Finding]:
+def _check_tokenizer(model: str, folder: Path, args: SimpleNamespace) -> Iterator[Finding]:
     try:
         tokenizer = load_tokenizer(folder)
     except FileNotFoundError:
         if _hub_completes(model):
             problem = "its tokenizer is not in the hub's cache, so neither it nor lengths of prompts are checked"
-            return [Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)]
-        return [Finding(flag, model, "it has no tokenizer", "copy the tokenizer's files into the folder")]
+            yield Finding(_ACTOR, model, problem, _DOWNLOAD, is_fatal=False)
+        else:
+            yield Finding(_ACTOR, model, "it has no tokenizer", "copy the tokenizer's files into the folder")
+        return
     except ValueError as error:
-        return [Finding(flag, model, str(error), "mend the file")]
-    findings = []
+        yield Finding(_ACTOR, model, str(error), "mend the file")
+        return
     if args.data.apply_chat_template and not tokenizer.chat_template:
+        problem = f"the tokenizer of {model} has no chat template"
         remedy = "take a model that has one, add it to the folder, or use --data.input_template"
-        findings.append(
-            Finding("--data.apply_chat_template", "", f"the tokenizer of {model} has no chat template", remedy)
-        )
+        yield Finding("--data.apply_chat_template", "", problem, remedy)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         problem = "its tokenizer has no pad token and no eos token"
-        findings.append(Finding(flag, model, problem, "name one in tokenizer_config.json"))
-    return findings + _check_vocabulary(flag, model, folder, tokenizer)
+        yield Finding(_ACTOR, model, problem, "name one in tokenizer_config.json")
+    yield from _check_vocabulary(model, folder, tokenizer)
 
 
-def _check_vocabulary(flag: str, model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> list[Finding]:
+def _check_vocabulary(model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
     rows, last = load_config(folder).get_text_config().vocab_size, max(tokenizer.get_vocab().values(), default=-1)
-    if last < rows:
-        return []
-    problem = f"its tokenizer has ids up to {last}, but the model has {rows} embeddings"
-    pad = tokenizer.pad_token_id
-    # Tokens that were added and do not occur do no harm. The pad token occurs in each batch.
-    is_fatal = tokenizer.vocab_size > rows or (pad is not None and pad >= rows)
-    return [Finding(flag, model, problem, "use the tokenizer of this model", is_fatal)]
+    if last >= rows:
+        problem = f"its tokenizer has ids up to {last}, but the model has {rows} embeddings"
+        pad = tokenizer.pad_token_id
+        # Tokens that were added and do not occur do no harm. The pad token occurs in each batch.
+        is_fatal = tokenizer.vocab_size > rows or (pad is not None and pad >= rows)
+        yield Finding(_ACTOR, model, problem, "use the tokenizer of this model", is_fatal)
 
 
-def _check_context(folder: Path, args: SimpleNamespace) -> list[Finding]:
+def _check_context(folder: Path, args: SimpleNamespace) -> Iterator[Finding]:
     """Compare --data.max_len with the positions of the model. vLLM refuses more, unless RoPE is stretched."""
     config = load_config(folder).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     is_stretched = bool(rope) and rope.get("rope_type") != "default"
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
-    if not isinstance(positions, int) or args.data.max_len <= positions or is_stretched or allowed:
-        return []
-    problem = f"the model has {positions} positions, and vLLM refuses more"
-    return [Finding("--data.max_len", args.data.max_len, problem, f"give {positions} at most")]
+    if isinstance(positions, int) and args.data.max_len > positions and not is_stretched and not allowed:
+        problem = f"the model has {positions} positions, and vLLM refuses more"
+        yield Finding.of(args, "data.max_len", problem, f"give {positions} at most")

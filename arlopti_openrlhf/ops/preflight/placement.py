@@ -1,5 +1,6 @@
 """Checks what the run asks of GPUs against what goes together, and against the GPUs that are there."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
@@ -7,25 +8,45 @@ from arlopti_openrlhf.ops.preflight.combinations import loads_reference
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 
-def check(args: SimpleNamespace) -> list[Finding]:
-    """Return what cannot be placed. The first part is upstream's, which asserts it after Ray has started."""
-    findings = [*_check_actor_and_engines(args), *_check_reference(args), *_check_critic(args)]
-    return findings + (_check_machine(args) if starts_cluster() else [])
+def check(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield what cannot be placed. The first part is upstream's, which asserts it after Ray has started."""
+    train, actor, engines = args.train, _gpus(args, "actor"), _gpus_of_engines(args)
+    if train.colocate_all and not train.async_enable and engines and engines != actor:
+        product = f"engines x --vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}"
+        problem = f"with --train.colocate_all, {product} take {engines} GPUs, and the actor has {actor}"
+        remedy = "let both be equal (--actor.num_nodes x --actor.num_gpus_per_node), or leave --train.colocate_all out"
+        yield Finding.of(args, "vllm.num_engines", problem, remedy)
+    shares, shape = train.colocate_all or train.colocate_actor_ref, _shape(args, "ref")
+    if shares and args.algo.kl.init_coef > 0 and _shape(args, "actor") != shape:
+        flag = "--train.colocate_all" if train.colocate_all else "--train.colocate_actor_ref"
+        problem = f"with {flag}, the reference model ({shape}) has to be placed as the actor"
+        remedy = f"give it --actor.num_nodes x --actor.num_gpus_per_node = {_shape(args, 'actor')}"
+        yield Finding.of(args, "ref.num_gpus_per_node", problem, remedy)
+    has_critic, shape = bool(args.critic.model_name_or_path), _shape(args, "critic")
+    if has_critic and train.colocate_critic_reward and shape != _shape(args, "reward"):
+        reward = f"reward model ({_shape(args, 'reward')})"
+        problem = f"with --train.colocate_critic_reward, critic and {reward} are placed alike"
+        remedy = f"give --reward.num_nodes x --reward.num_gpus_per_node = {shape}"
+        yield Finding.of(args, "critic.num_gpus_per_node", problem, remedy)
+    elif train.colocate_all and not train.colocate_critic_reward:
+        for name in (["critic"] if has_critic else []) + ([] if args.reward.remote_url else ["reward"]):
+            if _gpus(args, name) > actor:
+                problem = f"with --train.colocate_all, it has {_gpus(args, name)} ranks on the actor's GPUs"
+                yield Finding.of(args, f"{name}.num_gpus_per_node", problem, f"give {actor} at most")
+    if starts_cluster():
+        yield from _check_machine(args)
 
 
 def gpus_placed(args: SimpleNamespace) -> int:
     """Return how many GPUs a run asks Ray for with these arguments."""
-    engines = (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
-    reference = _gpus(args, "ref") if loads_reference(args) else 0
-    critic = _gpus(args, "critic") if args.algo.advantage.estimator == "gae" else 0
-    reward = 0 if args.reward.remote_url or args.train.agent_func_path else _gpus(args, "reward")
+    actor, engines = _gpus(args, "actor"), _gpus_of_engines(args)
     if args.train.colocate_all:
-        return _gpus(args, "actor") + (engines if args.train.async_enable else 0)
-    if args.train.colocate_actor_ref:
-        reference = 0
-    if args.train.colocate_critic_reward and critic:
-        reward = 0
-    return max(1, engines + _gpus(args, "actor") + reference + critic + reward)
+        return actor + (engines if args.train.async_enable else 0)
+    reference = _gpus(args, "ref") if loads_reference(args) and not args.train.colocate_actor_ref else 0
+    critic = _gpus(args, "critic") if args.algo.advantage.estimator == "gae" else 0
+    shares = args.train.colocate_critic_reward and critic
+    asks_model = not (args.reward.remote_url or args.train.agent_func_path)
+    return max(1, engines + actor + reference + critic + (_gpus(args, "reward") if asks_model and not shares else 0))
 
 
 def _gpus(args: SimpleNamespace, name: str) -> int:
@@ -33,77 +54,31 @@ def _gpus(args: SimpleNamespace, name: str) -> int:
     return group.num_nodes * group.num_gpus_per_node
 
 
+def _gpus_of_engines(args: SimpleNamespace) -> int:
+    return (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
+
+
 def _shape(args: SimpleNamespace, name: str) -> str:
     group = vars(args)[name]
     return f"{group.num_nodes} x {group.num_gpus_per_node}"
 
 
-def _check_actor_and_engines(args: SimpleNamespace) -> list[Finding]:
-    engines = (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
-    if not args.train.colocate_all or args.train.async_enable or not engines or engines == _gpus(args, "actor"):
-        return []
-    problem = (
-        f"with --train.colocate_all, engines x --vllm.tensor_parallel_size {args.vllm.tensor_parallel_size} take "
-        f"{engines} GPUs, and the actor has {_gpus(args, 'actor')}"
-    )
-    remedy = "let both be equal (--actor.num_nodes x --actor.num_gpus_per_node), or leave --train.colocate_all out"
-    return [Finding("--vllm.num_engines", args.vllm.num_engines, problem, remedy)]
-
-
-def _check_reference(args: SimpleNamespace) -> list[Finding]:
-    shares = args.train.colocate_all or args.train.colocate_actor_ref
-    if not shares or args.algo.kl.init_coef <= 0 or _shape(args, "actor") == _shape(args, "ref"):
-        return []
-    flag = "--train.colocate_all" if args.train.colocate_all else "--train.colocate_actor_ref"
-    problem = f"with {flag}, the reference model ({_shape(args, 'ref')}) has to be placed as the actor"
-    remedy = f"give it --actor.num_nodes x --actor.num_gpus_per_node = {_shape(args, 'actor')}"
-    return [Finding("--ref.num_gpus_per_node", args.ref.num_gpus_per_node, problem, remedy)]
-
-
-def _check_critic(args: SimpleNamespace) -> list[Finding]:
-    """Check the models that share GPUs with the critic, or with the actor beside it."""
-    findings = []
-    has_critic = bool(args.critic.model_name_or_path)
-    if has_critic and args.train.colocate_critic_reward and _shape(args, "critic") != _shape(args, "reward"):
-        problem = (
-            f"with --train.colocate_critic_reward, critic and reward model ({_shape(args, 'reward')}) are placed alike"
-        )
-        remedy = f"give --reward.num_nodes x --reward.num_gpus_per_node = {_shape(args, 'critic')}"
-        findings.append(Finding("--critic.num_gpus_per_node", args.critic.num_gpus_per_node, problem, remedy))
-    elif args.train.colocate_all and not args.train.colocate_critic_reward:
-        for name in (["critic"] if has_critic else []) + ([] if args.reward.remote_url else ["reward"]):
-            if _gpus(args, name) > _gpus(args, "actor"):
-                problem = f"with --train.colocate_all, it has {_gpus(args, name)} ranks on the actor's GPUs"
-                remedy = f"give {_gpus(args, 'actor')} at most"
-                gpus = vars(args)[name].num_gpus_per_node
-                findings.append(Finding(f"--{name}.num_gpus_per_node", gpus, problem, remedy))
-    return findings
-
-
-def _check_machine(args: SimpleNamespace) -> list[Finding]:
-    """Check this machine's GPUs, on which a cluster of the run's own would place it."""
+def _check_machine(args: SimpleNamespace) -> Iterator[Finding]:
+    """Check this machine, on which a cluster of the run's own would place it. Another's policy says so itself."""
     import torch
 
     from arlopti_openrlhf import cpu
 
-    if cpu.uses_cpu():
-        return _check_cpu(args)
-    there, asked = torch.cuda.device_count(), gpus_placed(args)
-    if asked <= there:
-        return []
-    problem = f"the run asks for {asked} GPUs, and this machine has {there}: Ray would wait for more for ever"
-    remedy = "ask for fewer, share them by --train.colocate_all, or name a cluster in RAY_ADDRESS"
-    return [Finding("--actor.num_gpus_per_node", args.actor.num_gpus_per_node, problem, remedy)]
-
-
-def _check_cpu(args: SimpleNamespace) -> list[Finding]:
-    """Check what a machine without a GPU cannot do. Another machine's policy says so itself, when it starts."""
-    findings = []
-    backend, attention = args.vllm.sync_backend, args.ds.attn_implementation
-    if backend != "gloo":
+    if not cpu.uses_cpu():
+        gpus, requested = torch.cuda.device_count(), gpus_placed(args)
+        if requested > gpus:
+            problem = f"the run asks for {requested} GPUs, and this machine has {gpus}: Ray would wait forever"
+            remedy = "ask for fewer, share them by --train.colocate_all, or name a cluster in RAY_ADDRESS"
+            yield Finding.of(args, "actor.num_gpus_per_node", problem, remedy)
+        return
+    if args.vllm.sync_backend != "gloo":
         problem = "there is no CUDA device on this machine, and weights travel between CPUs by gloo"
-        findings.append(Finding("--vllm.sync_backend", backend, problem, "give gloo"))
-    if attention == "flex_attention":
+        yield Finding.of(args, "vllm.sync_backend", problem, "give gloo")
+    if args.ds.attn_implementation == "flex_attention":
         problem = "there is no CUDA device on this machine, and FlexAttention has no backward pass on a CPU"
-        findings.append(Finding("--ds.attn_implementation", attention, problem, "give sdpa"))
-    return findings
+        yield Finding.of(args, "ds.attn_implementation", problem, "give sdpa")

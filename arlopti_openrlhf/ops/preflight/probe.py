@@ -1,24 +1,44 @@
-"""Asks reward sources about a few rows, in a process that can be killed (`grading.worker_pool`)."""
+"""Asks a user's code, or a grader, in a process that can be killed (`grading.worker_pool`)."""
 
 import contextlib
 import importlib.util
-import inspect
 import io
 import json
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from arlopti_openrlhf.grading.reward_answers import normalise, to_json
+from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
+NO_ANSWER = (TimedOut, Died, Raised, RuntimeError)  # RuntimeError: the function cannot be loaded
 _RESPONSE = "I do not know."
+_UNLIMITED = 2.0**20  # GiB
+
+
+def ask(function: str, *args: Any, seconds: float) -> Future:
+    """Call a function "package.module:name" in a process of its own, which ends with the call.
+
+    The result raises one of `NO_ANSWER` where there is none.
+    """
+    pool = WorkerPool(function, 1, seconds, memory_gib=_UNLIMITED)
+    answer = pool.submit(*args)
+    answer.add_done_callback(lambda _: pool.close())
+    return answer
+
+
+def reason(error: Exception) -> str:
+    """Return in words why there is no answer."""
+    if isinstance(error, Died):
+        return "its process ends"
+    return f"{error}, imports included" if isinstance(error, TimedOut) else f"cannot be asked: {str(error)[-200:]}"
 
 
 def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tuple[str, str, bool]]:
     """Return the labels that a grader cannot read: where each stands, why, and whether the grader raises there.
 
-    The math grader does not raise where a label can only be matched letter by letter. Nobody may ever earn it.
+    The math grader does not raise where a label can only be matched letter by letter, so no answer may earn it.
 
     Args:
         grader: "kk" or "math".
@@ -30,13 +50,11 @@ def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tu
         try:
             if grader == "kk":
                 kk_reward.grade("", label)
-            else:
-                math_reward.label_text(label)
+            elif math_reward.label_text(label) and not math_reward.is_readable(label):
+                return f"{str(label)[:60]!r} is not recognised as an answer to itself", False
         except ValueError as error:
             return str(error), True
-        if grader == "kk" or math_reward.is_readable(label):
-            return None
-        return f"{str(label)[:60]!r} is not recognised as an answer to itself", False
+        return None
 
     with ThreadPoolExecutor(math_reward.WORKERS) as threads:
         problems = threads.map(problem_of, [label for _, label in labels])
@@ -58,22 +76,15 @@ def reward_problem(path: str, rows: Sequence[tuple[str, Any]]) -> str | None:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
-            return f"its import fails: {_said(error, path)}"
+            return f"its import fails: {_message(error, path)}"
         function = getattr(module, "reward_func", None)
         if not callable(function):
             return "it has no function `reward_func`"
         for prompt, label in rows:
-            sample = [prompt + _RESPONSE], [prompt], [label]
             try:
-                inspect.signature(function).bind(*sample)
-            except TypeError as error:
-                return f"it is called as reward_func(queries, prompts, labels): {error}"
-            except ValueError:  # no Python function, so nobody knows its signature
-                pass
-            try:
-                answer = json.loads(to_json(function(*sample)))
+                answer = json.loads(to_json(function([prompt + _RESPONSE], [prompt], [label])))
             except (Exception, SystemExit) as error:
-                return f"reward_func raised {_said(error, path)} for the label {str(label)[:60]!r}"
+                return f"reward_func raised {_message(error, path)} for the label {str(label)[:60]!r}"
             try:
                 normalise(answer, 1)
             except ValueError as error:
@@ -81,7 +92,7 @@ def reward_problem(path: str, rows: Sequence[tuple[str, Any]]) -> str | None:
     return None
 
 
-def _said(error: BaseException, path: str) -> str:
+def _message(error: BaseException, path: str) -> str:
     """Return an error with the last line of the file that it comes from."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     text = (str(error).splitlines() or [""])[0][:200]

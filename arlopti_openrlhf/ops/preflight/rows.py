@@ -21,15 +21,14 @@ class NotChecked(Exception):
 
 
 def read_rows(name: str, split: str) -> Iterator[Row]:
-    """Yield the rows of a data set.
+    """Yield the rows of a data set, with its images as they are stored.
 
     Args:
         name: what stands between two commas of --data.prompt_dataset.
         split: the split to take where the data set has several.
 
     Raises:
-        Unreadable: the run could not read it.
-        NotChecked: it is not on this machine, or a script makes it.
+        Unreadable, NotChecked: see there. It is not checked where it is not on this machine, or a script makes it.
     """
     name, _, data_dir = (part.strip() for part in name.partition("@"))
     path = Path(name)
@@ -81,7 +80,10 @@ def _stream(path: Path, data_dir: str, split: str) -> Iterator[Row]:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return the type of a column with its images as they are stored. Decoding them would take most of the time."""
+    """Return the type of a column with its images as they are stored. Decoding them would take most of the time.
+
+    `IterableDataset.decode(False)` would leave messages as JSON, too.
+    """
     import datasets
 
     if isinstance(feature, datasets.Image):

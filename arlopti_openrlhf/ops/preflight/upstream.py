@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -38,24 +39,26 @@ RESTATED = (
 # fmt: on
 
 
-def check() -> list[Finding]:
-    """Return a finding where OpenRLHF is missing, has another version, or differs in a function that we restate."""
+def check() -> Iterator[Finding]:
+    """Yield a finding where OpenRLHF is missing, has another version, or differs in a function that we restate."""
     install = f"pip install openrlhf=={TESTED}"
     try:
-        found = importlib.metadata.version("openrlhf")
+        installed = importlib.metadata.version("openrlhf")
     except importlib.metadata.PackageNotFoundError:
-        return [Finding("", "", "OpenRLHF is not installed", install)]
-    problem = f"openrlhf {found} is installed, and this package was tested with {TESTED}"
-    if found not in (TESTED, os.environ.get("ARLOPTI_OPENRLHF")):
-        return [Finding("", "", problem, f"{install}, or set ARLOPTI_OPENRLHF={found} to try it all the same")]
-    findings = [] if found == TESTED else [Finding("", "", problem, "ARLOPTI_OPENRLHF lets it run", is_fatal=False)]
+        yield Finding("", "", "OpenRLHF is not installed", install)
+        return
+    problem = f"openrlhf {installed} is installed, and this package was tested with {TESTED}"
+    if installed not in (TESTED, os.environ.get("ARLOPTI_OPENRLHF")):
+        yield Finding("", "", problem, f"{install}, or set ARLOPTI_OPENRLHF={installed} to try it all the same")
+        return
+    if installed != TESTED:
+        yield Finding("", "", problem, "ARLOPTI_OPENRLHF lets it run", is_fatal=False)
     for module, name, expected, who in RESTATED:
         path = find_source(module)
         node = find(ast.parse(path.read_text("utf-8")), name) if path.is_file() else None
         if not isinstance(node, Function) or digest(node) != expected:
             problem = f"{module}.{name} is not that of openrlhf {TESTED}, which our {who} restates"
-            findings.append(Finding("", "", problem, f"pip install --force-reinstall --no-deps openrlhf=={TESTED}"))
-    return findings
+            yield Finding("", "", problem, f"pip install --force-reinstall --no-deps openrlhf=={TESTED}")
 
 
 def find_source(module: str) -> Path:

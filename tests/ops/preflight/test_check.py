@@ -9,6 +9,7 @@ import pytest
 from arlopti_testing import cpu_seconds
 from arlopti_testing.preflight_command import arguments
 
+from arlopti_openrlhf.cli.method_checks import describe_update
 from arlopti_openrlhf.ops.preflight import check
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
@@ -16,58 +17,53 @@ FATAL, WARNING = Finding("--a", 1, "is wrong", "mend it"), Finding("--b", 2, "lo
 
 
 @pytest.fixture
-def checks(monkeypatch):
-    """Return set(quick, thorough), which replaces the checks."""
+def listed(monkeypatch, capsys):
+    """listed(FLAGS, findings of the flags, of upstream, a thorough check) returns the exit status and the lines."""
+    monkeypatch.setattr(check, "THOROUGH", ())
 
-    def replace(quick, thorough) -> None:
-        monkeypatch.setattr(check, "quick_checks", lambda update: {"one": quick})
-        monkeypatch.setattr(check, "thorough_checks", lambda update: {"two": thorough})
+    def run(flags="", findings=(), upstream=(), thorough=lambda args: []) -> tuple[int, list[str]]:
+        args, status = arguments(flags), 0
+        try:
+            check.run(args, findings, upstream, describe_update(args), [thorough])
+        except SystemExit as stopped:
+            status = stopped.code
+        return status, capsys.readouterr().err.splitlines()
 
-    return replace
-
-
-def test_warnings_are_printed_and_the_run_goes_on(checks, capsys):
-    checks(lambda args: [WARNING], lambda args: [])
-    check.run(arguments(), [], [])
-    assert capsys.readouterr().err.splitlines()[1:] == ["  warning: --b 2: looks wrong; look"]
+    return run
 
 
-def test_what_is_fatal_comes_first_and_stops_the_run(checks, capsys):
-    checks(lambda args: [WARNING], lambda args: [FATAL])
-    with pytest.raises(SystemExit) as stopped:
-        check.run(arguments(), [], [])
-    lines = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and lines[0].endswith("cannot start: errors 1, warnings 1")
+def test_warnings_are_printed_and_the_run_continues(listed):
+    status, lines = listed(findings=[WARNING])
+    assert status == 0 and lines[0].endswith("can start: errors 0, warnings 1")
+    assert lines[1:] == ["  warning: --b 2: looks wrong; look"]
+
+
+def test_what_is_fatal_comes_first_and_stops_the_run(listed):
+    status, lines = listed(findings=[WARNING], thorough=lambda args: [FATAL])
+    assert status == 2 and lines[0].endswith("cannot start: errors 1, warnings 1")
     assert lines[1:] == ["  error: --a 1: is wrong; mend it", "  warning: --b 2: looks wrong; look"]
 
 
 @pytest.mark.parametrize(("flags", "ran"), [("", []), ("--dry-run", ["thorough"])])
-def test_after_a_mistake_in_the_flags_only_a_dry_run_looks_further(checks, flags, ran):
+def test_after_a_mistake_in_the_flags_only_a_dry_run_looks_further(listed, flags, ran):
     looked = []
-    checks(lambda args: [FATAL], lambda args: looked.append("thorough") or [])
-    with pytest.raises(SystemExit):
-        check.run(arguments(flags), [], [])
-    assert looked == ran
+    status, _ = listed(flags, [FATAL], thorough=lambda args: looked.append("thorough") or [])
+    assert status == 2 and looked == ran
 
 
-def test_a_check_that_fails_is_named_and_stops_nothing(checks, capsys):
+def test_a_check_that_fails_stops_nothing(listed):
     def fails(args):
+        yield WARNING
         raise KeyError("x")
 
-    checks(lambda args: [], fails)
-    check.run(arguments(), [], [])
-    error = capsys.readouterr().err
-    assert "warning: the check of two failed: KeyError: 'x'" in error and "Traceback" not in error
+    status, lines = listed(thorough=fails)
+    assert status == 0 and lines[1] == "  warning: --b 2: looks wrong; look"
+    assert "warning: a check failed: KeyError: 'x' (" in lines[2] and len(lines) == 3
 
 
-def test_of_a_flag_that_has_to_be_changed_one_finding_is_enough(checks, capsys):
-    checks(lambda args: [FATAL], lambda args: [])
-    with pytest.raises(SystemExit):
-        check.run(arguments(), [], [Finding("--a", 1, "upstream's assert", "change it"), WARNING])
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        "  error: --a 1: is wrong; mend it",
-        "  warning: --b 2: looks wrong; look",
-    ]
+def test_of_a_flag_that_has_to_be_changed_one_finding_is_enough(listed):
+    _, lines = listed(findings=[FATAL], upstream=[Finding("--a", 1, "upstream's assert", "change it"), WARNING])
+    assert lines[1:] == ["  error: --a 1: is wrong; mend it", "  warning: --b 2: looks wrong; look"]
 
 
 def run(flags: str, *more: str) -> subprocess.CompletedProcess:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from arlopti_testing.preflight_command import changed
 
-from arlopti_openrlhf.cli import train_ppo_ray
 from arlopti_openrlhf.ops.preflight import data
 from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
 
@@ -31,9 +30,10 @@ def check(tmp_path, tiny_model):
     """check(rows, FLAG=VALUE...) returns the findings as text, those that are fatal after "!"."""
 
     def run(given=None, **flags):
+        load_tokenizer.cache_clear()  # a test may change the model
         path = write(tmp_path / "d.jsonl", [row(i) for i in range(8)] if given is None else given)
-        flags = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": path} | flags
-        return ["!" * finding.is_fatal + str(finding) for finding in data.check(changed(**flags))]
+        args = changed(**{"actor__model_name_or_path": tiny_model, "data__prompt_dataset": path} | flags)
+        return ["!" * finding.is_fatal + str(finding) for finding in data.check(args)]
 
     return run
 
@@ -46,18 +46,58 @@ def test_good_data_has_no_finding(check, tmp_path):
     (tmp_path / "list.json").write_text(json.dumps(rows))
     for name in ("d.parquet", "list.json", "d.jsonl"):
         assert check(data__prompt_dataset=str(tmp_path / name), eval__dataset=str(tmp_path / "d.jsonl")) == []
+    assert check(data__label_key=None) == []
 
 
-def test_a_folder_that_datasets_wrote(check, tmp_path):
-    import datasets
-
-    datasets.Dataset.from_list([row(i, label=None) for i in range(8)]).save_to_disk(str(tmp_path / "saved"))
-    [found] = check(data__prompt_dataset=str(tmp_path / "saved"))
-    assert found.startswith("!--data.label_key label: no row of")
+MINE, TEXT = {"reward__remote_url": ["mine.py"]}, {"data__apply_chat_template": False}
+KEY, SET = "--data.label_key label: ", "!--data.prompt_dataset "
 
 
 @pytest.mark.parametrize(
-    "lines, problem",
+    ("change", "flags", "start", "problem"),
+    [
+        # Prompts.
+        ({"prompt": ""}, {}, "!--data.input_key prompt: 1 of 3 rows have no value there", "d.jsonl, row 2;"),
+        ({"prompt": None}, {}, "!--data.input_key prompt: 1 of 3 rows have no value there", "d.jsonl, row 2;"),
+        ({"prompt": [{"role": "user"}]}, {}, SET, "d.jsonl: row 2, prompt: a message without content"),
+        ({"prompt": [{"content": "x"}]}, {}, SET, "row 2, prompt: a message without role"),
+        ({"prompt": ["x"]}, {}, SET, "row 2, prompt: a message is an object with role and content, not x"),
+        ({"prompt": 7}, {}, SET, "row 2, prompt: a prompt is text or a list of messages, not int"),
+        (
+            {},
+            TEXT,
+            SET,
+            "chat messages, which only a chat template turns into text (and 2 more rows); add --data.apply",
+        ),
+        # Labels.
+        ({"label": None}, {}, f"!{KEY}1 of 3 rows have no value there", "d.jsonl, row 2;"),
+        ({"label": None}, MINE, f"{KEY}1 of 3 rows have no value there", "d.jsonl, row 2;"),
+        (
+            {},
+            {"data__label_key": None},
+            "!--data.label_key None: --reward.remote_url kk compares",
+            "datasource, label",
+        ),
+        (
+            {"label": "(1) Zoey is a spy"},
+            {},
+            f"!{KEY}",
+            "row 2: kk cannot read the label: a solution is numbered lines",
+        ),
+        # Numbers.
+        ({}, {"train__batch_size": 16}, "!--train.batch_size 16: 3 prompts with 4 samples", "give 12 at most"),
+        ({}, {"data__max_samples": 1, "train__batch_size": 8}, "!--train.batch_size 8: 1 prompts", "give 4 at most"),
+        ({}, {"rollout__batch_size": 16}, "--rollout.batch_size 16: there are 3 prompts", "give 3 at most"),
+        ({}, {"data__prompt_split": "test"}, SET, "it has no split test, but train"),
+    ],
+)
+def test_a_mistake_is_one_finding(check, change, flags, start, problem):
+    [found] = check([row(0), row(1, **change), row(2)], **{"reward__remote_url": ["kk"]} | flags)
+    assert found.startswith(start) and problem in found
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
     [
         ([row(0), '{"prompt": "a", "label": '], "line 2 is no JSON"),
         ([row(0), "", "[1]"], "line 3 is not an object with keys: [1]"),
@@ -67,7 +107,30 @@ def test_a_folder_that_datasets_wrote(check, tmp_path):
 )
 def test_a_file_that_does_not_parse(check, lines, problem):
     [found] = check(lines)
-    assert found.startswith("!--data.prompt_dataset ") and f"d.jsonl: {problem}" in found
+    assert found.startswith(SET) and f"d.jsonl: {problem}" in found
+
+
+@pytest.mark.parametrize(
+    ("labels", "fatal", "problem"),
+    [
+        (["42", " $$ "], True, "a label is empty"),
+        (["42", "\\"], False, "is not recognised as an answer to itself"),
+        (["\\", " $$ "], True, "a label is empty"),
+    ],
+)
+def test_a_label_that_the_math_grader_cannot_read(check, labels, fatal, problem):
+    """The grader reads the labels in a process of its own. Where it would raise, the run cannot start."""
+    [found] = check([row(i, label=label) for i, label in enumerate(labels)], reward__remote_url=["math"])
+    assert found.startswith("!" * fatal + KEY) and "d.jsonl, row 2" in found
+    assert "math cannot read the label: " in found and problem in found
+
+
+def test_a_folder_that_datasets_wrote(check, tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list([row(i, label=None) for i in range(8)]).save_to_disk(str(tmp_path / "saved"))
+    [found] = check(data__prompt_dataset=str(tmp_path / "saved"))
+    assert found.startswith("!--data.label_key label: no row of")
 
 
 def test_a_file_that_is_not_utf8(check, tmp_path):
@@ -94,68 +157,10 @@ def test_a_data_set_that_is_not_there(check, tmp_path, monkeypatch, flag, name, 
     assert found.startswith("!" * fatal + f"--{flag.replace('__', '.')} {name}") and problem in found
 
 
-def test_the_split_of_a_file(check):
-    [found] = check(data__prompt_split="test")
-    assert "it has no split test, but train" in found
-
-
 def test_a_wrong_key(check):
     found = check(data__input_key="question", data__label_key="answer")
     assert [line.split(":")[0] for line in found] == ["!--data.label_key answer", "!--data.input_key question"]
     assert all(line.endswith("the keys are datasource, label, prompt") for line in found)
-
-
-def test_a_row_without_a_prompt(check):
-    [found] = check([row(0), row(1, prompt=""), row(2, prompt=None)])
-    assert "!--data.input_key prompt: 2 of 3 rows have no value there" in found and "d.jsonl, row 2;" in found
-
-
-@pytest.mark.parametrize("source, fatal", [("kk", True), ("mine.py", False)])
-def test_a_row_without_a_label(check, source, fatal):
-    [found] = check([row(0), row(1, label=None), row(2)], reward__remote_url=[source])
-    assert found.startswith("!" * fatal + "--data.label_key label: 1 of 3 rows have no value there")
-
-
-def test_a_grader_without_a_label_key(check):
-    [found] = check(reward__remote_url=["math"], data__label_key=None, eval__dataset=None)
-    assert found.startswith("!--data.label_key None: --reward.remote_url math compares")
-    assert check(reward__remote_url=["mine.py"], data__label_key=None) == []
-
-
-@pytest.mark.parametrize(
-    "source, label, fatal, problem",
-    [
-        ("kk", "(1) Zoey is a spy", True, "kk cannot read the label: a solution is numbered lines"),
-        ("math", " $$ ", True, "math cannot read the label: a label is empty"),
-        ("math", "\\", False, "is not recognised as an answer to itself"),
-    ],
-)
-def test_a_label_that_the_grader_cannot_read(check, source, label, fatal, problem):
-    """The graders read the labels in a process of their own."""
-    good = SOLUTION if source == "kk" else "42"
-    [found] = check([row(0, label=good), row(1, label=label)], reward__remote_url=[source])
-    assert found.startswith("!" * fatal + "--data.label_key label: ")
-    assert "d.jsonl, row 2: " in found and problem in found
-
-
-@pytest.mark.parametrize(
-    "prompt, problem",
-    [
-        ([{"role": "user"}], "row 2, prompt: a message without content"),
-        ([{"content": "x"}], "row 2, prompt: a message without role"),
-        (["x"], "row 2, prompt: a message is an object with role and content, not x"),
-        (7, "row 2, prompt: a prompt is text or a list of messages, not int"),
-    ],
-)
-def test_malformed_messages(check, prompt, problem):
-    [found] = check([row(0), row(1, prompt=prompt)])
-    assert found.startswith("!--data.prompt_dataset ") and problem in found
-
-
-def test_messages_without_a_chat_template(check):
-    [found] = check(data__apply_chat_template=False)
-    assert "chat messages, which only a chat template turns into text (and 7 more rows)" in found
-    assert found.endswith("add --data.apply_chat_template")
 
 
 def test_a_template_that_refuses_the_messages(check, tmp_path, tiny_model):
@@ -194,44 +199,6 @@ def test_prompts_and_their_lengths_are_those_of_the_run(tmp_path, tiny_model):
     theirs = [preprocess_data(one, None, "prompt", "label", tokenizer.apply_chat_template) for one in given]
     assert data.first_prompts(args, 3) == theirs
     assert load_tokenizer(Path(tiny_model)).get_vocab() == tokenizer.get_vocab()
-
-
-@pytest.mark.parametrize(
-    "template, fatal, problem",
-    [("Q: {} {name}", True, "Python's format cannot fill it (KeyError"), (r"Q: {}\n", False, "no line break")],
-)
-def test_input_templates(check, template, fatal, problem):
-    [found] = check(
-        [row(i, prompt="words") for i in range(8)], data__apply_chat_template=False, data__input_template=template
-    )
-    assert found.startswith("!" * fatal + "--data.input_template ") and problem in found
-
-
-def test_a_template_without_a_place_for_the_prompt(tiny_data, capsys):
-    """OpenRLHF drops it with a warning, so it is looked at as the user gave it."""
-    flags = ["--actor.model_name_or_path", "x", "--data.prompt_dataset", tiny_data, "--data.input_template", "Q:"]
-    with pytest.raises(SystemExit):
-        train_ppo_ray.parse([*flags, "--reward.remote_url", "kk"])
-    assert (
-        "argument --data.input_template 'Q:': it has no {}, so OpenRLHF would leave it out" in capsys.readouterr().err
-    )
-
-
-def test_batches_and_the_number_of_prompts(check):
-    [found] = check(train__batch_size=64, rollout__batch_size=16)
-    assert found.startswith("!--train.batch_size 64: 8 prompts with 4 samples each are no whole batch")
-    [found] = check(rollout__batch_size=16)
-    assert found.startswith("--rollout.batch_size 16: there are 8 prompts")
-    [found] = check(data__max_samples=1, train__batch_size=8)
-    assert "1 prompts with 4 samples" in found
-
-
-def test_probabilities_of_the_data_sets(check, tmp_path):
-    two = f"{tmp_path / 'd.jsonl'},{tmp_path / 'd.jsonl'}"
-    assert check(data__prompt_dataset=two, data__prompt_probs="0.3,0.7") == []
-    for wrong in ("0.3", "0.3,0.6", "a,b", "1.5,-0.5"):
-        [found] = check(data__prompt_dataset=two, data__prompt_probs=wrong)
-        assert found.startswith(f"!--data.prompt_probs {wrong}: no probabilities for 2 data sets")
 
 
 def test_of_a_large_file_the_beginning_is_read(check, tmp_path, monkeypatch):

@@ -12,6 +12,8 @@ from arlopti_openrlhf.ops.preflight import values
 from study import runs
 
 ROOT = Path(__file__).parents[3]
+TWO_SETS = "--data.prompt_dataset a.jsonl,b.jsonl"
+IMAGES = "--data.max_images_per_prompt"
 GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
 
 
@@ -34,6 +36,15 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--logger.logging_steps 0", "--logger.logging_steps", "[1, inf)"),
         ("--actor.dual_clip 1", "--actor.dual_clip", "(1, inf)"),
         ("--ds.zero_stage 4", "--ds.zero_stage", "0, 1, 2 or 3"),
+        ("--reward.remote_url=", "--reward.model_name_or_path", "no source of rewards"),
+        # What becomes of prompts.
+        ("--data.input_template Q:", "--data.input_template", "it has no {}, so OpenRLHF would leave it out"),
+        ("--data.input_template {}{name}", "--data.input_template", "Python's format cannot fill it (KeyError"),
+        ("--data.prompt_probs 0.3", "--data.prompt_probs", "no probabilities for 1 data sets"),
+        (f"{TWO_SETS} --data.prompt_probs 1", "--data.prompt_probs", "no probabilities for 2 data sets"),
+        (f"{TWO_SETS} --data.prompt_probs 0.3,0.6", "--data.prompt_probs", "that add up to 1"),
+        (f"{TWO_SETS} --data.prompt_probs a,b", "--data.prompt_probs", "give 2 numbers"),
+        (f"{TWO_SETS} --data.prompt_probs 1.5,-0.5", "--data.prompt_probs", "no probabilities"),
         # Samples, steps and ranks.
         ("--algo.ar.alpha 0.3 --train.batch_size 24", "--train.batch_size", "= 32"),
         ("--algo.ar.alpha 0.3 --train.batch_size 64", "--train.batch_size", "= 32"),
@@ -50,6 +61,13 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         (f"{GAE} --critic.num_gpus_per_node 2", "--critic.num_gpus_per_node", "1 at most"),
         ("--vllm.sync_backend nccl", "--vllm.sync_backend", "gloo"),
         ("--ds.attn_implementation flex_attention", "--ds.attn_implementation", "no backward"),
+        # Images.
+        (f"{IMAGES} 1 --ds.packing_samples", "--ds.packing_samples", "does not support"),
+        (f"{IMAGES} 1 --train.dynamic_batch_enable", IMAGES, "--train.dynamic_batch_enable True: it packs"),
+        (f"{IMAGES} 1 --ds.ring_attn_size 2", IMAGES, "--ds.ring_attn_size 2: it packs"),
+        (f"{IMAGES} 1 --ds.use_liger_kernel", IMAGES, "it knows text models alone"),
+        (f"{IMAGES} -1", IMAGES, "[0, inf)"),
+        (f"{IMAGES} 1 {GAE}", "--critic.model_name_or_path", "does not support"),
         # What upstream itself refuses, after it has imported everything.
         ("--rollout.n_samples_per_prompt 1 --rollout.batch_size 32", "--rollout.n_samples_per_prompt", "group_norm"),
         ("--train.partial_rollout_enable", "--train.async_enable", "requires"),
@@ -85,8 +103,9 @@ def test_a_device_that_there_is_not(monkeypatch):
     assert finding.is_fatal and str(finding).startswith("ARLOPTI_DEVICE tpu")
 
 
-def test_nothing_is_wrong_without_a_mistake():
-    assert findings(FITTING) == []
+@pytest.mark.parametrize("flags", ["", f"{IMAGES} 1", f"{TWO_SETS} --data.prompt_probs 0.3,0.7"])
+def test_nothing_is_wrong_without_a_mistake(flags):
+    assert findings([*FITTING, *flags.split()]) == []
 
 
 def test_every_mistake_is_found_at_once():
@@ -103,6 +122,8 @@ def test_every_mistake_is_found_at_once():
         ("--actor.adam.lr 0", "--actor.adam.lr"),
         ("--train.batch_size 24", "--train.batch_size"),  # upstream carries the rest over
         ("--train.dynamic_batch_enable --ds.zero_stage 2", "--ds.zero_stage"),
+        (r"--data.input_template {}\n", "--data.input_template"),  # no line break
+        ("--data.input_template {} --data.apply_chat_template", "--data.input_template"),
     ],
 )
 def test_what_trains_but_seems_wrong_is_a_warning(flags, flag):

@@ -8,6 +8,7 @@ import pytest
 from arlopti_testing.preflight_command import changed
 
 from arlopti_openrlhf.ops.preflight import model
+from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
 
 
 @pytest.fixture
@@ -18,6 +19,7 @@ def folder(tmp_path, tiny_model) -> Path:
 
 def check(folder: Path | str, **flags) -> list[str]:
     """Return the findings as text, those that are fatal after "!"."""
+    load_tokenizer.cache_clear()  # a test changes the folder
     found = model.check(changed(actor__model_name_or_path=str(folder), **flags))
     return ["!" * finding.is_fatal + str(finding) for finding in found]
 
@@ -94,38 +96,52 @@ def test_what_the_hubs_cache_lacks_comes_from_the_hub(monkeypatch, cached):
     assert "it has no weights" in check("some/model")[0]
 
 
-def test_a_folder_without_a_configuration(folder):
-    (folder / "config.json").unlink()
-    assert check(folder)[0].startswith(f"!--actor.model_name_or_path {folder}: it has no config.json; give the folder")
-    shutil.copytree(folder, folder / "best")
-    (folder / "best/config.json").write_text("{}")
-    assert "it has no config.json, but best in it have one" in check(folder)[0]
-
-
-def test_a_configuration_that_does_not_parse(folder):
-    (folder / "config.json").write_text('{"model_type": ')
-    assert "config.json cannot be read: Expecting value" in check(folder)[0]
-
-
-def test_an_unknown_architecture(folder):
-    change(folder / "config.json", architectures=["Qwen99ForCausalLM"])
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("config.json", None, "it has no config.json; give the folder"),
+        ("config.json", '{"model_type": ', "config.json cannot be read: Expecting value"),
+        ("config.json", {"architectures": ["Qwen99ForCausalLM"]}, "does not know the architecture Qwen99ForCausalLM"),
+        ("config.json", {"model_type": "qwen99"}, "its configuration cannot be loaded: "),
+        ("config.json", {"vocab_size": 200}, "ids up to 259, but the model has 200 embeddings"),
+        ("model.safetensors", None, "it has no weights: model.safetensors, pytorch_model.bin"),
+        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("model.safetensors", -1, "model.safetensors is not whole"),
+        ("model.safetensors", 100, "model.safetensors is not whole"),
+        ("model.safetensors", 5, "model.safetensors is not whole"),
+        ("model.safetensors", 0, "model.safetensors is not whole"),
+        ("tokenizer.json", '{"version": ', "tokenizer.json cannot be read"),
+        ("tokenizer.json", None, "it has no tokenizer; copy"),
+        ("tokenizer_config.json", '{"version": ', "tokenizer_config.json cannot be"),
+        ("chat_template.jinja", None, "has no chat template; take a model that has one"),
+    ],
+)
+def test_a_file_that_is_not_there_or_not_whole(folder, file, content, problem):
+    """None removes the file, a number cuts it, and a dict changes its values."""
+    path = folder / file
+    if content is None:
+        path.unlink()
+    elif isinstance(content, int):
+        path.write_bytes(path.read_bytes()[:content])
+    elif isinstance(content, dict):
+        change(path, **content)
+    else:
+        path.write_text(content)
     [found] = check(folder)
-    assert "does not know the architecture Qwen99ForCausalLM" in found
-    change(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling.Qwen99ForCausalLM"})
-    assert check(folder) == []
+    assert found.startswith("!--") and str(folder) in found and problem in found
 
 
-def test_weights_that_are_not_there_or_not_whole(folder):
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    for cut in (len(whole) - 1, 100, 5, 0):
-        weights.write_bytes(whole[:cut])
-        [found] = check(folder)
-        assert found.startswith(f"!--actor.model_name_or_path {folder}: model.safetensors ") and "copy or" in found
-    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
-    assert "is a pointer of Git LFS" in check(folder)[0]
-    weights.unlink()
-    assert "it has no weights: model.safetensors, pytorch_model.bin" in check(folder)[0]
+def test_what_makes_up_for_it(folder):
+    """A model may bring its own code, and without a chat template a prompt is text."""
+    change(folder / "config.json", architectures=["Qwen99ForCausalLM"], auto_map={"AutoModelForCausalLM": "a.Qwen99"})
+    (folder / "chat_template.jinja").unlink()
+    assert check(folder, data__apply_chat_template=False) == []
+
+
+def test_a_folder_of_folders(folder):
+    shutil.copytree(folder, folder / "best")
+    (folder / "config.json").unlink()
+    assert "it has no config.json, but best in it have one" in check(folder)[0]
 
 
 def test_weights_in_parts(folder):
@@ -137,44 +153,17 @@ def test_weights_in_parts(folder):
     assert "model-2.safetensors is not there" in check(folder)[0]
 
 
-@pytest.mark.parametrize(
-    "file, problem",
-    [
-        ("tokenizer.json", "tokenizer.json cannot be read"),
-        ("tokenizer_config.json", "tokenizer_config.json cannot be"),
-    ],
-)
-def test_a_broken_tokenizer(folder, file, problem):
-    (folder / file).write_text('{"version": ')
-    [found] = check(folder)
-    assert found.startswith("!") and problem in found
-
-
-def test_no_tokenizer(folder):
+def test_an_older_form_of_a_tokenizer_that_lacks_its_other_half(folder):
     (folder / "tokenizer.json").unlink()
-    assert check(folder)[0].startswith("!") and "it has no tokenizer" in check(folder)[0]
     (folder / "vocab.json").write_text("{}")
-    [found] = check(folder)  # an older form of a tokenizer, which lacks its other half
-    assert found.startswith("!--") and "its tokenizer cannot be loaded: ValueError" in found
-
-
-def test_no_chat_template(folder):
-    (folder / "chat_template.jinja").unlink()
     [found] = check(folder)
-    assert found.startswith(f"!--data.apply_chat_template : the tokenizer of {folder} has no chat template")
-    assert check(folder, data__apply_chat_template=False) == []
+    assert found.startswith("!--") and "its tokenizer cannot be loaded: ValueError" in found
 
 
 def test_neither_pad_nor_eos(folder):
     change(folder / "config.json", model_type="qwen3")  # qwen2's tokenizer would bring its own
     change(folder / "tokenizer_config.json", pad_token=None, eos_token=None, tokenizer_class="PreTrainedTokenizerFast")
     assert "no pad token and no eos token" in check(folder)[0]
-
-
-def test_a_tokenizer_of_another_model(folder):
-    change(folder / "config.json", vocab_size=200)
-    [found] = check(folder)
-    assert found.startswith("!") and "ids up to 259, but the model has 200 embeddings" in found
 
 
 def test_a_context_longer_than_the_models(folder):

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from arlopti_testing.preflight_command import changed
 
-from arlopti_openrlhf.ops.preflight import reward
+from arlopti_openrlhf.ops.preflight import probe, reward
 
 
 @pytest.fixture
@@ -40,34 +40,20 @@ def function(body: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "problem"),
     [
-        function("return {'rewards': [1.0], 'scores': [1.0], 'extra_logs': {'x': [1]}}"),
-        function("return [0.5 for _ in queries]"),
-        "import numpy\n" + function("print('noise'); return numpy.ones(len(queries))"),
-        "def reward_func(queries, prompts, labels, **kwargs):\n    assert len(queries) == 1; return 1",
-        function("assert queries[0].startswith(prompts[0]) and 'puzzle ' + labels[0][-1] in prompts[0]; return [1]"),
-        "reward_func = max\n" + function("return 0"),
-    ],
-)
-def test_good_functions_have_no_finding(check, write, body):
-    assert check(write(body)) == []
-
-
-@pytest.mark.parametrize("sources", [("kk",), ("math",)])
-def test_the_packages_own_have_no_finding(check, sources):
-    assert check(*sources) == []
-
-
-@pytest.mark.parametrize(
-    "body, problem",
-    [
+        (function("return {'rewards': [1.0], 'scores': [1.0], 'extra_logs': {'x': [1]}}"), None),
+        (function("return [0.5 for _ in queries]"), None),
+        ("import numpy\n" + function("print('noise'); return numpy.ones(len(queries))"), None),
+        ("def reward_func(queries, prompts, labels, **kwargs):\n    assert len(queries) == 1; return 1", None),
+        (function("assert queries[0].startswith(prompts[0]) and prompts[0][-1] == labels[0][-1]; return [1]"), None),
+        ("reward_func = max\n" + function("return 0"), None),
         ("def reward_func(:\n", "its import fails: SyntaxError: invalid syntax"),
         ("x = 1\nimport nowhere_to_be_found\n", "its import fails: ModuleNotFoundError: No module named"),
         ("raise SystemExit('usage')", "its import fails: SystemExit: usage (line 1)"),
         ("def reward(queries): return 1\n", "it has no function `reward_func`"),
         ("reward_func = 3\n", "it has no function `reward_func`"),
-        ("def reward_func(queries): return [1]\n", "it is called as reward_func(queries, prompts, labels): too many"),
+        ("def reward_func(queries): return [1]\n", "reward_func raised TypeError: reward_func() takes 1 positional"),
         (function("return None"), "reward_func returned no dict with `rewards`"),
         (function("return {'reward': 1}"), "reward_func returned no dict with `rewards`"),
         (function("return [1, 2]"), "reward_func returned rewards for one sample that are not one number: [1, 2]"),
@@ -77,19 +63,37 @@ def test_the_packages_own_have_no_finding(check, sources):
             function("raise ValueError('no\\nway')"),
             "reward_func raised ValueError: no (line 2) for the label 'solution",
         ),
-        (function("import os; os._exit(1)"), "its process ends while it grades 4 rows"),
-        (function("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), "its process ends while it grades"),
+        (
+            function("return 1 / (labels[0][-1] != '2')"),
+            "ZeroDivisionError: division by zero (line 2) for the label 'so",
+        ),
     ],
 )
-def test_a_function_that_cannot_grade(check, write, body, problem):
-    path = write(body)
-    [found] = check(path)
-    assert found.startswith(f"!--reward.remote_url {path}: {problem}") and "\n" not in found
+def test_what_a_function_answers(write, capsys, body, problem):
+    found = probe.reward_problem(write(body), [(f"puzzle {i}", f"solution {i}") for i in range(4)])
+    assert capsys.readouterr() == ("", "")
+    assert found == problem if problem is None else problem in found and "\n" not in found
 
 
-def test_a_function_that_fails_on_the_third_row(check, write):
-    [found] = check(write(function("return 1 / (labels[0][-1] != '2')")))
-    assert "ZeroDivisionError" in found and "'solution 2'" in found
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("assert 'puzzle ' + labels[0][-1] in prompts[0]; return [1]", None),
+        ("return 1 / (labels[0][-1] != '2')", "reward_func raised ZeroDivisionError"),
+        ("import os; os._exit(1)", "it has not graded 4 rows: its process ends"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "it has not graded 4 rows: its process ends"),
+    ],
+)
+def test_a_function_grades_the_first_rows_in_a_process_of_its_own(check, write, body, problem):
+    path = write(function(body))
+    found = check(path)
+    assert len(found) == (problem is not None)
+    assert all(line.startswith(f"!--reward.remote_url {path}: {problem}") and "\n" not in line for line in found)
+
+
+@pytest.mark.parametrize("sources", [("kk",), ("math",), ()])
+def test_the_packages_own_have_no_finding(check, sources):
+    assert check(*sources) == []
 
 
 def test_prompts_that_cannot_be_rendered_are_the_datas_finding(check, write, tmp_path):
@@ -110,14 +114,9 @@ def test_a_function_that_never_returns(check, write, monkeypatch, limit, fatal):
     [found] = check(path, reward__timeout_seconds=limit)
     assert time.monotonic() - start < 20
     assert found.startswith(
-        "!" * fatal + f"--reward.remote_url {path}: it has not graded 4 rows in {min(limit, 2.0):g} s"
+        "!" * fatal + f"--reward.remote_url {path}: it has not graded 4 rows: no result after {min(limit, 2.0):g} s"
     )
     assert f"ends a call after {limit:g} s (--reward.timeout_seconds)" in found
-
-
-def test_no_source_at_all(check):
-    assert check()[0].startswith("!--reward.remote_url None: nothing gives a reward")
-    assert check(reward__model_name_or_path="some/model") == []
 
 
 @pytest.mark.parametrize(
@@ -184,10 +183,10 @@ def test_servers_are_asked_for_their_health_and_nothing_else(check, server):
 
 
 def test_a_server_that_is_not_there(check, server, monkeypatch):
-    monkeypatch.setattr(reward, "_HEALTH_SECONDS", 0.3)
+    monkeypatch.setattr(reward, "_RETRIES", 0)
     nowhere = "http://user:password@127.0.0.1:9/token/get_reward"
     [found] = check(nowhere)
     assert found.startswith("!--reward.remote_url http://127.0.0.1:9: no answer: ") and "start the server" in found
     [found] = check(nowhere, server(200)[0])
     assert found.startswith("--reward.remote_url")  # the other one can serve
-    assert check("http://host:port/x")[0].startswith("!--reward.remote_url http://host:port: no URL of a server")
+    assert check("http://host:port/x")[0].startswith("!--reward.remote_url http://host:port: no answer: Invalid port")

@@ -40,7 +40,7 @@ def another(tmp_path) -> Path:
 
 
 def test_the_installed_one_is_the_tested_one():
-    assert upstream.check() == []
+    assert list(upstream.check()) == []
 
 
 @pytest.mark.parametrize("override", ["", "0.11.8"])
