@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -58,9 +59,12 @@ def main() -> None:
         parser.error(f"argument --out: another quickstart writes to {out}, process {process}: wait, or give another")
 
     # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
+    from arlopti_openrlhf import cpu
     from arlopti_openrlhf.lab import quickstart_results
     from arlopti_openrlhf.lab.data import tiny_policy
 
+    if cpu.uses_cpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
     # A fresh folder, since evaluations and TensorBoard would continue what an earlier quickstart left.
     start = time.time()
     memory = PeakMemory()

@@ -1,1 +1,1 @@
-"""What is done beside training: figures, offline evaluation, puzzles, the tiny policy, the quickstart."""
+"""What is done outside of training: figures, offline evaluation, puzzles, the tiny policy, the quickstart."""

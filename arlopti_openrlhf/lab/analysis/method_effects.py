@@ -89,11 +89,9 @@ def effect(before: Sequence[float], after: Sequence[float] | None, agrees: Seque
     It lowers a cell whose share of the gradient falls by at least `_LEAST_CHANGE`. We compare shares: a common factor
     only rescales the learning rate, and AdamW cancels even that.
 
-    Args:
-        before: (C,) the cells' shares without the method.
-        after: (C,) with it, or None where it leaves no token. It then lowers both, by all that there is.
-        agrees: (C,) whether a cell agrees with the whole on other prompts. Elsewhere it is noise, as far as the batch
-            can tell.
+    `before` and `after` (C,) are the cells' shares without and with the method. None stands for one that leaves no
+    token, and so lowers both. `agrees` (C,) tells which cells agree with the whole on other prompts. The others are
+    noise, as far as the batch can tell.
 
     Returns:
         `after`; `noise` and `signal`, the shares that the lowered cells of each kind lose; `lowers`, "noise",

@@ -30,13 +30,9 @@ class Tokens(NamedTuple):
 class Policy:
     """A model with float32 weights, on the GPU where there is one, and its weights at the start.
 
-    It takes 16 bytes per parameter there. bf16 weights do not resolve one update of a training.
-
-    Args:
-        model: Hugging Face directory or name.
-        temperature: the sampling temperature.
-        micro_batch_tokens: padded tokens of one forward and backward pass.
-        optimizer: "adamw" or "sgd", see `step`.
+    It takes 16 bytes per parameter there. bf16 weights do not resolve one update of a training. `temperature` is that
+    of sampling. A forward and backward pass takes `micro_batch_tokens` padded tokens. `step` has the two optimizers,
+    "adamw" and "sgd".
     """
 
     def __init__(self, model: str, temperature: float, micro_batch_tokens: int, optimizer: str) -> None:

@@ -20,12 +20,9 @@ class Table(NamedTuple):
 
 
 def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configuration: dict[str, str]) -> str:
-    """Return the page.
+    """Return the page, from {model: its summary}, {model: {figure: its data}} and {setting: value} of what was run.
 
-    Args:
-        summaries: {model: its summary, from `models.analyze_model`}.
-        figures: {model: {figure ("fig1" ...): its data}}. Figures of all models and runs are under "".
-        configuration: {setting: value} of what was run.
+    Figures of all models and runs are under "".
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -55,13 +52,9 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
 
 
 def _table(corner: str, columns: dict[str, str], items: Mapping[str, Any], caption: str = "") -> Table:
-    """Return a table with a row for each item.
+    """Return a table with a row for each of the items {name: values}, whose names stand below `corner`.
 
-    Args:
-        corner: the head of the first column, which has the items' names.
-        columns: {head: format of a cell}. A cell is "-" where the item lacks one of the values.
-        items: {name: values}.
-        caption: of the table.
+    Columns are {head: format of a cell}. A cell is "-" where the item lacks one of the values.
     """
 
     def cell(form: str, values: Any) -> str:

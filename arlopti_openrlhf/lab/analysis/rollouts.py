@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from arlopti_openrlhf.lab.scoring import offline
 from arlopti_openrlhf.lab.scoring.inputs import Row
@@ -99,15 +100,12 @@ def make_batch(graded: Sequence[Graded]) -> Batch:
     """Return the responses as tensors. ValueError where there is none."""
     if not graded:
         raise ValueError("the model gave no response")
-    lengths = [len(g.prompt_ids) + len(g.response_ids) for g in graded]
-    sequences = torch.zeros(len(graded), max(lengths), dtype=torch.long)
-    attention_mask = torch.zeros_like(sequences)
-    action_mask = torch.zeros(len(graded), max(lengths) - 1, dtype=torch.bool)
-    for i, (one, length) in enumerate(zip(graded, lengths, strict=True)):
-        # Column j predicts token j + 1, so the first response token belongs to the prompt's last column.
-        sequences[i, :length] = torch.tensor(one.prompt_ids + one.response_ids)
-        attention_mask[i, :length] = 1
-        action_mask[i, len(one.prompt_ids) - 1 : length - 1] = True
+    rows = [torch.tensor(g.prompt_ids + g.response_ids) for g in graded]
+    sequences = pad_sequence(rows, batch_first=True)
+    attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    # Column j predicts token j + 1, so the first response token belongs to the prompt's last column.
+    masks = [torch.arange(1, len(row)) >= len(g.prompt_ids) for g, row in zip(graded, rows, strict=True)]
+    action_mask = pad_sequence(masks, batch_first=True)
     prompts = torch.tensor([g.prompt for g in graded])
     advantages = group_normalized(torch.tensor([g.reward for g in graded]), prompts)
     return Batch(sequences, attention_mask, action_mask, advantages[:, None] * action_mask, prompts)

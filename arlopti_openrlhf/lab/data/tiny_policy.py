@@ -60,8 +60,8 @@ def make_policy(
         steps: optimizer steps, of 24 puzzles each.
         hasty_share: share of hasty answers in the last 15% of the steps.
         solution_first: how often a worked solution tries the right assignment first by choice, not by chance.
-        varied_wording: whether what the policy thinks has one of several wordings, chosen at random. Some 40% of its
-            tokens are then words of a probability of about 1/4 that do not matter.
+        varied_wording: whether some 40% of the policy's tokens are words of a probability of about 1/4 that do not
+            matter, because what it thinks has one of several wordings, chosen at random.
     """
     # Puzzles and the answers that the policy learns from. The last part of them may be hasty.
     rng = random.Random(seed)

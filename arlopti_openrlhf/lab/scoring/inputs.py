@@ -10,7 +10,7 @@ Row = dict[str, Any]  # prompt, label, datasource
 
 
 def natural_key(name: str) -> list[int | str]:
-    """Return a sort key that compares numbers by value, so that "step9" comes before "step10"."""
+    """Return a sort key that compares numbers by value: "step9" comes before "step10"."""
     # Split at its numbers, a name is text, number, text, ..., text. So only like is compared with like.
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
