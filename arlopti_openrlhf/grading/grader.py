@@ -12,8 +12,8 @@ from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
-# Queries of several requests that one call grades. It saves the way to a worker and back, which takes longer than
-# grading: with one worker, the server answers 2.5 times as many requests as without.
+# Queries of several requests that one call grades. The way to a worker and back costs more than grading. Shared, a
+# request of 4,096 tokens takes 0.4 ms of processor time, else 0.85 (two busy cores, 64 connections, medians of three).
 _SHARED = 64
 
 

@@ -15,7 +15,7 @@ from arlopti_openrlhf.grading.math_reward import grade, last_box, reward_func
 from arlopti_openrlhf.grading.worker_pool import Died, TimedOut, WorkerPool
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "math"
-REWARD_FILES = [Path(math_reward.__file__), Path(__file__).parents[2] / "rewards" / "math_reward.py"]
+REWARD_FILES = [math_reward.__file__, str(Path(__file__).parents[2] / "rewards" / "math_reward.py")]
 
 HOSTILE = [
     "9^{9^{9^9}}",
@@ -209,9 +209,8 @@ def test_a_comparison_that_was_not_finished_is_made_again(monkeypatch):
     math_reward._finished.cache_clear()
 
 
-@pytest.mark.parametrize("path", REWARD_FILES, ids=["packaged", "rewards/"])
-def test_openrlhfs_contract(path, tmp_path):
-    """`SingleTurnAgentExecutor` loads the file by path and calls it in threads, here in a folder with our names."""
+def test_openrlhfs_contract(tmp_path):
+    """`SingleTurnAgentExecutor` loads a file by path and calls it in threads, here in a folder with our names."""
     folder = tmp_path / "working directory"
     for package in ("rewards", "math_verify", "arlopti_openrlhf"):
         (folder / package).mkdir(parents=True)
@@ -219,19 +218,19 @@ def test_openrlhfs_contract(path, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"""
 import asyncio, importlib.util
-spec = importlib.util.spec_from_file_location("reward_func", {str(path)!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
 
-async def main():
+async def graded(path):
+    spec = importlib.util.spec_from_file_location("reward_func", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     answers = [str(i) for i in range(8)]
     tasks = [asyncio.to_thread(module.reward_func, ["Q \\\\boxed{{%s}}" % a], ["Q "], ["3"]) for a in answers]
     return [r["rewards"].item() for r in await asyncio.gather(*tasks)]
 
-print(asyncio.run(main()))
+print([asyncio.run(graded(path)) for path in {REWARD_FILES!r}])
 """)
     result = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert result.stdout.strip() == str([0.0] * 3 + [1.0] + [0.0] * 4), result.stderr
+    assert result.stdout.strip() == str([[0.0] * 3 + [1.0] + [0.0] * 4] * 2), result.stderr
 
 
 def test_batches():
