@@ -22,8 +22,13 @@ def check(args: SimpleNamespace, update: Update) -> Iterator[Finding]:
             problem = f"{ranks} ranks are not divided by --ds.ring_attn_size x --ds.tensor_parallel_size"
             yield Finding.of(args, f"{names[0]}.num_gpus_per_node", problem, f"give a multiple of {model_parallel}")
         elif not is_dynamic:
-            yield from _check_step(args, names, ranks // model_parallel)
-            yield from _check_rollout(args, update, names, ranks // model_parallel)
+            data_parallel, micro_batch = ranks // model_parallel, args.train.micro_batch_size
+            if batch % (micro_batch * data_parallel):  # which DeepSpeed asserts of each model when it starts
+                of_names = f"{data_parallel} data-parallel ranks of {', '.join(names)}"
+                problem = f"is not divided by --train.micro_batch_size {micro_batch} x {of_names}"
+                remedy = f"give a multiple of {micro_batch * data_parallel}"
+                yield Finding.of(args, "train.batch_size", problem, remedy)
+            yield from _check_rollout(args, update, names, data_parallel)
     if samples % batch and not update.takes_whole_steps:
         # Gradients of the rest are carried over to the next rollout batch.
         problem = f"does not divide the rollout batch of {samples} samples, so steps mix two rollout batches"
@@ -48,15 +53,6 @@ def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
         group = vars(args)[name]
         by_ranks.setdefault(group.num_nodes * group.num_gpus_per_node, []).append(name)
     return by_ranks
-
-
-def _check_step(args: SimpleNamespace, names: list[str], ranks: int) -> Iterator[Finding]:
-    """Check what DeepSpeed asserts of each model when it starts."""
-    micro_batch = args.train.micro_batch_size
-    if args.train.batch_size % (micro_batch * ranks):
-        of_names = f"{ranks} data-parallel ranks of {', '.join(names)}"
-        problem = f"is not divided by --train.micro_batch_size {micro_batch} x {of_names}"
-        yield Finding.of(args, "train.batch_size", problem, f"give a multiple of {micro_batch * ranks}")
 
 
 def _check_rollout(args: SimpleNamespace, update: Update, names: list[str], ranks: int) -> Iterator[Finding]:

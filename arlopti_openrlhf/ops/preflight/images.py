@@ -36,13 +36,7 @@ def is_vision_language(args: SimpleNamespace) -> bool | None:
 
 
 def check_rows(flag: str, value: str, rows: Sequence[Row], args: SimpleNamespace) -> Iterator[Finding]:
-    """Yield what is wrong with the images of a data set.
-
-    Args:
-        flag, value: where the data set was named.
-        rows: its rows, the first of which is row 1.
-        args: upstream's nested arguments, as its `train` gets them.
-    """
+    """Yield what is wrong with the images in the rows of the data set that the flag's value names."""
     key, most = args.data.image_key, args.data.max_images_per_prompt
     images_of = {number: images for number, row in enumerate(rows, start=1) if (images := _images(row.get(key)))}
     if not images_of:

@@ -41,11 +41,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
 def check_folder(flag: str, model: str) -> Iterator[Finding]:
     """Yield what keeps a model from being loaded: no folder, or one without a whole configuration or weights.
 
-    What the hub is to give, all of the model or a part, is a warning.
-
-    Args:
-        flag: where the model was named.
-        model: a folder, or a name on the hub.
+    The model is a folder, or a name on the hub. What the hub is to give, all of it or a part, is a warning.
     """
     folder = local_folder(model)
     if folder is None:

@@ -36,13 +36,9 @@ def reason(error: Exception) -> str:
 
 
 def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tuple[str, str, bool]]:
-    """Return the labels that a grader cannot read: where each stands, why, and whether the grader raises there.
+    """Return the labels that kk or math cannot read: where each stands, why, and whether the grader raises there.
 
     The math grader does not raise where a label can only be matched letter by letter, so no answer may earn it.
-
-    Args:
-        grader: "kk" or "math".
-        labels: where each stands, and the label.
     """
     from arlopti_openrlhf.grading import kk_reward, math_reward
 
@@ -62,11 +58,9 @@ def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tu
 
 
 def reward_problem(path: str, rows: Sequence[tuple[str, Any]]) -> str | None:
-    """Return what keeps a reward file from grading the rows, or None where it grades them.
+    """Return what keeps a reward file from grading prompts and labels, or None where it grades them.
 
-    Args:
-        path: the file, which is loaded and called as upstream's `SingleTurnAgentExecutor` does: one sample at a time.
-        rows: prompts and labels.
+    It is loaded and called as upstream's `SingleTurnAgentExecutor` does, with one sample at a time.
     """
     # What it prints is not for the list of findings.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -91,12 +91,13 @@ def _ask_health(url: str) -> tuple[bool, str]:
     try:
         # The run asks without a proxy, too.
         with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS, follow_redirects=True) as client:
-            status = client.get(f"{_without_secrets(url)}/health").status_code
+            answer = client.get(f"{_without_secrets(url)}/health")
     except httpx.RemoteProtocolError:
         return True, "something answers, but not in HTTP"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return False, f"no answer: {error}"
-    return True, "" if status == 200 else f"something answers, but /health with status {status}, so it is not checked"
+    status = f"/health with status {answer.status_code}"
+    return True, "" if answer.is_success else f"something answers, but {status}, so the server is not checked"
 
 
 def _without_secrets(url: str) -> str:
