@@ -77,16 +77,18 @@ def compute(
         ranks: the data-parallel ranks.
         with_distributions: whether each sample gets its `distributions` too.
     """
-    # As upstream's experience maker: by count, or with dynamic batches by tokens. Prompts stay together.
-    size, room = args.rollout.micro_batch_size, 0
+    # As upstream's experience maker: so many samples, or with dynamic batches so many tokens. Prompts stay together.
+    is_dynamic = args.train.dynamic_batch_enable
+    limit = args.rollout.max_tokens_per_gpu if is_dynamic else args.rollout.micro_batch_size
     batches: list[list[Sample]] = []
-    for i, item in enumerate(item for prompt in by_prompt(items) for item in prompt):
-        is_full = len(item.sequences) > room if args.train.dynamic_batch_enable else i % size == 0
-        if is_full:
+    room = 0
+    for item in (item for prompt in by_prompt(items) for item in prompt):
+        size = len(item.sequences) if is_dynamic else 1
+        if size > room:
             batches.append([])
-            room = args.rollout.max_tokens_per_gpu
+            room = limit
         batches[-1].append(item)
-        room -= len(item.sequences)
+        room -= size
     actor.eval()
     for i in range(ranks.max(len(batches))):
         samples = batches[i] if i < len(batches) else [stand_in()]

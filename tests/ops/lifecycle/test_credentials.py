@@ -81,9 +81,8 @@ def server():
 def test_the_server_gets_them_and_messages_do_not(server):
     port, asked = server
     flat = hidden("--reward.remote_url", f"http://user:{PASSWORD}@127.0.0.1:{port}/get?token=abc-secret")
-    message = {"query": ["q"], "prompts": ["p"], "labels": ["l"]}
     with pytest.raises(reward_client.RewardError) as refused:
-        asyncio.run(reward_client._post(vars(flat)["reward.remote_url"], message))
+        asyncio.run(reward_client._post(vars(flat)["reward.remote_url"], "q", "p", "l"))
     [(path, authorization)] = asked
     assert path == "/get?token=abc-secret"
     assert base64.b64decode(authorization.removeprefix("Basic ")).decode() == f"user:{PASSWORD}"
