@@ -179,8 +179,8 @@ def test_hostile_answers_are_wrong_in_bounded_time(form, tmp_path, monkeypatch):
 
     with ThreadPoolExecutor(math_reward.WORKERS) as threads:
         graded = dict(zip(HOSTILE, threads.map(score_and_seconds, HOSTILE), strict=True))
-    # Without a limit, they are busy for hours.
-    bad = {answer[:20]: outcome for answer, outcome in graded.items() if outcome > (0, math_reward.TIMEOUT + 8)}
+    # Without a limit, they are busy for hours. A busy machine has a minute.
+    bad = {answer[:20]: outcome for answer, outcome in graded.items() if outcome > (0, math_reward.TIMEOUT + 58)}
     assert not bad and not list(tmp_path.iterdir())
 
 

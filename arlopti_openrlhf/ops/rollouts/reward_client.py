@@ -140,9 +140,9 @@ class RewardExecutor(SingleTurnAgentExecutor):
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError) as error:
                 cause = credentials.mask(f"{type(error).__name__}: {error}", url)
             else:
-                if self._down_since:
+                if 0 < self._down_since <= self._said:  # the log has said that samples wait
                     logger.info(f"reward server: answers again, after {time.monotonic() - self._down_since:.0f} s")
-                    self._down_since = 0.0
+                self._down_since = 0.0
                 return answer
             waited = clock()
             self._say(url, cause)

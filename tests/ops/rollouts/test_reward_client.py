@@ -117,10 +117,13 @@ def test_a_server_that_is_away_for_a_while_loses_no_sample(server, said):
     assert len(said) == 2 and "wait for" in said[0] and "answers again" in said[1]
 
 
-def test_a_second_server_takes_over(server):
+def test_a_second_server_takes_over(server, said):
+    """The log says once that samples wait, and once that they are answered, however often the first one fails."""
     bad, good = server(lambda n, message: (500, b"")), server(lambda n, message: (200, GOOD))
-    outputs = execute(RewardExecutor([bad.url, good.url]), prompts=["a", "b", "c", "d"])
-    assert [output["reward"] for output in outputs] == [3.0] * 4
+    executor = RewardExecutor([bad.url, good.url])
+    outputs = [output for _ in range(3) for output in execute(executor, prompts=["a", "b", "c", "d"])]
+    assert [output["reward"] for output in outputs] == [3.0] * 12
+    assert len(said) == 2 and "wait for" in said[0] and "answers again" in said[1]
 
 
 def test_the_time_limit_and_that_it_is_said_once_a_minute(server, said, monkeypatch):
@@ -129,7 +132,8 @@ def test_the_time_limit_and_that_it_is_said_once_a_minute(server, said, monkeypa
     start = time.monotonic()
     with pytest.raises(RewardError, match="no reward from .*retry_minutes.*always down"):
         execute(RewardExecutor([http.url], retry_minutes=3 / 60), prompts=[str(i) for i in range(16)])
-    assert 0.5 < time.monotonic() - start < 6 and 2 <= len(said) <= 6
+    seconds = time.monotonic() - start  # a busy machine may take longer
+    assert 0.5 < seconds < 60 and 2 <= len(said) <= 2 + seconds / 0.6
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
