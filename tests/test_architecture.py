@@ -19,7 +19,13 @@ def steps() -> list[tuple[str, str]]:
     return [(file, name) for files, names in pairs for file in files for name in names]
 
 
-def test_the_tables_are_found():
+def test_every_step_names_its_file_and_function():
+    rows = [line for line in TEXT.splitlines() if line.startswith("| ") and line.count("|") == 4]
+    tables = sum(line.startswith("| step |") for line in rows)
+    assert tables == 4 and len(rows) - tables > 25
+    assert all(
+        re.search(r"`\S+\.py` \| `\w", line) or "`, `" in line for line in rows if not line.startswith("| step")
+    )
     assert len(steps()) > 40
 
 

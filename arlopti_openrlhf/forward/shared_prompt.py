@@ -123,7 +123,7 @@ def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: 
     # segment.
     segments: list[Segment] = []
     tokens, positions, steps, total = [], [], torch.arange(length), 0
-    places = torch.zeros(3, count, dtype=torch.long)
+    offsets = torch.zeros(3, count, dtype=torch.long)
 
     def add(row: int, start: int, stop: int, prefix: int | None) -> None:
         nonlocal total
@@ -137,7 +137,7 @@ def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: 
         if prefix:
             add(group[0], 0, prefix, None)
         for i in group:
-            places[:, i] = torch.tensor([prefix, prefix_at, total - prefix])
+            offsets[:, i] = torch.tensor([prefix, prefix_at, total - prefix])
             if lengths[i] > prefix:
                 add(i, prefix, lengths[i], prefix_index)
 
@@ -145,7 +145,7 @@ def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: 
     row, column = action_mask.nonzero(as_tuple=True)
     target = length - width + column
     position = target - 1 - first[row]
-    shared, prefix_at, own_at = places[:, row]
+    shared, prefix_at, own_at = offsets[:, row]
     return PackedBatch(
         tokens=torch.cat(tokens)[None].to(device),
         positions=torch.cat(positions)[None].to(device),

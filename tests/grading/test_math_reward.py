@@ -177,10 +177,9 @@ def test_hostile_answers_are_wrong_in_bounded_time(form, tmp_path, monkeypatch):
         start = time.monotonic()
         return grade(form % answer, "42").score, time.monotonic() - start
 
-    with ThreadPoolExecutor(math_reward.WORKERS) as threads:
-        graded = dict(zip(HOSTILE, threads.map(score_and_seconds, HOSTILE), strict=True))
-    # Without a limit, they are busy for hours. A busy machine has a minute.
-    bad = {answer[:20]: outcome for answer, outcome in graded.items() if outcome > (0, math_reward.TIMEOUT + 58)}
+    graded = {answer: score_and_seconds(answer) for answer in HOSTILE}  # one by one: none waits for another
+    # Without a limit, they are busy for hours.
+    bad = {answer[:20]: outcome for answer, outcome in graded.items() if outcome >= (0, math_reward.TIMEOUT + 8)}
     assert not bad and not list(tmp_path.iterdir())
 
 

@@ -126,14 +126,20 @@ def test_a_second_server_takes_over(server, said):
     assert len(said) == 2 and "wait for" in said[0] and "answers again" in said[1]
 
 
-def test_the_time_limit_and_that_it_is_said_once_a_minute(server, said, monkeypatch):
-    monkeypatch.setattr(reward_client, "_SAY_EVERY", 0.6)
+def test_the_time_limit(server, said):
     http = server(lambda n, message: (500, {"error": "always down"}))
     start = time.monotonic()
     with pytest.raises(RewardError, match="no reward from .*retry_minutes.*always down"):
+        execute(RewardExecutor([http.url], retry_minutes=2 / 60))
+    assert 0.5 < time.monotonic() - start < 5
+
+
+def test_it_is_said_once_a_minute(server, said, monkeypatch):
+    monkeypatch.setattr(reward_client, "_SAY_EVERY", 0.6)
+    http = server(lambda n, message: (500, b""))
+    with pytest.raises(RewardError):
         execute(RewardExecutor([http.url], retry_minutes=3 / 60), prompts=[str(i) for i in range(16)])
-    seconds = time.monotonic() - start  # a busy machine may take longer
-    assert 0.5 < seconds < 60 and 2 <= len(said) <= 2 + seconds / 0.6
+    assert 2 <= len(said) <= 6
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
