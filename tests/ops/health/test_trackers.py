@@ -1,5 +1,6 @@
 """A resumed run goes on under its name, in one curve of TensorBoard and in one run of wandb. No tracker ends a run."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -88,19 +89,23 @@ def offline(tmp_path, monkeypatch):
 
 
 def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret(offline, tmp_path):
-    """Offline, wandb says which run it would go on in. α is a number there, by which runs can be filtered."""
+    """Offline, wandb says which run it would go on in, and how long it would wait for its server. α is a number
+    there, by which runs can be filtered."""
     key, password = "0123456789abcdef" * 2, "pass-w0rd"
     flags = f"--logger.wandb.key {key} --logger.wandb.run_name mine --actor.model_name_or_path m"
     flags += f" --reward.remote_url http://user:{password}@host/get --algo.ar.alpha 0.3 --algo.lopti.eta 0.5"
-    flags += " --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1"
+    flags += f" --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1 --ckpt.path {tmp_path / 'ckpt'}"
     flat = train_ppo_ray.parse(flags.split())
     credentials.hide(flat)
     args, _ = command_line.check(flat)
-    tracker = trackers.ResumableWandb(args, "an-id")
-    run = tracker.handle.run
+    with trackers.resumable(args):
+        tracker = trackers.ppo_trainer.WandbLogger(args)
+    run = wandb.run
     config, settings = dict(run.config), (run.id, run.name, run.settings.resume)
-    tracker.close()
-    assert settings == ("an-id", "mine", "allow")
+    assert 0 < run.settings.init_timeout <= 60
+    tracker.close_for_good()
+    kept = json.loads((tmp_path / "ckpt" / trackers.RUN_FILE).read_text())
+    assert settings == (kept["wandb_id"], "mine", "allow")
     assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5
     assert config["eval"]["sampling"] == [["*", 4, 0.6], ["a", 2, 1.0]] and "namespace(" not in str(config)
     assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY"
