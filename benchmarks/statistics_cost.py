@@ -55,12 +55,11 @@ def seconds_of_observing(bench: Bench, variant: str) -> float:
 
 def seconds_of_statistics_per_row(vocabulary: int) -> float:
     """What entropies and squares add to the sums over one row of the vocabulary's logits."""
-    from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS, _BlockSums
+    from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS, _arithmetic
 
     device, rows = torch.cuda.current_device(), 512
     logits = torch.randn(rows, BLOCK_ELEMENTS // rows, device=device)
-    targets = torch.zeros(rows, 1, dtype=torch.long, device=device)
-    inside = torch.ones(rows, dtype=torch.bool, device=device)
+    targets = torch.zeros(rows, dtype=torch.long, device=device)
     differences = []
     for _ in range(9):
         durations = []
@@ -68,7 +67,7 @@ def seconds_of_statistics_per_row(vocabulary: int) -> float:
             block = logits.clone()
             synchronize()
             start = time.perf_counter()
-            _BlockSums.of(block, inside, targets, with_statistics)
+            _arithmetic(logits.device.type).sum_up(block, targets, 1.0, with_statistics)
             synchronize()
             durations.append(time.perf_counter() - start)
         differences.append(durations[1] - durations[0])

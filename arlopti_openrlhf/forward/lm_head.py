@@ -1,18 +1,23 @@
 """The LM head on selected positions alone, a block of the vocabulary at a time, so that no (B, T, V) tensor exists.
 
-Pure torch. The head is a large part of a small model's computation and most of an update's memory, because stock
-OpenRLHF computes float32 logits of every position, prompt and padding included.
+The head is a large part of a small model's computation and most of an update's memory, because stock OpenRLHF
+computes float32 logits of every position, prompt and padding included. What is done with a block of logits is in
+plain torch here, and on a GPU in `lm_head_triton`.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from arlopti_openrlhf.hardware import multiplies_bf16
 
-# Elements in one block of float32 logits (64 MiB): too few to raise the peak of memory, enough for full speed.
+# Elements in one block of logits (64 MiB in float32): too few to raise the peak of memory, enough for full speed.
 BLOCK_ELEMENTS = 2**24
 
 
@@ -29,7 +34,7 @@ def selected_log_probs(
 
     The log-probs are `log_softmax((hidden @ weight.T + bias) / temperature)` at the targets. The backward pass
     computes the logits again, and only for positions with a gradient. A token that is clipped or outside the group
-    costs nothing there.
+    costs nothing there. The hidden states' gradient is added up in float32.
 
     Args:
         hidden: (N, H) last hidden states that predict the targets.
@@ -44,6 +49,19 @@ def selected_log_probs(
         (N,) log-probs, (N,) entropies in nats and (N,) Σ_{j≠o} P_j²; None for what was not asked for.
     """
     return _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, with_statistics)
+
+
+def log_probs_of_logits(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool = False, with_statistics: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what `selected_log_probs` does, of a model that changes its head's logits (Granite, Gemma 2).
+
+    The logits and their gradient are there as a whole, (N, V) each, in the model's dtype. In float32 there is a block.
+
+    Args:
+        logits: (N, V), as the model returns them. The other arguments are those of `selected_log_probs`.
+    """
+    return _SelectedLogProbs.apply(logits, None, None, targets, temperature, with_entropy, with_statistics)
 
 
 @torch.no_grad()
@@ -62,10 +80,9 @@ def distribution_statistics(logits: Tensor, rows: Tensor, targets: Tensor) -> tu
     entropies, squares = [logits.new_empty(0, dtype=torch.float32)], [logits.new_empty(0, dtype=torch.float32)]
     size = max(1, BLOCK_ELEMENTS // logits.shape[1])
     for block_rows, block_targets in zip(rows.split(size), targets.split(size), strict=True):
-        inside = torch.ones_like(block_targets, dtype=torch.bool)
-        sums = _BlockSums.of(logits[block_rows].float(), inside, block_targets[:, None], with_statistics=True)
-        entropies.append(sums.entropy)
-        squares.append(sums.squares)
+        _, _, *of_block = _arithmetic(logits.device.type).sum_up(logits[block_rows], block_targets, 1.0, True)
+        entropies.append(of_block[0])
+        squares.append(of_block[1])
     return torch.cat(entropies), torch.cat(squares)
 
 
@@ -100,37 +117,26 @@ def statistics_of_logits(
 class _BlockSums(NamedTuple):
     """Holds sums over one block of the vocabulary, (N,) each, where p is the softmax within the block."""
 
+    target: Tensor  # the target's logit, 0 where it lies in another block
     log_total: Tensor  # log Σ exp(logits)
     entropy: Tensor | None  # −Σ p log p
     squares: Tensor | None  # Σ p² without the target
 
-    @classmethod
-    def of(cls, logits: Tensor, inside: Tensor, column: Tensor, with_statistics: bool) -> "_BlockSums":
-        """Sum over (N, block) logits, which are overwritten. Without statistics log_total alone, bit for bit."""
-        greatest = logits.amax(dim=1)
-        logits.sub_(greatest[:, None])
-        odds = logits.exp()
-        total = odds.sum(dim=1)
-        log_total = total.log() + greatest
-        if not with_statistics:
-            return cls(log_total, None, None)
-        entropy = total.log() - logits.mul_(odds).sum(dim=1) / total
-        # Take the target out before the squares: where π is near 1 the others would be lost in its rounding.
-        odds.scatter_(1, column, torch.where(inside[:, None], 0.0, odds.gather(1, column)))
-        return cls(log_total, entropy, (torch.linalg.vector_norm(odds, dim=1) / total).square())
-
 
 class _SelectedLogProbs(torch.autograd.Function):
-    """Computes `selected_log_probs`, and keeps of the logits no more than their (N,) normalisers for the backward."""
+    """Computes `selected_log_probs`, and keeps of the logits no more than their (N,) normalisers for the backward.
+
+    Without a weight, `hidden` are the (N, V) logits themselves.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_statistics):
-        target_logits = hidden.new_zeros(len(targets), dtype=torch.float32)
-        blocks = []
-        for block, logits in _blocks_of_logits(hidden, weight, bias, temperature):
-            inside, column = _locate(targets, block)
-            target_logits = torch.where(inside, logits.gather(1, column)[:, 0], target_logits)
-            blocks.append(_BlockSums.of(logits, inside, column, with_entropy or with_statistics))
+        arithmetic = _arithmetic(hidden.device.type)
+        blocks = [
+            _BlockSums(*arithmetic.sum_up(logits, targets - block.start, temperature, with_entropy or with_statistics))
+            for block, logits in _blocks_of_logits(hidden, None, weight, bias)
+        ]
+        target_logits = torch.stack([b.target for b in blocks]).sum(dim=0)
         log_totals = torch.stack([b.log_total for b in blocks])
         log_total = log_totals.logsumexp(dim=0)
         log_probs, entropy, squares = target_logits - log_total, None, None
@@ -154,33 +160,49 @@ class _SelectedLogProbs(torch.autograd.Function):
         if entropy is not None:
             rows |= grad_entropy != 0
         rows = rows.nonzero()[:, 0]
-        states, targets, log_total = hidden[rows], targets[rows], log_total[rows, None]
-        grad_log_probs = (grad_log_probs[rows] / ctx.temperature)[:, None]
+        targets, log_total, grad_log_probs = targets[rows], log_total[rows], grad_log_probs[rows] / ctx.temperature
         if entropy is not None:
-            entropy, grad_entropy = entropy[rows, None], (grad_entropy[rows] / ctx.temperature)[:, None]
+            entropy, grad_entropy = entropy[rows], grad_entropy[rows] / ctx.temperature
 
-        dtype = _product_dtype(hidden)
-        states_of_product = states.to(dtype)
-        grad_states = torch.zeros_like(states, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        arithmetic = _arithmetic(hidden.device.type)
+        grad_hidden = torch.zeros_like(hidden)
+        if weight is not None:
+            states = hidden[rows].to(_product_dtype(hidden))
+            grad_states = torch.zeros_like(states, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for block, logits in _blocks_of_logits(states, weight, bias, ctx.temperature):
-            # With p the probabilities: d log π_o / d logits = e_o − p, and dH / d logits = −p (log p + H).
-            inside, column = _locate(targets, block)
-            if entropy is None:
-                grad = logits.sub_(log_total).exp_().mul_(-grad_log_probs)
-            else:
-                log_p = logits.sub_(log_total)
-                grad = log_p.exp().mul_(-(grad_log_probs + grad_entropy * (log_p + entropy)))
-            grad.scatter_add_(1, column, torch.where(inside[:, None], grad_log_probs, 0.0))
-            grad = grad.to(dtype)
-            grad_states += grad @ weight[block].to(dtype)
+        for block, logits in _blocks_of_logits(hidden, rows, weight, bias):
+            grad = arithmetic.differentiate(
+                logits, targets - block.start, ctx.temperature, log_total, grad_log_probs, entropy, grad_entropy
+            )
+            if weight is None:
+                grad_hidden[:, block].index_copy_(0, rows, grad)
+                continue
+            grad_states += _product_in_float32(grad, weight[block])
             if grad_weight is not None:
-                grad_weight[block] = grad.T @ states_of_product
+                grad_weight[block] = grad.T @ states
             if grad_bias is not None:
                 grad_bias[block] = grad.sum(dim=0)
-        grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_states.to(hidden.dtype))
+        if weight is not None:
+            grad_hidden.index_copy_(0, rows, grad_states.to(hidden.dtype))
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _blocks_of_logits(
+    hidden: Tensor, rows: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each block of the vocabulary with new (N, block) logits of these rows or of all."""
+    vocabulary = hidden.shape[1] if weight is None else weight.shape[0]
+    size = min(vocabulary, max(1024, BLOCK_ELEMENTS // max(1, len(hidden if rows is None else rows))))
+    if weight is not None:
+        dtype = _product_dtype(hidden)
+        states = (hidden if rows is None else hidden[rows]).to(dtype)
+    for start in range(0, vocabulary, size):
+        block = slice(start, min(start + size, vocabulary))
+        if weight is not None:
+            yield block, F.linear(states, weight[block].to(dtype), None if bias is None else bias[block].to(dtype))
+        else:
+            yield block, hidden[:, block].clone() if rows is None else hidden[:, block].index_select(0, rows)
 
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:
@@ -188,24 +210,85 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "cpu" and not multiplies_bf16() else tensor.dtype
 
 
-def _blocks_of_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each block of the vocabulary with its (N, block) float32 logits, divided by the temperature."""
-    dtype = _product_dtype(hidden)
-    hidden = hidden.to(dtype)
-    vocabulary = weight.shape[0]
-    size = min(vocabulary, max(1024, BLOCK_ELEMENTS // max(1, len(hidden))))
-    for start in range(0, vocabulary, size):
-        block = slice(start, min(start + size, vocabulary))
-        logits = hidden @ weight[block].to(dtype).T
-        if bias is not None:
-            logits = logits + bias[block].to(dtype)
-        yield block, logits.float().div_(temperature)
+def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b. A GPU does not round it to the factors' 16 bits; PyTorch's products on a CPU can't do that."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a @ b.to(a.dtype)
 
 
-def _locate(targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return (N,) whether each target lies in the block and (N, 1) its column there, any column where it does not."""
-    column = targets - block.start
-    inside = (column >= 0) & (column < block.stop - block.start)
-    return inside, column.clamp(0, block.stop - block.start - 1)[:, None]
+@cache
+def _arithmetic(device: str) -> Any:
+    """Return what has `sum_up` and `differentiate`: Triton's kernels on a GPU, plain torch elsewhere."""
+    if device == "cuda" and find_spec("triton"):
+        from arlopti_openrlhf.forward import lm_head_triton
+
+        return lm_head_triton
+    return SimpleNamespace(sum_up=_sum_up, differentiate=_differentiate)
+
+
+def _sum_up(logits: Tensor, columns: Tensor, temperature: float, with_statistics: bool) -> _BlockSums:
+    """Sum over a block of logits. Without statistics target and log_total alone, bit for bit.
+
+    Args:
+        logits: (N, block), not divided by the temperature. They may be overwritten.
+        columns: (N,) of the targets, in the block or not.
+    """
+    logits = _scaled(logits, temperature)
+    inside, column = _locate(columns, logits.shape[1])
+    target = torch.where(inside, logits.gather(1, column)[:, 0], 0.0)
+    greatest = logits.amax(dim=1)
+    logits.sub_(greatest[:, None])
+    odds = logits.exp()
+    total = odds.sum(dim=1)
+    log_total = total.log() + greatest
+    if not with_statistics:
+        return _BlockSums(target, log_total, None, None)
+    entropy = total.log() - logits.mul_(odds).sum(dim=1) / total
+    # Take the target out before the squares: where π is near 1 the others would be lost in its rounding.
+    odds.scatter_(1, column, torch.where(inside[:, None], 0.0, odds.gather(1, column)))
+    return _BlockSums(target, log_total, entropy, (torch.linalg.vector_norm(odds, dim=1) / total).square())
+
+
+def _differentiate(
+    logits: Tensor,
+    columns: Tensor,
+    temperature: float,
+    log_total: Tensor,
+    grad_log_probs: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Return the gradient by a block of logits, in their dtype.
+
+    With p the probabilities: d log π_o / d logits = e_o − p, and dH / d logits = −p (log p + H).
+
+    Args:
+        logits: (N, block), not divided by the temperature. They may be overwritten.
+        columns: (N,) of the targets, in the block or not.
+        log_total: (N,) log Σ exp(logits / temperature) over the whole vocabulary.
+        grad_log_probs: (N,), divided by the temperature.
+        entropy: (N,), where it has a gradient.
+        grad_entropy: (N,), divided by the temperature.
+    """
+    dtype = logits.dtype
+    inside, column = _locate(columns, logits.shape[1])
+    grad_log_probs = grad_log_probs[:, None]
+    log_p = _scaled(logits, temperature).sub_(log_total[:, None])
+    if entropy is None or grad_entropy is None:
+        grad = log_p.exp_().mul_(-grad_log_probs)
+    else:
+        grad = log_p.exp().mul_(-(grad_log_probs + grad_entropy[:, None] * (log_p + entropy[:, None])))
+    grad.scatter_add_(1, column, torch.where(inside[:, None], grad_log_probs, 0.0))
+    return grad.to(dtype)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return float32 logits divided by the temperature. They may be the same memory."""
+    logits = logits.float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _locate(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return (N,) whether each column lies in the block and (N, 1) the column, any one where it does not."""
+    return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)[:, None]

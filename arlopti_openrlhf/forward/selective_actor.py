@@ -1,18 +1,18 @@
 """The actor that computes what its action mask asks for: log-probs of the selected tokens, each prompt once."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from openrlhf.models.actor import Actor
-from openrlhf.models.utils import compute_entropy, log_probs_from_logits
 from openrlhf.utils.logging_utils import init_logger
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.utils import ModelOutput
 
 from arlopti_openrlhf.forward import packed_attention, self_check
-from arlopti_openrlhf.forward.lm_head import distribution_statistics, selected_log_probs
+from arlopti_openrlhf.forward.lm_head import log_probs_of_logits, selected_log_probs
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch, pack
 from arlopti_openrlhf.patching import replaced_attribute
 
@@ -180,10 +180,11 @@ class SelectiveActor(Actor):
             hidden = hidden.flatten(0, 1).index_select(0, rows)
             if not shortcuts.fuses_head:
                 return whole_head(head, hidden[None])
-            columns = selected_log_probs(
-                hidden, head.weight, packed.targets, head.bias, self.temperature, with_entropy, with_statistics
+            return _stacked(
+                selected_log_probs(
+                    hidden, head.weight, packed.targets, head.bias, self.temperature, with_entropy, with_statistics
+                )
             )
-            return torch.stack([column for column in columns if column is not None], dim=-1)[None]
 
         # The head's own hooks still run: ZeRO-3 gathers its weight by them.
         with replaced_attribute(head, "forward", forward_head), _router_logits(self.hf_config, with_aux_loss):
@@ -193,7 +194,9 @@ class SelectiveActor(Actor):
             reason = f"{type(self._causal_lm).__name__} does not call transformers' attention functions"
             packed_attention.install(self.hf_config._attn_implementation).refuse(reason)
         if not shortcuts.fuses_head:
-            result = self._columns(result, packed.targets, with_entropy, with_statistics)
+            result = _stacked(
+                log_probs_of_logits(result[0], packed.targets, self.temperature, with_entropy, with_statistics)
+            )
         return packed, result[0], output
 
     def _model_inputs(
@@ -215,15 +218,10 @@ class SelectiveActor(Actor):
         length = sequences.shape[1]
         return packed, row * length + length - action_mask.shape[1] + column - 1, inputs
 
-    def _columns(self, logits: Tensor, targets: Tensor, with_entropy: bool, with_statistics: bool) -> Tensor:
-        """Return what `selected_log_probs` does, stacked to (1, N, 1 to 3), from the model's (1, N, V) logits."""
-        logits = logits.float() / self.temperature
-        columns = [log_probs_from_logits(logits, targets[None])[0]]
-        if with_statistics:
-            columns += distribution_statistics(logits, torch.arange(len(targets), device=targets.device), targets)
-        if with_entropy:  # in place of the statistics' entropy, which has no gradient
-            columns[1:2] = [compute_entropy(logits)[0]]
-        return torch.stack(columns, dim=-1)[None]
+
+def _stacked(columns: Iterable[Tensor | None]) -> Tensor:
+    """Return (1, N, 1 to 3) of the (N,) columns that are there, in the shape of a model's output."""
+    return torch.stack([column for column in columns if column is not None], dim=-1)[None]
 
 
 def _router_logits(config: PretrainedConfig, wanted: bool) -> AbstractContextManager:

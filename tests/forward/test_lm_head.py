@@ -1,10 +1,22 @@
-"""The LM head on selected positions, against plain log_softmax in float64."""
+"""The LM head on selected positions, against plain log_softmax in float64, in plain torch and in Triton's kernels."""
+
+import os
 
 import pytest
 import torch
 
 from arlopti_openrlhf.forward import lm_head
-from arlopti_openrlhf.forward.lm_head import selected_log_probs
+from arlopti_openrlhf.forward.lm_head import log_probs_of_logits, selected_log_probs
+
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
+
+@pytest.fixture(params=["triton" if os.environ.get("TRITON_INTERPRET") else "torch"])
+def arithmetic(request, monkeypatch):
+    """Take a block's arithmetic in plain torch. tests/long/test_triton.py takes it in Triton's kernels."""
+    if request.param == "triton":
+        chosen = lm_head._arithmetic.__wrapped__
+        monkeypatch.setattr(lm_head, "_arithmetic", lambda device: chosen("cuda"))
 
 
 def reference(hidden, weight, targets, bias, temperature):
@@ -39,11 +51,19 @@ def test_values_and_gradients(monkeypatch, with_bias, with_entropy, block_elemen
             loss = loss + (entropy * of_entropy.to(dtype)).sum()
         return [log_probs, *([entropy] if with_entropy else []), *torch.autograd.grad(loss, inputs)]
 
-    ours = gradients(lambda *args: selected_log_probs(*args, with_entropy), torch.float32)
+    def of_logits(hidden, weight, targets, bias, temperature):
+        """The logits are there, as those of Granite and Gemma 2 are."""
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        kept = logits.clone()
+        results = log_probs_of_logits(logits, targets, temperature, with_entropy)
+        assert torch.equal(logits, kept)
+        return results
+
     exact = gradients(reference, torch.float64)
-    for a, b in zip(ours, exact, strict=True):
-        assert a.dtype == torch.float32
-        assert (a.double() - b).norm() <= 1e-5 * b.norm()
+    for function in (lambda *args: selected_log_probs(*args, with_entropy), of_logits):
+        for a, b in zip(gradients(function, torch.float32), exact, strict=True):
+            assert a.dtype == torch.float32
+            assert (a.double() - b).norm() <= 1e-5 * b.norm()
 
 
 @pytest.mark.parametrize("block_elements", [1, 2**24])
@@ -93,3 +113,19 @@ def test_no_rows():
     assert log_probs.shape == entropy.shape == (0,)
     (log_probs.sum() + entropy.sum()).backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_logits_keep_their_dtype_and_get_a_gradient_of_it():
+    """Only a block of them is in float32: what is kept for the backward pass holds no other copy."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 2500, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, 2500, (5,), generator=generator)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        log_probs, _, _ = log_probs_of_logits(logits, targets, 0.7)
+    assert sum(x.numel() for x in kept if x.dtype == torch.float32) == 5
+    log_probs.sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    (exact / 0.7).log_softmax(dim=-1).gather(1, targets[:, None]).sum().backward()
+    assert logits.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=2**-7, atol=1e-9)
