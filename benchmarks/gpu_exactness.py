@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from operations import LOW_SHARE
 from rollouts import SHAPES, make_model
 from torch import Tensor
-from update_bench import LOW_SHARE, Bench
+from update_bench import Bench
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.patching import replaced_attribute

@@ -38,7 +38,7 @@ def main() -> None:
     # DeepSpeed compiles its optimizer with this environment's ninja, activated or not.
     os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     optimizer = choose_optimizer()
-    args = argparse.Namespace(mini_batches=1, packing=False, response_length=None, **part["args"])
+    args = argparse.Namespace(mini_batches=1, packing=False, prompt_length=None, response_length=None, **part["args"])
     try:
         if part["kind"] == "exactness":
             found = {"rows": compare(args), "left_out": left_out()}

@@ -67,7 +67,7 @@ def tokens() -> list[dict]:
 
     from arlopti_openrlhf.update.partition import cost, micro_batches
 
-    sizes = SimpleNamespace(shape="0.5b", prompts=32, mini_batches=1, response_length=None)
+    sizes = SimpleNamespace(shape="0.5b", prompts=32, mini_batches=1, prompt_length=None, response_length=None)
     samples = unpadded(rollout(sizes, scale=1.0))
     random.Random(0).shuffle(samples)
     lengths = [len(item.sequences) for item in samples]

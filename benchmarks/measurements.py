@@ -4,7 +4,9 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from rollouts import operations
+import peers
+from operations import PACKED, STOCK, operations, update_passes
+from rollouts import SHAPES, published_operations, unpadded
 from update_bench import Bench
 
 OPTIMIZER_SHARE = 0.1  # of stock's update in `choose_scale`, at most
@@ -54,30 +56,53 @@ def seconds_of_reweighting(bench: Bench) -> float:
 def summary(
     bench: Bench, seconds: dict[str, list[float]], memory: dict[str, float], rate: float
 ) -> dict[str, dict[str, float | list[float] | None]]:
-    """The figures of each variant in `seconds`. Ratios are None where stock was not measured.
+    """The figures of each variant in `seconds`. `packed_...` are ratios to packed stock, the others to stock.
+
+    Model FLOPs utilisation (MFU) is logical or of the hardware. Logical MFU counts the published method's operations,
+    on each response with its prompt, whether a variant computes them or not. Hardware MFU counts what it does compute.
+    A figure is None where what it takes was not measured or counted.
 
     Args:
         seconds: by variant, one for each round.
         memory: GiB by variant.
         rate: FLOP/s of the machine's matrix products.
     """
-    stock, results = seconds.get("stock GRPO"), {}
+    computed, results = computed_operations(bench), {}
     for variant, times in seconds.items():
-        middle = statistics.median(times)
-        passes = 2 if "Lopti" in variant else 1
-        gib = memory.get(variant)
+        middle, passes = statistics.median(times), 2 if "Lopti" in variant else 1
         results[variant] = dict(
             seconds=middle,
             spread=[min(times), max(times)],
-            time_ratio=stock and statistics.median(ours / theirs for ours, theirs in zip(times, stock, strict=False)),
+            time_ratio=_ratio(times, seconds.get(STOCK)),
+            packed_time_ratio=_ratio(times, seconds.get(PACKED)),
             tokens_per_s=bench.tokens / middle,
-            mfu=operations(bench.args.shape, bench.lengths, passes) / middle / rate,
+            logical_mfu=published_operations(bench.args.shape, bench.lengths, passes) / middle / rate,
+            hardware_mfu=computed[variant] / middle / rate if variant in computed else None,
             optimizer_seconds=bench.optimizer_seconds[variant],
             gradient_norm=bench.gradient_norms[variant],
-            memory_gib=gib,
-            memory_ratio=gib / memory["stock GRPO"] if gib and memory.get("stock GRPO") else None,
+            memory_gib=memory.get(variant),
+            memory_ratio=_ratio([memory.get(variant)], [memory.get(STOCK)]),
+            packed_memory_ratio=_ratio([memory.get(variant)], [memory.get(PACKED)]),
         )
     return results
+
+
+def _ratio(values: Sequence[float | None], baseline: Sequence[float | None] | None) -> float | None:
+    """Return the median ratio to the baseline of the same round."""
+    ratios = [a / b for a, b in zip(values, baseline or (), strict=False) if a and b]
+    return statistics.median(ratios) if ratios else None
+
+
+def computed_operations(bench: Bench) -> dict[str, float]:
+    """Return the operations that each variant computes in an update, of those that are counted (`operations`)."""
+    items, shape = unpadded(bench.rollout), SHAPES[bench.args.shape]
+    passes = update_passes(items, bench.args.micro_batch_size)
+    if bench.args.packing:
+        passes[STOCK] = passes[PACKED]
+    passes |= {"AR": passes["GRPO"], "Lopti": passes["AR + Lopti"], peers.DYNAMIC: passes[PACKED]}
+    checkpointing = bench.stock.model.module.is_gradient_checkpointing
+    found = {variant: sum(operations(shape, each, checkpointing) for each in made) for variant, made in passes.items()}
+    return found | {peers.CHECKPOINTING: sum(operations(shape, each, True) for each in passes[STOCK])}
 
 
 def fit(points: Sequence[tuple[int, float]]) -> dict[str, float]:
@@ -102,9 +127,9 @@ def choose_scale(bench: Bench, minutes: float, updates: float) -> float:
     It is raised where the optimizer's steps would be more than a tenth of such an update.
     """
     little = bench.fraction(0.1)
-    bench.step("stock GRPO", little)  # its first step compiles and allocates
-    points = growth(bench, ["stock GRPO"], [0.1, 1])["stock GRPO"]
+    bench.step(STOCK, little)  # its first step compiles and allocates
+    points = growth(bench, [STOCK], [0.1, 1])[STOCK]
     cost = fit(points)
-    wanted = max(minutes * 60 / updates, bench.optimizer_seconds["stock GRPO"] / OPTIMIZER_SHARE)
+    wanted = max(minutes * 60 / updates, bench.optimizer_seconds[STOCK] / OPTIMIZER_SHARE)
     tokens = 1000 * (wanted - cost["fixed_seconds"]) / cost["seconds_per_1000_tokens"]
     return bench.args.scale * max(1.0, tokens / points[-1][0])

@@ -26,14 +26,28 @@ from rollouts import SHAPES, Shape, rollout, unpadded
 from torch import Tensor
 
 from arlopti_openrlhf.forward.shared_prompt import Segment, pack
-from arlopti_openrlhf.update.partition import by_prompt
+from arlopti_openrlhf.update.partition import by_prompt, cost
 
+STOCK = "stock GRPO"  # as installed
+PACKED = "packed stock GRPO"  # as with flash-attn: no padding
 LOW_SHARE = 0.15  # of the tokens, which Lopti updates first
 FORKING_SHARE = 0.2  # of the tokens, which 80/20 updates
 SETTINGS = {
-    "K&K's lengths": dict(prompts=16, response_length=None, micro_batch_size=8, checkpointing=False),
-    "4,096 tokens, checkpointing": dict(prompts=1, response_length=4096, micro_batch_size=1, checkpointing=True),
+    "K&K's lengths": dict(prompts=16, micro_batch_size=8),
+    "prompts of 8,192 tokens, responses of 1,024": dict(prompt_length=8192, response_length=1024),
+    "prompts of 500 tokens, responses of 4,096, checkpointing": dict(
+        prompt_length=500, response_length=4096, checkpointing=True
+    ),
 }
+USUAL = dict(
+    shape="0.5b",
+    prompts=1,
+    mini_batches=1,
+    prompt_length=None,
+    response_length=None,
+    micro_batch_size=1,
+    checkpointing=False,
+)
 MODELS = ("small", "0.5b", "1.5b", "3b")
 
 
@@ -64,7 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     record = {}
     for setting, options in SETTINGS.items():
-        settings = SimpleNamespace(shape="0.5b", mini_batches=1, **options)
+        settings = SimpleNamespace(**USUAL | options)
         items = unpadded(rollout(settings, scale=1.0))
         tokens = sum(len(item.sequences) for item in items)
         updates = update_passes(items, settings.micro_batch_size)
@@ -76,7 +90,9 @@ def main() -> None:
             for model in MODELS
         }
         record[setting] = dict(settings=vars(settings) | {"tokens": tokens}, operations=counted)
-        print(f"{setting}: {len(items)} responses, {tokens:,} tokens\n\n{table(counted)}\n")
+        shared = tokens / cost(items)
+        print(f"{setting}: {len(items)} responses, {tokens:,} tokens, {shared:.2f} times those with shared prompts\n")
+        print(f"{table(counted)}\n")
     if args.json:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -99,9 +115,9 @@ def update_passes(items: list[Experience], micro_batch_size: int) -> dict[str, l
     whole = shared(items, response, response)
     forward = partial(replace, trains=False)
     return {
-        "stock GRPO": [forward(in_order), mixed],
+        STOCK: [forward(in_order), mixed],
         "Lopti as published": [forward(in_order), mixed, mixed],
-        "OpenRLHF, packing": [forward(real), real],
+        PACKED: [forward(real), real],
         # The first pass computes the log-probs of all tokens, since they are π_old.
         "GRPO": [whole],
         "AR + Lopti": [shared(items, response, low), shared(items, high, high)],
@@ -170,11 +186,11 @@ def operations(shape: Shape, of: Pass, checkpointing: bool = False) -> int:
 
 
 def table(counted: dict[str, dict[str, float]]) -> str:
-    """Return Markdown: each update's operations as a share of stock's, a column for each model."""
+    """Return Markdown: each update's operations as a share of stock's (of packed stock's), a column for each model."""
     lines = ["| | " + " | ".join(SHAPES[model].name for model in counted) + " |", "|---" * (1 + len(counted)) + "|"]
     for variant in next(iter(counted.values())):
-        ratios = [found[variant] / found["stock GRPO"] for found in counted.values()]
-        lines.append(f"| {variant} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+        shares = [f"{n[variant] / n[STOCK]:.2f} ({n[variant] / n[PACKED]:.2f})" for n in counted.values()]
+        lines.append(f"| {variant} | " + " | ".join(shares) + " |")
     return "\n".join(lines)
 
 

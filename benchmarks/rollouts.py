@@ -71,7 +71,7 @@ def make_model(shape: str, attention: str, dtype: torch.dtype = torch.bfloat16) 
     config = AutoConfig.for_model(
         known["model_type"],
         tie_word_embeddings=True,
-        max_position_embeddings=8192,
+        max_position_embeddings=32_768,
         use_cache=False,
         **sizes,
         **known["more"],
@@ -83,7 +83,7 @@ def make_model(shape: str, attention: str, dtype: torch.dtype = torch.bfloat16) 
     return model.bfloat16().to(dtype)
 
 
-def operations(shape: str, lengths: list[int], passes: int) -> float:
+def published_operations(shape: str, lengths: list[int], passes: int) -> float:
     """FLOPs of the published method on real tokens: forward 2, forward and backward 6 per weight, token and pass."""
     s = SHAPES[shape]
     # Attention: two products of width x (half the length, on average) per token and layer.
@@ -102,8 +102,8 @@ def rollout(args: argparse.Namespace, scale: float) -> list:
     """Single samples in rollout order, in K&K's lengths: prompts of 250-400, responses log-normal around 600.
 
     A prompt's responses have the lengths at the distribution's eighths (σ = 0.5, cut to 100-1,500): the few that fit a
-    benchmark then stand for all, padding included. With `args.response_length` every response has that many tokens,
-    times `scale`.
+    benchmark then stand for all, padding included. With `args.prompt_length` every prompt has that many tokens, and
+    with `args.response_length` every response, times `scale`.
     """
     from openrlhf.trainer.ppo_utils.experience import Experience
 
@@ -111,7 +111,8 @@ def rollout(args: argparse.Namespace, scale: float) -> list:
     lengths, generator = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
     samples = []
     for _ in range(args.prompts * args.mini_batches):
-        length = max(1, int(scale * torch.randint(250, 401, (1,), generator=lengths)))
+        length = int(torch.randint(250, 401, (1,), generator=lengths))
+        length = max(1, int(scale * (args.prompt_length or length)))
         prompt = torch.randint(0, vocabulary, (1, length), generator=generator)
         for i in range(SAMPLES_PER_PROMPT):
             tokens = 600 * math.exp(0.5 * statistics.NormalDist().inv_cdf((i + 0.5) / SAMPLES_PER_PROMPT))

@@ -6,8 +6,9 @@ from unittest.mock import patch
 
 import torch
 from hardware import synchronize
+from operations import LOW_SHARE
 from rollouts import SHAPES
-from update_bench import LOW_SHARE, Bench
+from update_bench import Bench
 
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.update import step, trainer

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import peers
 import torch
 from hardware import free_port, synchronize
+from operations import LOW_SHARE, PACKED, STOCK
 from rollouts import SAMPLES_PER_PROMPT, SHAPES, rollout
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.update.old_log_probs import unknown
 
-LOW_SHARE = 0.15
-VARIANTS = ("stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti", "80/20")
+VARIANTS = (STOCK, PACKED, "GRPO", "AR", "Lopti", "AR + Lopti", "80/20")
 
 
 def training_flags(args: argparse.Namespace) -> SimpleNamespace:
@@ -54,8 +54,8 @@ def default_attention() -> str:
 class Bench:
     """One DeepSpeed engine, and per variant OpenRLHF's trainer on it.
 
-    A variant with "stock" in its name computes with OpenRLHF's actor. "stock GRPO" has OpenRLHF's trainer too, and so
-    have those of `peers` that are OpenRLHF with other options.
+    A variant with "stock" in its name computes with OpenRLHF's actor. STOCK and PACKED have OpenRLHF's trainer too,
+    and so have those of `peers` that are OpenRLHF with other options.
 
     Args:
         args: the command's.
@@ -112,7 +112,10 @@ class Bench:
         eta = self.take_lengths(args.scale, selective)
         for variant in (*VARIANTS, *also):
             actor = self.stock if "stock" in variant else selective
-            trainer_class = ppo_actor.ActorPPOTrainer if variant == "stock GRPO" else trainer.TokenUpdateTrainer
+            if variant == PACKED:
+                actor = peers.packed_actor(selective.model)
+                self.around[variant] = peers.one_pass_log_probs
+            trainer_class = ppo_actor.ActorPPOTrainer if variant in (STOCK, PACKED) else trainer.TokenUpdateTrainer
             self.add_trainer(variant, trainer_class, actor, self.method_flags(variant, eta))
 
     def take_lengths(self, scale: float, actor=None) -> float:

@@ -32,12 +32,13 @@ from measurements import (  # noqa: E402
     summary,
     time_in_turn,
 )
+from operations import PACKED, STOCK  # noqa: E402
 from rollouts import SHAPES, make_model  # noqa: E402
 from statistics_cost import seconds_of_statistics  # noqa: E402
 from update_bench import VARIANTS, Bench, default_attention  # noqa: E402
 from update_tables import draw, growth_table, table  # noqa: E402
 
-GROWTH = ("stock GRPO", "GRPO", "AR + Lopti")  # whose seconds are measured at four sizes
+GROWTH = (STOCK, PACKED, "GRPO", "AR + Lopti")  # whose seconds are measured at four sizes
 
 
 def main() -> None:
@@ -95,6 +96,7 @@ def parse() -> argparse.Namespace:
         "--minutes", type=float, default=15, help="on a CPU: take as many tokens as this many minutes allow"
     )
     parser.add_argument("--scale", type=float, help="factor on K&K's lengths, instead of --minutes")
+    parser.add_argument("--prompt-length", type=int, help="tokens of every prompt, instead of K&K's lengths")
     parser.add_argument("--response-length", type=int, help="tokens of every response, instead of K&K's lengths")
     parser.add_argument("--prompts", type=int, default=2 if on_cpu else 8, help="per mini-batch, 8 responses each")
     parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps per rollout batch")
@@ -102,7 +104,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--packing", action="store_true", help="--ds.packing_samples")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="--actor.gradient_checkpointing_enable")
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=["stock GRPO", "GRPO", "AR + Lopti", "80/20"]
+        "--variants", nargs="+", choices=VARIANTS, default=[STOCK, PACKED, "GRPO", "AR + Lopti", "80/20"]
     )
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out TRL and OpenRLHF's options")
     parser.add_argument("--statistics", action="store_true", help="time what --logger.probability_stats adds, too")
@@ -130,7 +132,7 @@ def report(record: dict) -> None:
     processor, rate = record["machine"]["processor"], record["matrix_flops_per_s"] / 1e9
     bf16 = "" if record["machine"]["bf16_instructions"] else ", without bf16 instructions"
     print(f"{processor}{bf16}; matrix products: {rate:,.0f} GFLOP/s in {record['machine']['products']}")
-    stock = record["variants"].get("stock GRPO")
+    stock = record["variants"].get(STOCK)
     if stock:
         share = stock["optimizer_seconds"] / stock["seconds"]
         print(f"the optimizer's steps took {stock['optimizer_seconds']:.2f} s of stock GRPO's update, {share:.0%}")

@@ -3,15 +3,20 @@
 
 def table(results: dict[str, dict | None]) -> str:
     """Return Markdown, a row for each variant. None stands for a variant that ran out of memory."""
-    lines = ["| | time | seconds (min - max) | tokens/s | MFU | peak memory | GiB |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| | time | beside packed | seconds (min - max) | tokens/s | logical MFU | hardware MFU "
+        "| peak memory | beside packed | GiB |",
+        "|---" * 10 + "|",
+    ]
     for variant, r in results.items():
         if r is None:
-            lines.append(f"| {variant} | out of memory | | | | | |")
+            lines.append(f"| {variant} | out of memory |" + " |" * 8)
             continue
         lines.append(
-            f"| {variant} | {_number(r['time_ratio'], 2)} "
+            f"| {variant} | {_number(r['time_ratio'], 2)} | {_number(r['packed_time_ratio'], 2)} "
             f"| {r['seconds']:.2f} ({r['spread'][0]:.2f} - {r['spread'][1]:.2f}) | {r['tokens_per_s']:,.0f} "
-            f"| {r['mfu']:.2f} | {_number(r['memory_ratio'], 2)} | {_number(r['memory_gib'], 1)} |"
+            f"| {r['logical_mfu']:.2f} | {_number(r['hardware_mfu'], 2)} | {_number(r['memory_ratio'], 2)} "
+            f"| {_number(r['packed_memory_ratio'], 2)} | {_number(r['memory_gib'], 1)} |"
         )
     return "\n".join(lines)
 

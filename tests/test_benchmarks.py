@@ -21,14 +21,10 @@ def run(*arguments):
 
 
 def test_update_phase(tmp_path):
-    flags = "--shape toy --scale 0.03 --statistics --repeats 1 --sizes 0.5 --variants".split() + [
-        "stock GRPO",
-        "GRPO",
-        "AR + Lopti",
-    ]
+    ours, openrlhf = ["stock GRPO", "packed stock GRPO", "GRPO", "AR + Lopti"], ["OpenRLHF, gradient checkpointing"]
+    flags = "--shape toy --scale 0.03 --statistics --repeats 1 --sizes 0.5 --variants".split() + ours
     printed = run(*flags, "--json", tmp_path / "r.json", "--chart", tmp_path / "chart.png")
     record = json.loads((tmp_path / "r.json").read_text())
-    ours, openrlhf = ["stock GRPO", "GRPO", "AR + Lopti"], ["OpenRLHF, packing", "OpenRLHF, gradient checkpointing"]
     measured = record["variants"]
     assert {*ours, *openrlhf} < set(measured)
     assert "Unsloth" in record["not_measured"] and "not measured: Unsloth" in printed
@@ -38,10 +34,15 @@ def test_update_phase(tmp_path):
         assert 0 < variant["optimizer_seconds"] < variant["seconds"]
     # They compute the same gradient, but for the rounding of bf16.
     norm = measured["stock GRPO"]["gradient_norm"]
-    for variant in ("GRPO", *openrlhf):
+    for variant in ("packed stock GRPO", "GRPO", *openrlhf):
         assert measured[variant]["gradient_norm"] == pytest.approx(norm, rel=0.02), variant
     assert measured["AR + Lopti"]["gradient_norm"] != pytest.approx(norm, rel=0.02)
-    assert measured["stock GRPO"]["time_ratio"] == 1
+    assert measured["stock GRPO"]["time_ratio"] == measured["packed stock GRPO"]["packed_time_ratio"] == 1
+    for variant in ours:
+        assert measured[variant]["packed_time_ratio"] > 0 < measured[variant]["packed_memory_ratio"]
+    # What a variant does not compute counts in its logical MFU alone.
+    assert measured["GRPO"]["logical_mfu"] > measured["GRPO"]["hardware_mfu"] > 0
+    assert measured["stock GRPO"]["logical_mfu"] < measured["stock GRPO"]["hardware_mfu"]
     assert all(seconds > 0 for seconds in record["statistics_seconds"].values())
     for growth in record["growth"].values():
         (few, _), (many, _) = growth["points"]
@@ -96,7 +97,7 @@ from update_bench import Bench, default_attention
 
 # One micro-batch of both prompts: a shuffle then pads to the same length.
 args = SimpleNamespace(shape="toy", scale=0.06, prompts=2, mini_batches=1, micro_batch_size=16, packing=False,
-                       response_length=None)
+                       prompt_length=None, response_length=None)
 bench = Bench(args, make_model("toy", default_attention()))
 bench.step("GRPO")  # the self-check's passes are over then
 found = {}
@@ -117,7 +118,7 @@ def test_operations_are_those_that_the_updates_execute():
     result = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, cwd=BENCHMARK.parent)
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.splitlines()[-1])
-    assert set(found) == {"stock GRPO", "GRPO", "AR + Lopti", "80/20"}
+    assert set(found) == {"stock GRPO", "packed stock GRPO", "GRPO", "AR + Lopti", "80/20"}
     for variant, (counted, predicted) in found.items():
         assert counted == pytest.approx(predicted, rel=0.005), variant
 

@@ -150,9 +150,9 @@ def test_toy_check_on_a_bare_machine(bare, tmp_path):
         assert row["prompts"] == "shared" and len(row["selective"]) == 6
         assert all(0 < error < 0.05 for error in row["plain_bf16"].values())
     (times,) = record["times"]
-    assert list(times["variants"]) == ["stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti", "80/20"]
+    assert list(times["variants"]) == ["stock GRPO", "packed stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti", "80/20"]
     assert times["variants"]["stock GRPO"]["time_ratio"] == 1
-    assert all(variant["memory_gib"] > 0 < variant["mfu"] for variant in times["variants"].values())
+    assert all(variant["memory_gib"] > 0 < variant["logical_mfu"] for variant in times["variants"].values())
     page = (tmp_path / "gpu.md").read_text()
     assert "2 of 2 comparisons are exact" in page and str(record["command"]) in page and "torch 2." in page
 
@@ -181,8 +181,14 @@ def test_a_missing_package_is_named(bare):
 
 def variant(seconds: float, stock: float | None) -> dict:
     ratio = stock and seconds / stock
-    return dict(seconds=seconds, spread=[seconds, seconds], time_ratio=ratio, tokens_per_s=1.0, mfu=0.5) | dict(
-        memory_gib=2.0, memory_ratio=ratio
+    times = dict(seconds=seconds, spread=[seconds, seconds], time_ratio=ratio, packed_time_ratio=None)
+    return times | dict(
+        tokens_per_s=1.0,
+        memory_gib=2.0,
+        memory_ratio=ratio,
+        packed_memory_ratio=None,
+        logical_mfu=0.5,
+        hardware_mfu=None,
     )
 
 
@@ -203,7 +209,7 @@ def test_out_of_memory_is_a_row(capsys):
     assert found["failures"] == ["nothing was compared"]
     record = found | dict(command="", machine={"processor": "GPU"}, not_installed=[], minutes=1.0)
     page = gpu_tables.as_markdown(record)
-    assert "| stock GRPO | out of memory |" in page and "| GRPO |  | 3.00 (3.00 - 3.00) |" in page
+    assert "| stock GRPO | out of memory |" in page and "| GRPO |  |  | 3.00 (3.00 - 3.00) |" in page
     assert "times at 0.5b: stock GRPO: out of memory" in capsys.readouterr().out
 
 
