@@ -146,12 +146,14 @@ def run_update(
     nan_in_fresh_memory=False,
     restated=False,
     first_rank_only=False,
+    off_policy=False,
 ):
     """Trains once on this rank's samples, in a worker; returns all that a test may ask for.
 
     `on_policy` asks the actor for the old log-probs, as upstream's experience maker does; `near_policy` moves all of
     the batch's log-probs to the current policy's, give or take what sets its own apart. `restated` has the trainer run
-    its own step though everything is off. With `first_rank_only` the other ranks get no sample.
+    its own step though everything is off. With `first_rank_only` the other ranks get no sample. `off_policy` keeps the
+    batch's old log-probs where the first pass would give its own.
     """
     args = probe.strategy.args
     for name, value in overrides.items():
@@ -160,6 +162,8 @@ def run_update(
     probe.actor.packing_samples = args.ds.packing_samples
     if rebuild:
         probe.trainer = new_trainer(probe, stock)
+    if off_policy:
+        probe.trainer.first_pass_gives_old_log_probs = probe.trainer.defers_old_log_probs = False
     if restated:
         assert probe.trainer.is_off
         probe.trainer.is_off = False
