@@ -1,19 +1,79 @@
-"""Estimates what a micro-batch keeps in memory for its backward pass."""
+"""Estimates what training keeps in memory for its backward pass."""
 
-# Bytes of activations per token and hidden unit of one layer in 16 bits with flash attention (Korthikanti et al. 2022,
-# arXiv 2205.05198, Eq. 2 without its quadratic term).
-_LAYER = 34
-# Bytes of one logit: bf16 from the head, fp32 for log-probs, and their gradient.
-_LOGIT = 10
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Bytes of one logit where most are in memory: float32, its gradient, and that gradient in 16 bits. A block of the
+# selective update's takes as much.
+LOGIT = 10
+# Types of models whose layers keep what `layer_bytes` counts. Their whole LM head runs in blocks, too.
+_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def bytes_per_token(hidden: int, layers: int, vocabulary: int, is_checkpointed: bool) -> tuple[int, int]:
-    """Return the bytes that training keeps per token: the layers' activations, and the logits.
+def is_known(config: "PreTrainedConfig") -> bool:
+    """Return whether `layer_bytes` was held against the tensors that models of this type save."""
+    return config.model_type in _KNOWN
+
+
+def layer_bytes(config: "PreTrainedConfig", keys_per_token: float = 1.0) -> float:
+    """Return the bytes per token that a decoder layer keeps for its backward pass, in 16 bits with flash-attn.
+
+    The MLP keeps its gate, the gate's activation, the other branch and their product. A norm keeps a float32 copy of
+    its input, the normalised one and its result. Attention keeps queries, keys, values and its result. Other models
+    than those of `is_known` are taken for one of them, with the experts that a token goes to in place of the MLP.
 
     Args:
-        hidden: size of the hidden states.
-        layers: number of layers.
-        vocabulary: number of logits.
-        is_checkpointed: whether only the layers' inputs are kept, and the inside of one layer at a time.
+        config: of the language model.
+        keys_per_token: keys and values that attention keeps for each token. They are more than one where packed
+            responses see a shared prompt.
     """
-    return hidden * (2 * layers + _LAYER if is_checkpointed else _LAYER * layers), _LOGIT * vocabulary
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    width = getattr(config, "head_dim", None) or hidden // heads
+    queries, keys = heads * width, (getattr(config, "num_key_value_heads", None) or heads) * width
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    if experts := getattr(config, "num_experts_per_tok", None):
+        inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
+    norms = 6 * (queries + keys) if config.model_type == "qwen3" else 0  # of queries and keys
+    return 8 * inner + 16 * hidden + 4 * queries + 4 * keys * keys_per_token + norms
+
+
+def peak_bytes(
+    config: "PreTrainedConfig", is_checkpointed: bool, keeps_logits: bool, keys_per_token: float = 1.0
+) -> float:
+    """Return the bytes per token of a micro-batch where its backward pass has most in memory.
+
+    That is at the last layer, or where it begins: at the logits, or in the selective update at one block of them
+    (`most_tokens`). A layer at work holds about as much in gradients as it has kept.
+
+    Args:
+        config: of the language model.
+        is_checkpointed: whether only the layers' inputs are kept, and the inside of one layer at a time.
+        keeps_logits: as OpenRLHF's update does.
+        keys_per_token: as in `layer_bytes`.
+    """
+    layer, kept = layer_bytes(config, keys_per_token), _kept(config, is_checkpointed, keys_per_token)
+    at_work = 2 * layer if is_checkpointed else layer
+    return kept + max(at_work, LOGIT * config.vocab_size if keeps_logits else 0)
+
+
+def most_tokens(config: "PreTrainedConfig", is_checkpointed: bool, tokens: int, keys_per_token: float) -> int:
+    """Return how many tokens the selective update can take in the memory in which OpenRLHF's takes `tokens`."""
+    from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS  # takes torch, which the pre-flight does without
+
+    stock = tokens * peak_bytes(config, is_checkpointed, keeps_logits=True)
+    at_layers = stock / peak_bytes(config, is_checkpointed, False, keys_per_token)
+    # The head copies the states that it selects, and sums their gradient in float32, beside one block of logits.
+    states = _kept(config, is_checkpointed, keys_per_token) + 6 * config.hidden_size
+    at_head = max(
+        (stock - LOGIT * BLOCK_ELEMENTS) / states,
+        stock / (states + LOGIT * config.vocab_size),  # where one block holds them all
+    )
+    return int(min(at_layers, at_head))
+
+
+def _kept(config: "PreTrainedConfig", is_checkpointed: bool, keys_per_token: float) -> float:
+    """Return the bytes per token that all layers and the last norm keep."""
+    of_layer = 2 * config.hidden_size if is_checkpointed else layer_bytes(config, keys_per_token)
+    return config.num_hidden_layers * of_layer + 8 * config.hidden_size

@@ -5,7 +5,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 from arlopti_openrlhf import methods
-from arlopti_openrlhf.activation_memory import bytes_per_token
+from arlopti_openrlhf.activation_memory import peak_bytes
 from arlopti_openrlhf.ops.preflight import probe
 from arlopti_openrlhf.ops.preflight.combinations import rollout_samples
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -57,7 +57,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
 
 def describe_update(args: SimpleNamespace) -> Update:
     """Return what the other checks have to know of the run's update."""
-    return Update(trains_in_passes(args), not is_selective(args), bytes_per_token)
+    return Update(trains_in_passes(args), not is_selective(args), peak_bytes)
 
 
 def uses_lopti(args: SimpleNamespace) -> bool:

@@ -53,7 +53,8 @@ def divide(
     if reason is None:
         longest = ranks.max(max((len(item.sequences) for item in items), default=0))
         costliest = ranks.max(max(map(partition.cost, partition.by_prompt(items)), default=0))
-        budget = partition.token_budget(args, actor.hf_config, longest, costliest)
+        keys = ranks.max(partition.keys_per_token(items))
+        budget = partition.token_budget(args, actor.hf_config, longest, costliest, keys)
         # Upstream shuffles, but not dynamic batches.
         whole = mini_batches(items, size, not is_dynamic, ranks)
         return [by_cost(samples, budget, ranks) for samples in whole], budget

@@ -4,6 +4,7 @@ A micro-batch costs the tokens that the selective forward pass computes for it: 
 OpenRLHF divides by the number of samples, or in dynamic batches by their lengths, and so takes most prompts apart.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from openrlhf.trainer.ppo_utils.experience import (
 )
 from transformers import PretrainedConfig
 
-from arlopti_openrlhf.activation_memory import bytes_per_token
+from arlopti_openrlhf.activation_memory import is_known, most_tokens
 
 Item = TypeVar("Item", bound=Experience)
 
@@ -38,27 +39,37 @@ def cost(samples: Sequence[Experience]) -> int:
     )
 
 
-def token_budget(args: SimpleNamespace, config: PretrainedConfig, longest: int, costliest: int) -> int:
+def keys_per_token(samples: Sequence[Experience]) -> int:
+    """Return how many tokens the samples of a prompt have for each that is computed, at most, rounded up."""
+    ratios = [sum(len(item.sequences) for item in group) / cost(group) for group in by_prompt(samples)]
+    return math.ceil(max(ratios, default=1))
+
+
+def token_budget(
+    args: SimpleNamespace, config: PretrainedConfig, longest: int, costliest: int, keys_per_token: int = 1
+) -> int:
     """Return how many tokens a micro-batch may cost.
 
     With dynamic batches the user says so. Else the user gives a number of samples, for which OpenRLHF takes the memory
     of their tokens, padded to the longest, with their logits. The selective update keeps no logits, so in the same
-    memory there is room for more tokens. They are used as far as a whole prompt needs them.
+    memory there is room for more tokens. They are used as far as a whole prompt needs them. A model whose layers are
+    not known gets as many tokens as in OpenRLHF.
 
     Args:
         args: upstream's nested arguments.
         config: the model's.
         longest: tokens of the longest sequence.
         costliest: what the prompt with the most tokens costs with all its responses.
+        keys_per_token: of the samples (`keys_per_token`).
     """
     if args.train.dynamic_batch_enable:
         return args.train.max_tokens_per_gpu
     config = config.get_text_config()
-    layers, logits = bytes_per_token(
-        config.hidden_size, config.num_hidden_layers, config.vocab_size, args.actor.gradient_checkpointing_enable
-    )
     padded = args.train.micro_batch_size * longest
-    return max(padded, min(costliest, int(padded * (1 + logits / layers))))
+    if not is_known(config):
+        return padded
+    room = most_tokens(config, args.actor.gradient_checkpointing_enable, padded, keys_per_token)
+    return min(room, max(padded, costliest))
 
 
 def micro_batches(samples: Sequence[Item], budget: int, count: int = 1) -> list[list[Item]]:

@@ -48,14 +48,32 @@ def test_the_costliest_is_halved_for_more():
 
 
 def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
-    """A token takes 34 x 8 = 272 bytes in one layer, and 10 x 100 of logits, which the selective update lacks."""
-    config = Qwen2Config(hidden_size=8, num_hidden_layers=1, vocab_size=100, num_attention_heads=2)
+    """A layer takes 8 x 24 + 20 x 8 + 4 x 4 = 368 bytes per token, and as many of gradients. The last norm takes 64, and
+    states in the head take 48."""
+    config = Qwen2Config(
+        hidden_size=8, intermediate_size=24, num_hidden_layers=1, vocab_size=100, num_attention_heads=2
+    )
+    config.num_key_value_heads = 1
     train = SimpleNamespace(dynamic_batch_enable=False, max_tokens_per_gpu=5, micro_batch_size=2)
     args = SimpleNamespace(train=train, actor=SimpleNamespace(gradient_checkpointing_enable=False))
-    budgets = [partition.token_budget(args, config, longest=50, costliest=cost) for cost in (60, 300, 1000)]
-    assert budgets == [2 * 50, 300, 2 * 50 * 1272 // 272]
+
+    def budget(costliest: int, keys: int = 1) -> int:
+        return partition.token_budget(args, config, longest=5000, costliest=costliest, keys_per_token=keys)
+
+    # One block holds all logits, as many as OpenRLHF's.
+    stock = 10_000 * (368 + 64 + 10 * 100)
+    assert budget(60) == budget(10**9) == stock // (368 + 64 + 48 + 10 * 100) < 10_000
+    config.vocab_size = 10_000
+    stock = 10_000 * (368 + 64 + 10 * 10_000)
+    assert [budget(cost) for cost in (60, 30_000)] == [10_000, 30_000]
+    # A block holds 2 ** 24 of the logits, but a layer's gradients take more than that.
+    assert budget(10**9) == stock // (2 * 368 + 64)
+    # A shared prompt of which each token has three keys: 16 bytes more, twice each.
+    assert budget(10**9, keys=3) == stock // (2 * (368 + 2 * 16) + 64)
+    config.model_type = "unheard_of"
+    assert budget(10**9) == 10_000
     train.dynamic_batch_enable = True
-    assert partition.token_budget(args, config, longest=50, costliest=1000) == 5
+    assert budget(1000) == 5
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -17,9 +17,7 @@ class ModelSize(NamedTuple):
     """What the estimates of memory and disk depend on."""
 
     parameters: int
-    hidden: int  # size of the hidden states
-    layers: int
-    vocabulary: int
+    config: "PreTrainedConfig"  # of the language model
 
 
 def local_folder(model: str | None) -> Path | None:
@@ -107,7 +105,6 @@ def model_size(model: str | None) -> ModelSize | None:
         build = getattr(transformers, name)._from_config if name else transformers.AutoModelForCausalLM.from_config
         with torch.device("meta"):
             parameters = build(config).num_parameters()
-        text = config.get_text_config()
-        return ModelSize(parameters, text.hidden_size, text.num_hidden_layers, text.vocab_size)
+        return ModelSize(parameters, config.get_text_config())
     except Exception:  # a model's class raises anything; the check of the model says what is wrong with it
         return None

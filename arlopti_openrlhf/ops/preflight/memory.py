@@ -4,12 +4,15 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
 from arlopti_openrlhf.ops.preflight.combinations import loads_reference
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.local_model import ModelSize, model_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _GIB = 1 << 30
 
@@ -21,9 +24,9 @@ class Update(NamedTuple):
     # own loop carries a rest over to the next rollout batch.
     takes_whole_steps: bool
     keeps_logits: bool  # of a micro-batch, for its backward pass
-    # From hidden size, number of layers, size of the vocabulary and whether gradients are checkpointed: the bytes that
-    # training keeps per token for the layers and for the logits.
-    bytes_per_token: Callable[[int, int, int, bool], tuple[int, int]]
+    # From the model's configuration, whether gradients are checkpointed and whether logits are kept: the bytes that
+    # training has in memory per token of a micro-batch.
+    bytes_per_token: Callable[["PreTrainedConfig", bool, bool], float]
 
 
 class Estimate(NamedTuple):
@@ -118,16 +121,15 @@ def _others(args: SimpleNamespace, parameters: int, critic: float) -> float:
 
 def _activations(args: SimpleNamespace, size: ModelSize, update: Update) -> float:
     """Return the bytes of one micro-batch's activations and logits."""
-    layers, logits = update.bytes_per_token(
-        size.hidden, size.layers, size.vocabulary, args.actor.gradient_checkpointing_enable
-    )
+    is_checkpointed = args.actor.gradient_checkpointing_enable
+    stock, selective = (update.bytes_per_token(size.config, is_checkpointed, logits) for logits in (True, False))
     is_dynamic = args.train.dynamic_batch_enable
     most = args.train.max_tokens_per_gpu if is_dynamic else args.train.micro_batch_size * args.data.max_len
     tokens = most / args.ds.ring_attn_size
     if update.keeps_logits:
-        return tokens * (layers + logits)
+        return tokens * stock
     if is_dynamic:
-        return tokens * layers
+        return tokens * selective
     # In place of logits more samples are taken, as far as a prompt has them.
     per_prompt = args.rollout.n_samples_per_prompt * args.data.max_len
-    return max(tokens * layers, min(per_prompt * layers, tokens * (layers + logits)))
+    return max(tokens * selective, min(per_prompt * selective, tokens * stock))

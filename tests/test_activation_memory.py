@@ -1,0 +1,207 @@
+"""What a micro-batch takes is derived from the tensors that transformers' layers save, at the sizes of real models."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from openrlhf.models import Actor
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from arlopti_openrlhf.activation_memory import layer_bytes, peak_bytes
+from arlopti_openrlhf.forward import segment_attention
+from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.update import partition
+
+
+def model(kind, hidden, inner, heads, keys, layers, vocabulary, **more):
+    return AutoConfig.for_model(
+        kind,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        use_cache=False,
+        **more,
+    )
+
+
+MODELS = {
+    "Qwen2.5-0.5B": model("qwen2", 896, 4864, 14, 2, 24, 151_936),
+    "Qwen2.5-1.5B": model("qwen2", 1536, 8960, 12, 2, 28, 151_936),
+    "Qwen2.5-3B": model("qwen2", 2048, 11008, 16, 2, 36, 151_936),
+    "Qwen2.5-7B": model("qwen2", 3584, 18944, 28, 4, 28, 152_064),
+    "Llama-3.2-1B": model("llama", 2048, 8192, 32, 8, 16, 128_256, head_dim=64),
+    "Llama-3.1-8B": model("llama", 4096, 14336, 32, 8, 32, 128_256),
+    "Llama-2-7B": model("llama", 4096, 11008, 32, 32, 32, 32_000),
+    "Mistral-7B": model("mistral", 4096, 14336, 32, 8, 32, 32_768, sliding_window=None),
+    "Qwen3-1.7B": model("qwen3", 2048, 6144, 16, 8, 28, 151_936, head_dim=128),
+}
+TOKENS = 256
+
+
+class _Attention(torch.autograd.Function):
+    """Saves what flash-attn does: queries, keys, values, the result, and a float32 normaliser for each query."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        result = torch.empty_like(query.transpose(1, 2).contiguous())
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def attention():
+    def attend(module, query, key, value, *args, **kwargs):
+        return _Attention.apply(query, key, value), None
+
+    ALL_ATTENTION_FUNCTIONS.register("counted", attend)  # for good: transformers' registry takes no name out again
+
+
+def saved_bytes(config, layers: int, is_checkpointed: bool = False) -> int:
+    """Return the bytes of all tensors that a forward pass of so many layers saves, without the weights."""
+    config = type(config)(**config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config, attn_implementation="counted").bfloat16()
+    if is_checkpointed:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    weights = {tensor.untyped_storage()._cdata for tensor in (*policy.parameters(), *policy.buffers())}
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = policy.train()(torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), logits_to_keep=1)
+    assert output.logits.requires_grad
+    return sum(storage.nbytes() for address, storage in storages.items() if address not in weights)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_keeps_what_is_counted(name):
+    config = MODELS[name]
+    saved = (saved_bytes(config, 3) - saved_bytes(config, 2)) / TOKENS
+    assert layer_bytes(config) == pytest.approx(saved, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Llama-3.1-8B"])
+def test_a_checkpointed_layer_keeps_its_input(name):
+    config = MODELS[name]
+    saved = (saved_bytes(config, 3, True) - saved_bytes(config, 2, True)) / TOKENS
+    assert saved == pytest.approx(2 * config.hidden_size, rel=0.05)
+    layer, config.num_hidden_layers = layer_bytes(config), 2
+    assert peak_bytes(config, True, keeps_logits=False) == 2 * 2 * config.hidden_size + 2 * layer
+
+
+def test_experts_stand_in_for_the_mlp():
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=999
+    )
+    config.moe_intermediate_size, config.num_experts_per_tok = 32, 4
+    assert layer_bytes(config) == 8 * 4 * 32 + 16 * 64 + 4 * 64 + 4 * 32
+
+
+def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Experience]:
+    """Return single samples with one prompt and responses of these lengths."""
+    generator = torch.Generator().manual_seed(0)
+    beginning, items = torch.randint(0, vocabulary, (prompt,), generator=generator), []
+    for length in responses:
+        tokens = torch.cat([beginning, torch.randint(0, vocabulary, (length,), generator=generator)])
+        mask = torch.zeros(len(tokens) - 1, dtype=torch.long)
+        mask[prompt - 1 :] = 1
+        items.append(Experience(sequences=tokens, action_mask=mask, attention_mask=torch.ones_like(tokens)))
+    return items
+
+
+def budget_of(items: list[Experience], config, micro_batch_size: int, is_checkpointed: bool) -> int:
+    train = SimpleNamespace(dynamic_batch_enable=False, micro_batch_size=micro_batch_size)
+    args = SimpleNamespace(train=train, actor=SimpleNamespace(gradient_checkpointing_enable=is_checkpointed))
+    longest, costliest = max(len(item.sequences) for item in items), partition.cost(items)
+    return partition.token_budget(args, config, longest, costliest, partition.keys_per_token(items))
+
+
+CASES = [
+    (name, micro_batch_size, is_checkpointed)
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-2-7B")
+    for micro_batch_size, is_checkpointed in ((1, False), (8, True))
+]
+
+
+@pytest.mark.parametrize(("name", "micro_batch_size", "is_checkpointed"), CASES)
+def test_a_micro_batch_takes_no_more_memory_than_stocks(name, micro_batch_size, is_checkpointed):
+    """Derived: by what layers save, at prompts of 2,000 tokens, whose keys and values each response keeps anew."""
+    config = MODELS[name]
+    items = samples(2000, [100 * n for n in range(1, 17)])
+    budget = budget_of(items, config, micro_batch_size, is_checkpointed)
+    layer = (saved_bytes(config, 3) - saved_bytes(config, 2)) / TOKENS
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    padded = micro_batch_size * max(len(item.sequences) for item in items)
+    inputs = 2 * hidden * layers
+    kept = inputs if is_checkpointed else layers * layer
+    stock = padded * (kept + 10 * config.vocab_size)
+    for batch in partition.micro_batches(items, budget):
+        tokens, keys = partition.cost(batch), sum(len(item.sequences) for item in batch)
+        width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+        of_prefixes = (keys - tokens) * 4 * config.num_key_value_heads * width
+        of_layers = tokens * layer + of_prefixes
+        ours = tokens * inputs + 2 * of_layers if is_checkpointed else (layers + 1) * of_layers
+        assert ours + 12 * BLOCK_ELEMENTS <= stock or len(batch) == 1
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make, as long as they live. `peak` is the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return result
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_measured_peaks_are_not_above_stocks(micro_batch_size, is_checkpointed, monkeypatch):
+    monkeypatch.setattr(segment_attention, "multiplies_bf16", lambda: True)  # a float32 copy is no GPU's
+    config = model("qwen2", 64, 320, 4, 4, 6, 4096)
+    items = samples(80, [20, 40, 60, 80, 100, 120, 140, 160], vocabulary=4096)
+    policy = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16().train()
+    if is_checkpointed:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def peak(actor: Actor, batch: list[Experience]) -> int:
+        one = make_experience_batch(batch)
+        with PeakBytes() as counted:
+            actor(one.sequences, one.action_mask, one.attention_mask).sum().backward()
+        return counted.peak
+
+    stock, selective = Actor(policy), SelectiveActor(policy)
+    for actor in (stock, selective):
+        actor.packing_samples = actor.is_vlm = False
+    selective.check(items[-1].sequences[None])
+    stock_peak = peak(stock, items[-micro_batch_size:])
+    batches = partition.micro_batches(items, budget_of(items, config, micro_batch_size, is_checkpointed))
+    assert max(peak(selective, batch) for batch in batches) <= stock_peak
