@@ -1,10 +1,12 @@
 """One command for a machine with a GPU: is the selective update exact there, and what does it save?
 
-python benchmarks/gpu_check.py [--minutes 8] [--out benchmarks/gpu]
+python benchmarks/gpu_check.py [--minutes 10] [--parts "exactness 0.5b" ...] [--out benchmarks/gpu]
 
-It compares the selective update with OpenRLHF's own (`gpu_exactness`), and times both at the full lengths of Knights
-and Knaves, at the shapes of published models with random weights. It needs torch, transformers, accelerate, peft and
-the packages that `gpu_wheels.py` gathers, but no Ray, no vLLM and no flash-attn. Without a GPU all runs at toy size.
+It compares the update's arithmetic with float64 (`gpu_arithmetic`) and the selective update with OpenRLHF's own
+(`gpu_exactness`), and times both at the full lengths of Knights and Knaves and at long responses, at the shapes of
+published models with random weights. What it has found is written after each part. It needs torch, transformers,
+accelerate, peft and the packages that `gpu_wheels.py` gathers, but no Ray, no vLLM and no flash-attn. Without a GPU all
+runs at toy size.
 
 Exit status: 0, or 1 where a comparison fails or a part breaks, or 2 where a package is missing.
 """
@@ -28,19 +30,29 @@ HERE = Path(__file__).resolve().parent
 # logits, hence the factor on K&K's lengths. Times take the full lengths, and micro-batches that stock can hold.
 EXACTNESS = dict(scale=0.25, prompts=2, micro_batch_size=16)
 TIMES = dict(scale=1.0, prompts=8, micro_batch_size=8, rounds=3)
-PARTS = [
-    ("exactness", "0.5b", EXACTNESS),
-    ("times", "0.5b", TIMES),
-    ("times", "0.5b", TIMES | {"attention": "flex_attention", "rounds": 2}),  # is it faster than SDPA by segments?
-    ("exactness", "3b", EXACTNESS),
-    ("times", "3b", TIMES | {"micro_batch_size": 4}),
-    ("exactness", "1.5b", EXACTNESS),
-    ("exactness", "llama-1b", EXACTNESS),
-    ("times", "1.5b", TIMES),
-    ("times", "llama-1b", TIMES),
+LONG = dict(scale=1.0, prompts=1, micro_batch_size=1, rounds=2, response_length=4096, gradient_checkpointing=True)
+Part = tuple[str, str, dict]  # its name, what it does, and with what sizes
+PARTS: list[Part] = [
+    ("arithmetic", "arithmetic", {}),
+    ("exactness 0.5b", "exactness", EXACTNESS | {"shape": "0.5b"}),
+    ("times 0.5b", "times", TIMES | {"shape": "0.5b"}),
+    ("times 3b", "times", TIMES | {"shape": "3b", "micro_batch_size": 4}),
+    ("exactness 3b", "exactness", EXACTNESS | {"shape": "3b"}),
+    ("long responses 0.5b", "times", LONG | {"shape": "0.5b"}),
+    # Is it faster than SDPA?
+    ("times 0.5b, FlexAttention", "times", TIMES | {"shape": "0.5b", "attention": "flex_attention", "rounds": 2}),
+    ("exactness 1.5b", "exactness", EXACTNESS | {"shape": "1.5b"}),
+    ("exactness llama-1b", "exactness", EXACTNESS | {"shape": "llama-1b"}),
+    ("times 1.5b", "times", TIMES | {"shape": "1.5b"}),
+    ("times llama-1b", "times", TIMES | {"shape": "llama-1b"}),
 ]
 TOY = dict(scale=0.05, prompts=2, micro_batch_size=16)
-TOY_PARTS = [("exactness", "toy-llama", TOY), ("times", "toy", TOY | {"rounds": 1})]
+TOY_PARTS: list[Part] = [
+    ("arithmetic", "arithmetic", {}),
+    ("exactness toy-llama", "exactness", TOY | {"shape": "toy-llama"}),
+    ("times toy", "times", TOY | {"shape": "toy", "rounds": 1}),
+    ("long responses toy", "times", LONG | {"shape": "toy", "response_length": 128, "rounds": 1}),
+]
 
 # Runs one part, for so many seconds at most, and returns what it found.
 Run = Callable[[dict, float], dict]
@@ -48,7 +60,9 @@ Run = Callable[[dict, float], dict]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=8.0, help="what does not fit in them is skipped")
+    parser.add_argument("--minutes", type=float, default=10.0, help="what does not fit in them is skipped")
+    names = [name for name, *_ in PARTS]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="which to run")
     parser.add_argument("--toy", action="store_true", help="tiny shapes, on the CPU or the GPU")
     parser.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md; on a GPU benchmarks/gpu")
     args = parser.parse_args()
@@ -72,29 +86,39 @@ def main() -> None:
         not_installed=without,
     )
     print(headline(record), flush=True)
-    record |= check(TOY_PARTS if toy else PARTS, end, run_part)
-    record["minutes"] = (time.monotonic() - end) / 60 + args.minutes
-    text = as_markdown(record)
-    print(text)
     out = args.out or (None if toy else HERE / "gpu")
-    if out:
-        Path(f"{out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        Path(f"{out}.md").write_text(text, encoding="utf-8")
+
+    def write(found: dict) -> str:
+        record.update(found, minutes=(time.monotonic() - end) / 60 + args.minutes)
+        text = as_markdown(record)
+        if out:
+            Path(f"{out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            Path(f"{out}.md").write_text(text, encoding="utf-8")
+        return text
+
+    parts = TOY_PARTS if toy else [part for part in PARTS if part[0] in args.parts]
+    print(write(check(parts, end, run_part, write)))
     raise SystemExit(1 if record["failures"] else 0)
 
 
-def check(parts: list[tuple[str, str, dict]], end: float, run: Run) -> dict:
-    """Run the parts until `end`, of `time.monotonic`. Returns what was found, what failed and what was skipped."""
-    found: dict = dict(exactness=[], times=[], left_out=[], failures=[], skipped=[], optimizer=None)
-    for kind, shape, sizes in parts:
-        name = f"{kind} at {shape}"
-        part = dict(kind=kind, args=dict(shape=shape, **sizes), without=[])
+def check(parts: list[Part], end: float, run: Run, write: Callable[[dict], object]) -> dict:
+    """Run the parts until `end`, of `time.monotonic`, and call `write` after each.
+
+    Returns what was found, what failed and what was skipped.
+    """
+    found: dict = dict(arithmetic=[], exactness=[], times=[], left_out=[], failures=[], skipped=[], optimizer=None)
+    for name, kind, sizes in parts:
+        part = dict(name=name, kind=kind, args=sizes, without=[])
         print(f"{name} ...", flush=True)
         result = _run_with_less_memory(part, end, run)
         if "error" in result:
             found["failures"].append(f"{name}: {result['error']}")
         elif "skipped" in result:
             found["skipped"].append(f"{name}: {result['skipped']}")
+        elif kind == "arithmetic":
+            found["arithmetic"] = result["rows"]
+            for row in result["rows"]:
+                found["failures"] += [f"{row['name']}, {row['dtype']}: {failure}" for failure in row["failures"]]
         elif kind == "exactness":
             found["exactness"] += result["rows"]
             found["left_out"] = result["left_out"]
@@ -105,8 +129,9 @@ def check(parts: list[tuple[str, str, dict]], end: float, run: Run) -> dict:
         else:
             found["times"].append(result)
             print(f"times: {result['description']}: {result['rounds']} rounds", flush=True)
-        found["optimizer"] = result.get("optimizer", found["optimizer"])
-    if not found["exactness"] and not found["failures"]:
+        found["optimizer"] = result.get("optimizer") or found["optimizer"]
+        write(found)
+    if not found["arithmetic"] and not found["exactness"] and not found["failures"]:
         found["failures"].append("nothing was compared")
     return found
 
@@ -127,7 +152,7 @@ def _run_with_less_memory(part: dict, end: float, run: Run) -> dict:
             return result | {"without": part["without"], "sizes": part["args"]}
         if variant == "all":
             return {"skipped": "out of memory"}
-        print(f"{part['kind']} at {part['args']['shape']}: {variant}: out of memory", flush=True)
+        print(f"{part['name']}: {variant}: out of memory", flush=True)
         part["without"].append(variant)
 
 

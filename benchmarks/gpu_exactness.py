@@ -150,7 +150,7 @@ def exact_bench(
     args: argparse.Namespace, attention: str, dtype: torch.dtype, batch: Batch | None = None
 ) -> Iterator[ExactBench]:
     """Yield a bench. Its engine goes when the context ends, to make room for the next one."""
-    model = make_model(args.shape, attention, dtype)
+    model = make_model(args.shape, attention, dtype, sharpness=4.0)
     # The logits of stock in float32 take enough.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     bench = ExactBench(args, model, batch)

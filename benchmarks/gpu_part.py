@@ -24,9 +24,10 @@ with stand_ins():
 
     from arlopti_openrlhf.update import trainer  # noqa: F401
 
+import gpu_arithmetic  # noqa: E402
 from gpu_exactness import compare, left_out  # noqa: E402
 from hardware import keep_freed_memory, matrix_product_rate  # noqa: E402
-from measurements import summary  # noqa: E402
+from measurements import floor, summary  # noqa: E402
 from rollouts import make_model  # noqa: E402
 from update_bench import VARIANTS, Bench, default_attention  # noqa: E402
 
@@ -37,10 +38,13 @@ def main() -> None:
     part, result = json.loads(sys.argv[1]), Path(sys.argv[2])
     # DeepSpeed compiles its optimizer with this environment's ninja, activated or not.
     os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-    optimizer = choose_optimizer()
-    args = argparse.Namespace(mini_batches=1, packing=False, prompt_length=None, response_length=None, **part["args"])
+    optimizer = choose_optimizer() if part["kind"] != "arithmetic" else None
+    sizes = dict(mini_batches=1, packing=False, prompt_length=None, response_length=None, gradient_checkpointing=False)
+    args = argparse.Namespace(**sizes | part["args"])
     try:
-        if part["kind"] == "exactness":
+        if part["kind"] == "arithmetic":
+            found: dict = {"rows": gpu_arithmetic.compare()}
+        elif part["kind"] == "exactness":
             found = {"rows": compare(args), "left_out": left_out()}
         else:
             found = measure(args, part)
@@ -73,10 +77,15 @@ def choose_optimizer() -> str:
 def measure(args: argparse.Namespace, part: dict) -> dict:
     """Return time, memory and MFU of each variant, in as many rounds as fit before the end of the part."""
     keep_freed_memory(False)
+    # On Hopper PyTorch prefers cuDNN's attention, which makes a new plan for each length.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     attention = getattr(args, "attention", default_attention())
-    bench = Bench(args, make_model(args.shape, attention), also=())
+    model = make_model(args.shape, attention)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    bench = Bench(args, model, also=())
     variants = [variant for variant in VARIANTS if variant not in part["without"]]
-    bench.step("GRPO", bench.fraction(0.01))  # the first step allocates
+    floor_gib = floor(bench)
     memory = {variant: step(variant, bench.peak) for variant in variants}
     keep_freed_memory(True)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
@@ -95,8 +104,33 @@ def measure(args: argparse.Namespace, part: dict) -> dict:
         attention=attention,
         tokens=bench.tokens,
         matrix_flops_per_s=rate,
+        floor_gib=floor_gib,
+        profile=profiled(bench) if "AR + Lopti" in variants else None,
         rounds=max(map(len, seconds.values()), default=0),
         variants={variant: found.get(variant) for variant in VARIANTS},
+    )
+
+
+def profiled(bench: Bench) -> dict:
+    """Return what a GPU does in one update of AR + Lopti: its busy share, its longest gap, and its top kernels.
+
+    On a CPU there are the top operations alone.
+    """
+    with torch.profiler.profile() as profile:
+        seconds = bench.step("AR + Lopti")
+    on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    busy, gap, end = 0.0, 0.0, None
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in on_gpu):
+        gap = max(gap, start - end) if end is not None else 0.0
+        busy += max(0.0, stop - max(start, end if end is not None else start))
+        end = max(stop, end or stop)
+    of_what = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    top = sorted(profile.key_averages(), key=lambda event: getattr(event, of_what), reverse=True)[:8]
+    return dict(
+        kernels=len(on_gpu),
+        busy_share=busy / 1e6 / seconds if on_gpu else None,
+        longest_gap_ms=gap / 1e3 if on_gpu else None,
+        top=[dict(name=event.key, ms=getattr(event, of_what) / 1e3, calls=event.count) for event in top],
     )
 
 

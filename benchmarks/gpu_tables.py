@@ -12,6 +12,14 @@ ERRORS = {
 }
 
 
+NOT_SHOWN = """## What this does not show
+
+One GPU has no communication: not ZeRO-3's gathering, not the reduction of gradients, not two ranks that wait for each
+other. Neither vLLM, the weight sync nor a whole RL step runs. Without flash-attn, packed stock GRPO has its place in
+PyTorch's kernels. Weights are random, so the numbers say nothing of what is learnt, and their rounding is not that of
+trained weights."""
+
+
 def headline(record: dict) -> str:
     """Return the machine, its versions, and what is not installed, in two lines."""
     machine = dict(record["machine"])
@@ -32,9 +40,12 @@ def exactness_row(row: dict) -> str:
 def as_markdown(record: dict) -> str:
     """Return the whole record as a page."""
     sections = [_summary(record)]
+    if record["arithmetic"]:
+        sections.append(_arithmetic(record["arithmetic"]))
     if record["exactness"]:
         sections.append(_exactness(record["exactness"]))
     sections += [_times(result) for result in record["times"]]
+    sections.append(NOT_SHOWN)
     return "\n\n".join(sections) + "\n"
 
 
@@ -55,6 +66,21 @@ def _summary(record: dict) -> str:
         entries = record[name]
         if entries:
             lines += ["", f"{title}:", "", *(f"- {entry}" for entry in entries)]
+    return "\n".join(lines)
+
+
+def _arithmetic(rows: list[dict]) -> str:
+    lines = [
+        "## Arithmetic",
+        "",
+        "Distances from float64 on the CPU: the norm of the difference by the norm.",
+        "",
+        "| | type | distances | verdict |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        distances = ", ".join(f"{name} {value:.1e}" for name, value in row["distances"].items())
+        lines.append(f"| {row['name']} | {row['dtype']} | {distances} | {'; '.join(row['failures']) or 'exact'} |")
     return "\n".join(lines)
 
 
@@ -85,8 +111,24 @@ def _times(result: dict) -> str:
             "",
             f"{result['rounds']} rounds, micro-batches of {result['sizes']['micro_batch_size']} responses, "
             f"{result['attention']} attention. Matrix products ran at {result['matrix_flops_per_s'] / 1e12:,.1f} "
-            "TFLOP/s. Peak memory is the allocator's on a GPU, and resident memory on a CPU.",
+            f"TFLOP/s. Peak memory is the allocator's on a GPU, and resident memory on a CPU. An update of next to no "
+            f"tokens takes {result['floor_gib']:.1f} GiB, which the memory in brackets leaves out.",
             "",
-            table(result["variants"]),
+            table(result["variants"], result["floor_gib"]),
+            "",
+            _profile(result["profile"]),
         ]
+    )
+
+
+def _profile(profile: dict | None) -> str:
+    if profile is None:
+        return "No update was profiled."
+    top = "; ".join(f"`{event['name'][:60]}` {event['ms']:.1f} ms in {event['calls']}" for event in profile["top"])
+    if profile["busy_share"] is None:
+        return f"An update of AR + Lopti takes longest in {top}."
+    return (
+        f"In an update of AR + Lopti the GPU runs {profile['kernels']:,} kernels and is busy for "
+        f"{profile['busy_share']:.0%} of the time, with gaps of at most {profile['longest_gap_ms']:.1f} ms. The "
+        f"longest: {top}."
     )

@@ -58,11 +58,14 @@ SHAPES = {
 SAMPLES_PER_PROMPT = 8
 
 
-def make_model(shape: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def make_model(
+    shape: str, attention: str, dtype: torch.dtype = torch.bfloat16, sharpness: float = 1.0
+) -> torch.nn.Module:
     """Return a model of this shape on the device, with random weights that bf16 can hold, the same in each type.
 
     Args:
         attention: transformers' name of the implementation.
+        sharpness: factor of the logits. With random weights all tokens are about equally likely otherwise.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,6 +82,8 @@ def make_model(shape: str, attention: str, dtype: torch.dtype = torch.bfloat16) 
     torch.manual_seed(0)
     with torch.device(torch.cuda.current_device()):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        model.model.norm.weight *= sharpness
     # DeepSpeed rounds the frequencies of RoPE to bf16 as well, so those of a float32 model are rounded here.
     return model.bfloat16().to(dtype)
 

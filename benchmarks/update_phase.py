@@ -124,7 +124,7 @@ def work(args: argparse.Namespace, others: int) -> float:
 
 def report(record: dict) -> None:
     """Print everything that a reader needs."""
-    print(table(record["variants"]))
+    print(table(record["variants"], record["floor_gib"]))
     for variant, reason in record["not_measured"].items():
         print(f"not measured: {variant} ({reason})")
     if record["growth"]:
@@ -140,7 +140,7 @@ def report(record: dict) -> None:
         if variant in record["variants"]:
             share = seconds / record["variants"][variant]["seconds"]
             print(f"statistics by probability take {seconds:.3f} s of {variant}'s update, {share:.2%}")
-    print(f"an update of next to no tokens takes {record['floor_gib']:.1f} GiB")
+    print(f"an update of next to no tokens takes {record['floor_gib']:.1f} GiB. Memory without it is in brackets")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """The benchmark's results as tables and as a chart."""
 
 
-def table(results: dict[str, dict | None]) -> str:
-    """Return Markdown, a row for each variant. None stands for a variant that ran out of memory."""
+def table(results: dict[str, dict | None], floor_gib: float) -> str:
+    """Return Markdown, a row for each variant. None stands for a variant that ran out of memory.
+
+    `floor_gib` is what an update of next to no tokens takes. Memory without it is in brackets.
+    """
     lines = [
         "| | time | beside packed | seconds (min - max) | tokens/s | logical MFU | hardware MFU "
         "| peak memory | beside packed | GiB |",
@@ -16,7 +19,8 @@ def table(results: dict[str, dict | None]) -> str:
             f"| {variant} | {_number(r['time_ratio'], 2)} | {_number(r['packed_time_ratio'], 2)} "
             f"| {r['seconds']:.2f} ({r['spread'][0]:.2f} - {r['spread'][1]:.2f}) | {r['tokens_per_s']:,.0f} "
             f"| {r['logical_mfu']:.2f} | {_number(r['hardware_mfu'], 2)} | {_number(r['memory_ratio'], 2)} "
-            f"| {_number(r['packed_memory_ratio'], 2)} | {_number(r['memory_gib'], 1)} |"
+            f"| {_number(r['packed_memory_ratio'], 2)} | {_number(r['memory_gib'], 1)} "
+            f"({_number(r['memory_gib'] and r['memory_gib'] - floor_gib, 1)}) |"
         )
     return "\n".join(lines)
 

@@ -149,7 +149,9 @@ def test_toy_check_on_a_bare_machine(bare, tmp_path):
     for row in rows:
         assert row["prompts"] == "shared" and len(row["selective"]) == 6
         assert all(0 < error < 0.05 for error in row["plain_bf16"].values())
-    (times,) = record["times"]
+    assert [(row["name"], row["failures"]) for row in record["arithmetic"]] == 2 * [("attention", []), ("LM head", [])]
+    times, long = record["times"]
+    assert "gradient checkpointing" in long["description"] and times["profile"]["top"]
     assert list(times["variants"]) == ["stock GRPO", "packed stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti", "80/20"]
     assert times["variants"]["stock GRPO"]["time_ratio"] == 1
     assert all(variant["memory_gib"] > 0 < variant["logical_mfu"] for variant in times["variants"].values())
@@ -161,7 +163,7 @@ def test_a_wrong_selective_path_fails_with_the_name_of_the_row(bare):
     """Log-probs a hundredth too large. There is no compiler either, so the optimizer is PyTorch's."""
     code = (
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.argv = ['gpu_check.py', '--toy']; "
-        "import gpu_check; gpu_check.TOY_PARTS = gpu_check.TOY_PARTS[:1]; gpu_check.main()"
+        "import gpu_check; gpu_check.TOY_PARTS = gpu_check.TOY_PARTS[1:2]; gpu_check.main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare(BROKEN))
     assert result.returncode == 1, result.stdout[-3000:] + result.stderr[-3000:]
@@ -199,18 +201,22 @@ def times(part: dict, seconds: float) -> dict:
     if "stock GRPO" not in part["without"]:
         return {"out_of_memory": "stock GRPO"}
     found = {"stock GRPO": None, "GRPO": variant(3.0, None)}
-    return dict(description="K&K", rounds=1, attention="sdpa", matrix_flops_per_s=1e12, variants=found)
+    return dict(description="K&K", rounds=1, attention="sdpa", matrix_flops_per_s=1e12, variants=found) | dict(
+        floor_gib=1.0, profile=None
+    )
 
 
 def test_out_of_memory_is_a_row(capsys):
     sizes = dict(micro_batch_size=8)
-    found = gpu_check.check([("times", "0.5b", sizes), ("times", "3b", sizes)], time.monotonic() + 60, times)
-    assert found["skipped"] == ["times at 3b: out of memory"]
+    parts = [(f"times {shape}", "times", sizes | {"shape": shape}) for shape in ("0.5b", "3b")]
+    written = []
+    found = gpu_check.check(parts, time.monotonic() + 60, times, lambda found: written.append(len(found["times"])))
+    assert written == [1, 1] and found["skipped"] == ["times 3b: out of memory"]
     assert found["failures"] == ["nothing was compared"]
     record = found | dict(command="", machine={"processor": "GPU"}, not_installed=[], minutes=1.0)
     page = gpu_tables.as_markdown(record)
     assert "| stock GRPO | out of memory |" in page and "| GRPO |  |  | 3.00 (3.00 - 3.00) |" in page
-    assert "times at 0.5b: stock GRPO: out of memory" in capsys.readouterr().out
+    assert "times 0.5b: stock GRPO: out of memory" in capsys.readouterr().out
 
 
 def test_the_variant_that_ran_out_of_memory_is_named():
@@ -223,8 +229,8 @@ def test_the_variant_that_ran_out_of_memory_is_named():
 
 
 def test_what_does_not_fit_in_the_minutes_is_skipped():
-    found = gpu_check.check([("times", "0.5b", {})], time.monotonic() - 1, times)
-    assert found["skipped"] == ["times at 0.5b: no time left"]
+    found = gpu_check.check([("times 0.5b", "times", {})], time.monotonic() - 1, times, len)
+    assert found["skipped"] == ["times 0.5b: no time left"]
 
 
 def test_a_part_that_breaks_fails(tmp_path):

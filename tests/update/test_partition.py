@@ -48,8 +48,8 @@ def test_the_costliest_is_halved_for_more():
 
 
 def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
-    """A layer takes 8 x 24 + 20 x 8 + 4 x 4 = 368 bytes per token, and as many of gradients. The last norm takes 64, and
-    states in the head take 48."""
+    """A layer takes 8 x 24 + 20 x 8 + 4 x 4 = 368 bytes per token, and as many of gradients. The last norm takes 64,
+    and states in the head take 48."""
     config = Qwen2Config(
         hidden_size=8, intermediate_size=24, num_hidden_layers=1, vocab_size=100, num_attention_heads=2
     )
