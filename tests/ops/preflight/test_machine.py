@@ -112,8 +112,9 @@ def test_memory_of_a_paper_sized_run(qwen):
     assert guess.weights / GIB == pytest.approx(2 * billions / 8, rel=0.01)
     assert guess.gradients / GIB == pytest.approx(2 * billions / 8, rel=0.01)
     assert guess.optimizer / GIB == pytest.approx(12 * billions / 8, rel=0.01)
-    # A prompt's samples x 5120 tokens x (28 layers' inputs of 2 bytes, and what one layer keeps, with its gradients).
-    inputs, layer = 28 * 2 * 3584, 8 * 18944 + 20 * 3584 + 4 * 512
+    # A prompt's samples x 5120 tokens x (28 layers' inputs of 2 bytes and the last norm's 8, and what one layer keeps,
+    # with its gradients).
+    inputs, layer = (28 * 2 + 8) * 3584, 8 * 18944 + 20 * 3584 + 4 * 512
     assert guess.activations == 8 * 5120 * (inputs + 2 * layer)
     # Four samples with 10 bytes for each of 152,064 logits. They are gone when the layer begins.
     stock = estimate(f"--actor.model_name_or_path {qwen} {flags} --actor.update stock")
