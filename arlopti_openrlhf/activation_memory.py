@@ -58,16 +58,19 @@ def peak_bytes(
     return kept + max(at_work, LOGIT * config.vocab_size if keeps_logits else 0)
 
 
-def most_tokens(config: "PreTrainedConfig", is_checkpointed: bool, tokens: int, keys_per_token: float) -> int:
-    """Return how many tokens the selective update can take in the memory in which OpenRLHF's takes `tokens`."""
-    from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS  # takes torch, which the pre-flight does without
+def most_tokens(
+    config: "PreTrainedConfig", is_checkpointed: bool, tokens: int, keys_per_token: float, block: int
+) -> int:
+    """Return how many tokens the selective update can take in the memory in which OpenRLHF's takes `tokens`.
 
+    `block` is how many logits the selective update's head has at a time, at most.
+    """
     stock = tokens * peak_bytes(config, is_checkpointed, keeps_logits=True)
     at_layers = stock / peak_bytes(config, is_checkpointed, False, keys_per_token)
     # The head copies the states that it selects, and sums their gradient in float32, beside one block of logits.
     states = _kept(config, is_checkpointed, keys_per_token) + 6 * config.hidden_size
     at_head = max(
-        (stock - LOGIT * BLOCK_ELEMENTS) / states,
+        (stock - LOGIT * block) / states,
         stock / (states + LOGIT * config.vocab_size),  # where one block holds them all
     )
     return int(min(at_layers, at_head))

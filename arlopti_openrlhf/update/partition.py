@@ -19,6 +19,7 @@ from openrlhf.trainer.ppo_utils.experience import (
 from transformers import PretrainedConfig
 
 from arlopti_openrlhf.activation_memory import is_known, most_tokens
+from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
 
 Item = TypeVar("Item", bound=Experience)
 
@@ -68,7 +69,7 @@ def token_budget(
     padded = args.train.micro_batch_size * longest
     if not is_known(config):
         return padded
-    room = most_tokens(config, args.actor.gradient_checkpointing_enable, padded, keys_per_token)
+    room = most_tokens(config, args.actor.gradient_checkpointing_enable, padded, keys_per_token, BLOCK_ELEMENTS)
     return min(room, max(padded, costliest))
 
 
