@@ -89,9 +89,9 @@ def _packed() -> PackedBatch:
         [i, *range(10, 90), *range(100 * j, 100 * j + 30 + j)] for i, n in ((1, 1), (2, 3), (3, 4)) for j in range(n)
     ]
     longest = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=torch.cuda.current_device())
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=ids.device)
-    return pack(ids, mask, mask[:, 1:])
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return pack(ids, mask, mask[:, 1:]).to(torch.cuda.current_device())
 
 
 def _visible(packed: PackedBatch) -> Tensor:

@@ -2,6 +2,9 @@
 
 The reference is OpenRLHF's update in float32. What bf16 itself costs is how far OpenRLHF's update in bf16 is from it.
 The selective update is exact if it is no further away, up to a factor. In float32 the two agree far more closely.
+
+Nothing jumps where rounding moves a log-prob: the groups are those of the reference's π_old, η lies where no token
+does, and no ratio is clipped. GRPO has the π_old of the policy that it updates, as in training.
 """
 
 import argparse
@@ -9,7 +12,7 @@ import copy
 import gc
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +79,8 @@ class ExactBench(Bench):
     def __init__(self, args: argparse.Namespace, model: torch.nn.Module, batch: Batch | None) -> None:
         self.batch = batch
         super().__init__(args, model, also=(PLAIN["AR + Lopti"],))
+        for trainer in self.trainers.values():
+            trainer.actor_loss_fn.clip_eps_low, trainer.actor_loss_fn.clip_eps_high = 0.99, 99.0
 
     def prepare_log_probs(self, actor) -> float:
         if self.batch is None:
@@ -94,10 +99,10 @@ class ExactBench(Bench):
         log_probs = torch.cat([row[s.action_mask.bool()] for row, s in zip(rows, self.rollout, strict=True)])
         result = Outcome(log_probs.float(), [], [])
         for variant in variants:
-            self._update(variant, result, compared_to)
+            self._update(variant, rows, result, compared_to)
         return result
 
-    def _update(self, variant: str, result: Outcome, compared_to: Outcome | None) -> None:
+    def _update(self, variant: str, own: list[Tensor], result: Outcome, compared_to: Outcome | None) -> None:
         from deepspeed.utils import safe_get_full_grad
 
         trainer, parameters = self.trainers[variant], list(self.actors[variant].model.module.parameters())
@@ -116,10 +121,12 @@ class ExactBench(Bench):
                 result.gradients.append(relative_distance(gradients, reference))
             optimizer_steps.skip(actor.model, scheduler)  # AdamW's state would take twice the weights' memory
 
-        for sample in copy.deepcopy(self.rollout):
+        has_groups = "Lopti" in variant
+        for sample, row in zip(copy.deepcopy(self.rollout), own, strict=True):
+            sample.action_log_probs = sample.action_log_probs if has_groups else row
             trainer.replay_buffer.append(sample)
         with (
-            replaced_attribute(trainer, "defers_old_log_probs", False),  # the samples have them
+            replaced_attribute(trainer, "first_pass_gives_old_log_probs", False) if has_groups else nullcontext(),
             replaced_attribute(trainer.strategy, "backward", watched_backward),
             replaced_attribute(trainer.strategy, "optimizer_step", watched_step),
         ):

@@ -56,6 +56,11 @@ def main() -> None:
 def choose_optimizer() -> str:
     """Name the optimizer: DeepSpeed's, or PyTorch's where there is no compiler for DeepSpeed's."""
     from deepspeed.ops.op_builder import FusedAdamBuilder
+
+    if torch.cuda.is_available():
+        # Images of CUDA name architectures that DeepSpeed does not know, as 9.0a.
+        os.environ["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability())
+
     from openrlhf.utils.deepspeed import DeepspeedStrategy
 
     try:

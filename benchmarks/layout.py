@@ -92,7 +92,7 @@ def tokens() -> list[dict]:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Seconds and peak memory of one layer's attention in one layout, the second time that it is computed."""
     ids, mask, actions = sequences(args)
-    packed = pack(ids, mask, actions)
+    packed = pack(ids, mask, actions).to(torch.cuda.current_device())
     length = packed.tokens.shape[1] if args.layout != "padded" else ids.shape[1]
     batch = 1 if args.layout != "padded" else len(ids)
     generator = torch.Generator().manual_seed(0)

@@ -87,7 +87,7 @@ def packed_actor(engine) -> torch.nn.Module:
 
     class PackedActor(Actor):
         def forward(self, sequences, action_mask=None, attention_mask=None, *args, **kwargs):
-            batch = pack(sequences, attention_mask, attention_mask[:, 1:], share=False)
+            batch = pack(sequences, attention_mask, attention_mask[:, 1:], share=False).to(sequences.device)
             return super().forward(sequences, action_mask, attention_mask, *args, packed_batch=batch, **kwargs)
 
     packed_attention.install(engine.module.config._attn_implementation)

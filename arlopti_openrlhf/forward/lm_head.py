@@ -19,6 +19,8 @@ from arlopti_openrlhf.hardware import multiplies_bf16
 
 # Elements in one block of logits (64 MiB in float32): too few to raise the peak of memory, enough for full speed.
 BLOCK_ELEMENTS = 2**24
+# What the columns of a block are a multiple of. A GPU's matrix products of an odd width take several times as long.
+_WIDTH = 128
 
 
 def selected_log_probs(
@@ -193,7 +195,8 @@ def _blocks_of_logits(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield each block of the vocabulary with new (N, block) logits of these rows or of all."""
     vocabulary = hidden.shape[1] if weight is None else weight.shape[0]
-    size = min(vocabulary, max(1024, BLOCK_ELEMENTS // max(1, len(hidden if rows is None else rows))))
+    size = max(1024, BLOCK_ELEMENTS // max(1, len(hidden if rows is None else rows)))
+    size = min(vocabulary, size - size % _WIDTH)
     if weight is not None:
         dtype = _product_dtype(hidden)
         states = (hidden if rows is None else hidden[rows]).to(dtype)

@@ -73,9 +73,15 @@ class PackedAttention:
         """
         if self.upstream is flash_attention_forward:
             # One call for all segments. The kernel aligns its causal mask to the last key, so that each segment sees
-            # the whole of its prefix.
-            keys, layout = packed.varlen
-            key, value = (x.index_select(2, keys) for x in (key, value))
+            # the whole of its prefix. Positions would be read for a layout that is given here.
+            kwargs.pop("position_ids", None)
+            key, value = (x.index_select(2, packed.keys) for x in (key, value))
+            layout = dict(
+                cu_seq_lens_q=packed.query_starts,
+                cu_seq_lens_k=packed.key_starts,
+                max_length_q=packed.longest[0],
+                max_length_k=packed.longest[1],
+            )
             return self.upstream(module, query, key, value, None, **layout, **kwargs)
         if self.upstream is flex_attention_forward:
             return self.upstream(module, query, key, value, packed.block_mask, **kwargs)

@@ -4,10 +4,11 @@ There is one way for each kind of device:
 - CPU: no mask exists. The kernel gives the normaliser of each query's softmax along with its result. So what a query
   takes from the prefix and what it takes from its own segment are computed apart and put together, and all responses
   to a prompt see its tokens in one call.
-- Elsewhere: segment by segment, with PyTorch's causal mask that is aligned to the last key. Its kernels know that mask
-  without a matrix in memory.
+- A GPU: PyTorch's own flash attention takes all segments in one call, each as a sequence whose causal mask is aligned
+  to its last key. It knows grouped heads, so keys and values are not expanded.
+- A GPU in float32, which that kernel does not compute: segment by segment, with the same mask.
 
-flash-attn and FlexAttention have one kernel for the whole row (`packed_attention`).
+flash-attn and FlexAttention also take the whole row in one call (`packed_attention`).
 """
 
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ def segment_attention(
     Returns:
         (1, L, heads, D).
     """
+    if _has_kernel(query) and value.shape == key.shape:
+        return _flash_attention(query, key, value, packed, scale, dropout)
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     if query.device.type == "cpu" and not dropout and value.shape == key.shape:
@@ -61,6 +64,38 @@ def segment_attention(
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Return whether PyTorch's flash attention computes such queries."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    width = query.shape[-1]
+    return width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedBatch, scale: float, dropout: float
+) -> Tensor:
+    """Return `segment_attention` by one call for all segments.
+
+    It is the operator below `torch.nn.attention.varlen`, which has no arguments that both PyTorch 2.11 and 2.13 take
+    for grouped heads.
+    """
+    keys, values = (x[0].index_select(1, packed.keys).transpose(0, 1) for x in (key, value))
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        packed.query_starts,
+        packed.key_starts,
+        *packed.longest,
+        dropout,
+        True,  # causal, aligned to the last key
+        False,
+        scale=scale,
+    )
+    return output[None]
 
 
 class _SegmentAttention(torch.autograd.Function):

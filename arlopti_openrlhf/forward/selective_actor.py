@@ -1,7 +1,8 @@
 """The actor that computes what its action mask asks for: log-probs of the selected tokens, each prompt once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -60,11 +61,14 @@ class SelectiveActor(Actor):
         return_entropy: bool = False,
         return_statistics: bool = False,
         return_aux_loss: bool = False,
+        layout: PackedBatch | None = None,
         **upstreams,
     ):
         """Take upstream's arguments and return upstream's results, for the selected tokens.
 
         Args:
+            layout: What `lay_out` has made of these sequences and masks, on their device. Where it is not given, it is
+                made here, and the host waits for the device.
             return_statistics: Whether to describe the distributions that predict the selected tokens. Log-probs and
                 gradients stay the same to the last bit.
             return_aux_loss: Whether the output must carry the experts' balancing loss. It counts every token, so that
@@ -78,23 +82,35 @@ class SelectiveActor(Actor):
         if action_mask is None or ring_attn_group is not None or self.is_vlm:
             upstreams |= {"ring_attn_group": ring_attn_group, "return_entropy": return_entropy}
             return super().forward(sequences, action_mask, attention_mask, return_output, **upstreams)
-        packed, columns, output = self._forward_selected(
+        if layout is None:
+            layout = self.lay_out(sequences, action_mask, attention_mask, return_aux_loss).to(sequences.device)
+        columns, output = self._forward_selected(
             sequences,
-            action_mask,
             attention_mask,
+            layout,
             self.check(sequences, attention_mask),
             return_entropy,
             return_statistics,
             return_aux_loss,
         )
         padded = torch.zeros(action_mask.numel(), columns.shape[-1], device=columns.device)
-        padded = padded.index_copy(0, packed.places, columns).view(*action_mask.shape, -1)
+        padded = padded.index_copy(0, layout.places, columns).view(*action_mask.shape, -1)
         log_probs, entropy, squares = (*padded.unbind(dim=-1), None, None)[:3]
         if return_entropy:
             output.entropy = entropy
         if return_statistics:
             output.statistics = (entropy.detach(), squares.detach())
         return (log_probs, output) if return_output else log_probs
+
+    def lay_out(
+        self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, with_aux_loss: bool = False
+    ) -> PackedBatch:
+        """Return how `forward` computes a batch, of its arguments. It is on the CPU.
+
+        A batch that is there too can be laid out before it is copied, while the device works on another.
+        """
+        shortcuts = self.check(sequences, attention_mask)
+        return self._lay_out(sequences, action_mask, attention_mask, _shares(shortcuts, with_aux_loss))
 
     @torch.no_grad()
     def check(self, sequences: Tensor, attention_mask: Tensor | None = None) -> Shortcuts:
@@ -111,12 +127,19 @@ class SelectiveActor(Actor):
             was_training = self.model.training
             self.model.eval()  # dropout would differ from pass to pass, and move the state of the random numbers
             attention_mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
-            self.shortcuts = self._exact_shortcuts(self_check.probe(sequences, attention_mask))
+            probe = self_check.probe(sequences, attention_mask)
+            self.shortcuts = self._exact_shortcuts([tensor.to(torch.cuda.current_device()) for tensor in probe])
             self.model.train(was_training)
         return self.shortcuts
 
-    def _exact_shortcuts(self, probe: tuple[Tensor, Tensor, Tensor]) -> Shortcuts:
+    def _exact_shortcuts(self, probe: Sequence[Tensor]) -> Shortcuts:
         """Return the shortcuts that leave the log-probs of `self_check.probe` as they are."""
+        sequences, action_mask, attention_mask = probe
+
+        def computed(shortcuts: Shortcuts, **head) -> tuple[Tensor, ModelOutput]:
+            layout = self._lay_out(sequences, action_mask, attention_mask, _shares(shortcuts)).to(sequences.device)
+            return self._forward_selected(sequences, attention_mask, layout, shortcuts, **head)
+
         # Upstream's layout says what is right, and whether the model changes its head's logits. Granite scales them,
         # Gemma 2 caps them.
         heads_own = []
@@ -125,7 +148,7 @@ class SelectiveActor(Actor):
             heads_own.append(_whole_head(head, hidden))
             return heads_own[0].clone()  # a model may change them in place
 
-        _, plain, output = self._forward_selected(*probe, Shortcuts("", False), whole_head=whole_head)
+        plain, output = computed(Shortcuts("", False), whole_head=whole_head)
         logits = output["logits"]
         head_is_last = torch.equal(heads_own[0].to(logits.dtype), logits) and logits.numel() > 0
         causal_lm = self._causal_lm
@@ -136,10 +159,10 @@ class SelectiveActor(Actor):
             obstacles: list[str] = []
             attention = packed_attention.install(self.hf_config._attn_implementation)
             with replaced_attribute(attention, "refuse", obstacles.append):
-                _, selective, _ = self._forward_selected(*probe, shortcuts)
+                selective, _ = computed(shortcuts)
             shortcuts = shortcuts._replace(reason_not_to_share=obstacles[0] if obstacles else None)
         if shortcuts.reason_not_to_share is not None:
-            _, selective, _ = self._forward_selected(*probe, shortcuts)
+            selective, _ = computed(shortcuts)
             logger.info(f"prompts are not shared: {shortcuts.reason_not_to_share}")
         if not head_is_last:
             logger.info(f"{type(causal_lm).__name__} changes the LM head's logits: they are computed all at once")
@@ -160,29 +183,39 @@ class SelectiveActor(Actor):
         """Return Hugging Face's model, without DeepSpeed's engine around it."""
         return getattr(self.model, "module", self.model)
 
+    def _lay_out(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, share: bool) -> PackedBatch:
+        """Return the packed batch, on the CPU, with the `rows` of the layout that the model gets."""
+        packed = pack(sequences, attention_mask, action_mask, share=share)
+        if share or self.packing_samples:
+            return packed
+        # The model gets the padded batch.
+        length, width = sequences.shape[1], action_mask.shape[1]
+        row, column = packed.places // max(width, 1), packed.places % max(width, 1)
+        return replace(packed, rows=row * length + length - width + column - 1)
+
     def _forward_selected(
         self,
         sequences,
-        action_mask,
         attention_mask,
+        layout,
         shortcuts,
         with_entropy=False,
         with_statistics=False,
         with_aux_loss=False,
         whole_head=_whole_head,
-    ) -> tuple[PackedBatch, Tensor, ModelOutput]:
-        """Return the packed batch; (N, 1 to 3) log-probs, entropies and Σ_{j≠o} P_j²; and the model's output."""
-        share = shortcuts.reason_not_to_share is None and not with_aux_loss
-        packed, rows, inputs = self._model_inputs(sequences, action_mask, attention_mask, share)
+    ) -> tuple[Tensor, ModelOutput]:
+        """Return (N, 1 to 3) log-probs, entropies and Σ_{j≠o} P_j²; and the model's output."""
+        share = _shares(shortcuts, with_aux_loss)
+        inputs = _model_inputs(sequences, attention_mask, layout, share, self.packing_samples)
         head: nn.Module = self._causal_lm.get_output_embeddings()
 
         def forward_head(hidden: Tensor) -> Tensor:
-            hidden = hidden.flatten(0, 1).index_select(0, rows)
+            hidden = hidden.flatten(0, 1).index_select(0, layout.rows)
             if not shortcuts.fuses_head:
                 return whole_head(head, hidden[None])
             return _stacked(
                 selected_log_probs(
-                    hidden, head.weight, packed.targets, head.bias, self.temperature, with_entropy, with_statistics
+                    hidden, head.weight, layout.targets, head.bias, self.temperature, with_entropy, with_statistics
                 )
             )
 
@@ -190,33 +223,32 @@ class SelectiveActor(Actor):
         with replaced_attribute(head, "forward", forward_head), _router_logits(self.hf_config, with_aux_loss):
             output = self.model(**inputs)
         result = output["logits"]
-        if share and not packed.was_attended:
+        if share and not layout.was_attended:
             reason = f"{type(self._causal_lm).__name__} does not call transformers' attention functions"
             packed_attention.install(self.hf_config._attn_implementation).refuse(reason)
         if not shortcuts.fuses_head:
             result = _stacked(
-                log_probs_of_logits(result[0], packed.targets, self.temperature, with_entropy, with_statistics)
+                log_probs_of_logits(result[0], layout.targets, self.temperature, with_entropy, with_statistics)
             )
-        return packed, result[0], output
+        return result[0], output
 
-    def _model_inputs(
-        self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, share: bool
-    ) -> tuple[PackedBatch, Tensor, dict]:
-        """Return the packed batch, the (N,) flat positions that predict a selected token, and the model's inputs."""
-        packed = pack(sequences, attention_mask, action_mask, share=share)
-        if share or self.packing_samples:
-            inputs = {"input_ids": packed.tokens, "attention_mask": None, "position_ids": packed.positions}
-            if share:
-                mask = packed_attention.NO_MASK.to(sequences.device)
-                inputs |= {"attention_mask": mask, "packed_batch": packed}
-            return packed, packed.rows, inputs
 
-        # As upstream numbers the positions of a padded batch.
-        positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-        inputs = {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}
-        row, column = action_mask.bool().nonzero(as_tuple=True)
-        length = sequences.shape[1]
-        return packed, row * length + length - action_mask.shape[1] + column - 1, inputs
+def _model_inputs(sequences: Tensor, attention_mask: Tensor, layout: PackedBatch, share: bool, packs: bool) -> dict:
+    """Return what the model is called with: the packed row, or as upstream the padded batch."""
+    if share or packs:
+        inputs = {"input_ids": layout.tokens, "attention_mask": None, "position_ids": layout.positions}
+        if share:
+            mask = torch.empty_like(packed_attention.NO_MASK, device=layout.tokens.device)
+            inputs |= {"attention_mask": mask, "packed_batch": layout}
+        return inputs
+    # As upstream numbers the positions of a padded batch.
+    positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+    return {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}
+
+
+def _shares(shortcuts: Shortcuts, with_aux_loss: bool = False) -> bool:
+    """Return whether a forward pass shares prompts. The experts' balancing loss counts every token."""
+    return shortcuts.reason_not_to_share is None and not with_aux_loss
 
 
 def _stacked(columns: Iterable[Tensor | None]) -> Tensor:

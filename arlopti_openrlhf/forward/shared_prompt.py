@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from arlopti_openrlhf.forward.transfer import on_device
+
 
 class Segment(NamedTuple):
     """A run of tokens in the packed row."""
@@ -33,32 +35,21 @@ class PackedBatch:
     rows: Tensor  # (N,) index in the row of the token that predicts each selected one
     targets: Tensor  # (N,) the selected token ids
     places: Tensor  # (N,) index of each selected token in the flattened (B, A) mask
+    # For kernels that take each segment as a sequence of its own, whose keys are its prefix's and its own:
+    keys: Tensor  # (K,) index in the row of each key
+    query_starts: Tensor  # (segments + 1,) int32, where the queries of each segment start, and their number
+    key_starts: Tensor  # (segments + 1,) int32, where its keys do
+    longest: tuple[int, int]  # the most queries and the most keys of a segment
     was_attended: bool = False  # whether an attention layer of the model got the row; set by that layer
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """Return the batch on the device, in one copy (`on_device`)."""
+        return on_device([self], device)[0]
 
     @cached_property
     def stops(self) -> list[int]:
         """The index in the row behind the last token of each segment."""
         return list(accumulate(segment.length for segment in self.segments))
-
-    @cached_property
-    def varlen(self) -> tuple[Tensor, dict]:
-        """The layout for flash-attn's variable-length kernel, which takes each segment as a sequence of its own.
-
-        First the (K,) index in the row of each key: a segment's keys are its prefix's and its own. Then keyword
-        arguments of transformers' `flash_attention_forward`.
-        """
-        spans = [slice(stop - s.length, stop) for s, stop in zip(self.segments, self.stops, strict=True)]
-        steps = torch.arange(self.stops[-1])
-        own, prefixes = [steps[span] for span in spans], [s.prefix for s in self.segments]
-        keys = [k if p is None else torch.cat([own[p], k]) for p, k in zip(prefixes, own, strict=True)]
-        key_lengths = [len(k) for k in keys]
-        device = self.tokens.device
-        return torch.cat(keys).to(device), dict(
-            cu_seq_lens_q=torch.tensor([0, *self.stops], device=device, dtype=torch.int32),
-            cu_seq_lens_k=torch.tensor([0, *accumulate(key_lengths)], device=device, dtype=torch.int32),
-            max_length_q=max(s.length for s in self.segments),
-            max_length_k=max(key_lengths),
-        )
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -92,10 +83,9 @@ def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: 
         share: Whether to cut and share.
 
     Returns:
-        The packed batch. Where nothing is selected it holds one token, so that a model can run.
+        The packed batch, on the CPU. Where nothing is selected it holds one token, so that a model can run.
     """
-    device = sequences.device
-    # On the CPU, by slices. On a GPU each of these small steps would wait for the one before.
+    # By slices. On a GPU each of these small steps would wait for the one before.
     sequences, attention_mask, action_mask = sequences.cpu(), attention_mask.cpu(), action_mask.bool().cpu()
     (count, length), width = sequences.shape, action_mask.shape[1]
 
@@ -147,12 +137,27 @@ def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: 
     position = target - 1 - first[row]
     shared, prefix_at, own_at = offsets[:, row]
     return PackedBatch(
-        tokens=torch.cat(tokens)[None].to(device),
-        positions=torch.cat(positions)[None].to(device),
+        tokens=torch.cat(tokens)[None],
+        positions=torch.cat(positions)[None],
         segments=segments,
-        rows=(torch.where(position < shared, prefix_at, own_at) + position).to(device),
-        targets=sequences[row, target].to(device),
-        places=(row * width + column).to(device),
+        rows=torch.where(position < shared, prefix_at, own_at) + position,
+        targets=sequences[row, target],
+        places=row * width + column,
+        **_keys(segments),
+    )
+
+
+def _keys(segments: list[Segment]) -> dict:
+    """Return the fields of `PackedBatch` that lay out queries and keys for kernels of variable lengths."""
+    lengths = [segment.length for segment in segments]
+    own = torch.arange(sum(lengths)).split(lengths)
+    keys = [k if s.prefix is None else torch.cat([own[s.prefix], k]) for s, k in zip(segments, own, strict=True)]
+    key_lengths = [len(k) for k in keys]
+    return dict(
+        keys=torch.cat(keys),
+        query_starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        key_starts=torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32),
+        longest=(max(lengths), max(key_lengths)),
     )
 
 

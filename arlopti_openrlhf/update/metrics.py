@@ -83,10 +83,14 @@ class PassMetrics:
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the micro-batches of all ranks, and the last values."""
-        names, device = sorted(self.sums), torch.cuda.current_device()
-        totals = torch.tensor(list(self.totals.values()), dtype=torch.float64, device=device)
-        sums = [self.sums[name].to(device) for name in names]
-        reduced = ranks.sum_tensor(torch.stack([*sums, *totals])).tolist()
+        names = sorted(self.sums)
+        # The host waits once for those that are on the device.
+        on_device = [name for name in names if self.sums[name].is_cuda]
+        sums: dict[str, Any] = self.sums
+        if on_device:
+            sums = sums | dict(zip(on_device, torch.stack([sums[name] for name in on_device]).tolist(), strict=True))
+        figures = torch.tensor([*(float(sums[name]) for name in names), *self.totals.values()], dtype=torch.float64)
+        reduced = ranks.sum_tensor(figures).tolist()
         values, total = reduced[: len(names)], dict(zip(self.totals, reduced[len(names) :], strict=True))
         return self.last | {n: v / total[self.weights[n]] for n, v in zip(names, values, strict=True)}
 

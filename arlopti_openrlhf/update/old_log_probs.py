@@ -12,6 +12,8 @@ from openrlhf.models import Actor
 from openrlhf.trainer.ppo_utils.experience import make_experience_batch
 from torch import Tensor, nn
 
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.forward.transfer import on_device
 from arlopti_openrlhf.update.partition import by_prompt
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample, stand_in
@@ -92,12 +94,18 @@ def compute(
     actor.eval()
     for i in range(ranks.max(len(batches))):
         samples = batches[i] if i < len(batches) else [stand_in()]
-        batch = make_experience_batch(samples).to_device(torch.cuda.current_device())
+        batch = make_experience_batch(samples)
+        options: dict = {}
+        if isinstance(actor, SelectiveActor) and not actor.is_vlm:
+            layout = actor.lay_out(batch.sequences, batch.action_mask, batch.attention_mask)
+            batch, options["layout"] = on_device([batch, layout], torch.cuda.current_device())
+        else:
+            batch.to_device(torch.cuda.current_device())
         inputs = batch.sequences, batch.action_mask, batch.attention_mask
         if with_distributions:
-            log_probs, output = actor(*inputs, return_output=True, return_statistics=True)
+            log_probs, output = actor(*inputs, return_output=True, return_statistics=True, **options)
             store_distributions(samples, output.statistics)
         else:
-            log_probs = actor(*inputs)
+            log_probs = actor(*inputs, **options)
         store(samples, log_probs)
     actor.train()

@@ -1,7 +1,7 @@
 """The life of a micro-batch, from its tokens to its loss (docs/architecture.md)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,20 +14,56 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from arlopti_openrlhf.forward.lm_head import statistics_of_logits
-from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.forward.shared_prompt import PackedBatch
+from arlopti_openrlhf.forward.transfer import on_device
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What a pass makes of the tokens of a micro-batch."""
+
+    weights: Tensor  # (B, A) factors of the advantages
+    group: Tensor  # (B, A), nonzero on the tokens that the pass updates
+    places: Tensor  # (N,) index of each of them in the flattened group
+
+    @classmethod
+    def of(cls, weights: Tensor, group: Tensor) -> "Weighed":
+        """Find the places. Of tensors on a GPU the host waits for them."""
+        return cls(weights, group, group.flatten().nonzero()[:, 0])
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The B samples of one forward pass, on the device, with A response positions."""
+    """The B samples of one forward pass, with A response positions."""
 
     experience: Experience  # upstream's, padded
-    gives_old_log_probs: bool  # this forward gives π_old, and so the weights, which are not known before
-    weights: Tensor  # (B, A) factors of the advantages
-    updated: Tensor  # (B, A) mask of the tokens that the pass updates; the response where it is not known
-    is_idle: Tensor  # (B,) bool: nothing in the response has a gradient
+    weighed: Weighed  # the whole response where the weights are not known before the forward
+    selected: Tensor  # (B, A), nonzero on the tokens that the forward computes (`selection`)
+    layout: PackedBatch | None  # how it does (`SelectiveActor.lay_out`); None on upstream's actor
+    gives_old_log_probs: bool  # this forward gives π_old
     denominators: dict  # of the whole optimizer step (upstream's `get_loss_batch_info`)
     share: float  # of the optimizer step, which scales losses that are means over a micro-batch
+
+    def to(self, device: torch.device | int) -> "MicroBatch":
+        """Return it on the device, in one copy. What only metrics read stays where it is: `experience.info`."""
+        parts = [self.experience, self.weighed, *([self.layout] if self.layout else [])]
+        mine, experience, weighed, *layout = on_device([self, *parts], device)
+        return replace(mine, experience=experience, weighed=weighed, layout=layout[0] if layout else None)
+
+
+def selection(response: Tensor, group: Tensor, is_idle: Tensor, loss_type: str) -> Tensor:
+    """Return (B, A), nonzero on the tokens that a forward computes: those with a weight, and none of idle responses.
+
+    GSPO's ratio is the sequence's, so it needs the whole response.
+
+    Args:
+        response: (B, A), nonzero on response tokens.
+        group: (B, A), nonzero on the tokens that the pass updates; the response where that is not known.
+        is_idle: (B,) bool, whether nothing in the response has a gradient.
+        loss_type: upstream's `--actor.policy_loss_type`.
+    """
+    wanted = response if loss_type == "gspo" else group
+    return (wanted * ~is_idle[:, None]).to(response.dtype)
 
 
 @dataclass(frozen=True)
@@ -48,17 +84,15 @@ class Result(NamedTuple):
     log_probs: Tensor  # log π_θ of the selected tokens, with graph; 0 elsewhere
     policy_log_probs: Tensor  # a view of them, which the policy loss alone reads
     old_log_probs: Tensor  # log π_old
-    weights: Tensor
-    group: Tensor  # nonzero on the tokens that the pass updates
-    selected: Tensor  # nonzero on the tokens that the forward pass computed
+    weighed: Weighed
     logged: dict[str, Tensor | None]  # scalars
 
 
 def micro_batch_loss(
-    forward: Callable[[Experience, Tensor], tuple[Tensor, ModelOutput]],
+    forward: Callable[[MicroBatch], tuple[Tensor, ModelOutput]],
     objective: Objective,
     batch: MicroBatch,
-    weigh: Callable[[Tensor, ModelOutput], tuple[Tensor, Tensor]],
+    weigh: Callable[[Tensor, ModelOutput], Weighed] | None = None,
 ) -> Result:
     """Compute the loss of a micro-batch (Algorithm 1, lines 11-19).
 
@@ -66,31 +100,24 @@ def micro_batch_loss(
     that bit for bit.
 
     Args:
-        forward: takes the samples and the (B, A) mask of the tokens that are wanted; returns their log π_θ and the
-            model's output.
+        forward: takes the micro-batch; returns log π_θ of the selected tokens and the model's output.
         objective: what the loss is made of.
-        batch: the micro-batch.
-        weigh: takes log π_old and the model's output of a forward that gives them; returns the weights and the mask
-            of the tokens that the pass updates, (B, A) each.
+        batch: the micro-batch, on the device.
+        weigh: takes log π_old and the model's output of a forward that gives them; returns the weights, where they are
+            not known before.
     """
-    experience, args = batch.experience, objective.args
-    response, old, weights = experience.action_mask, experience.action_log_probs, batch.weights  # (B, A)
-
-    # Which tokens are computed: those with a weight. Where π_old is not known yet, and for GSPO, whose ratio is the
-    # sequence's, the whole response is. Idle responses have no gradient.
-    group = response * batch.updated
-    wanted = response if args.actor.policy_loss_type == "gspo" else group
-    selected = (wanted * ~batch.is_idle[:, None]).to(response.dtype)
+    experience, args, selected, weighed = batch.experience, objective.args, batch.selected, batch.weighed
+    response, old = experience.action_mask, experience.action_log_probs  # (B, A)
 
     # Forward: log π_θ of the selected tokens, 0 elsewhere.
-    log_probs, output = forward(experience, selected)
+    log_probs, output = forward(batch)
 
     # π_old and the weights, from this forward where they are not known yet. θ has not moved since the update began.
     # π_old of the tokens that it did not compute is known.
     if batch.gives_old_log_probs:
         old = torch.where(selected.bool(), log_probs.detach(), old).masked_fill(~response.bool(), 0.0)
-        weights, updated = weigh(old, output)
-        group = response * updated
+        weighed = weigh(old, output) if weigh else weighed
+    group = weighed.group
 
     # The policy loss, of the weighted advantages. It reads its own view of the log-probs, so the derivative by that
     # view holds no KL.
@@ -99,7 +126,7 @@ def micro_batch_loss(
         objective.policy_loss,
         policy_log_probs,
         old,
-        experience.advantages * weights,
+        experience.advantages * weighed.weights,
         group=group,
         selected=selected,
         response=response,
@@ -120,7 +147,7 @@ def micro_batch_loss(
         logged["entropy_loss"] = entropy
         if args.actor.entropy_coef != 0:
             loss = loss - entropy * args.actor.entropy_coef
-    return Result(loss, output, log_probs, policy_log_probs, old, weights, group, selected, logged)
+    return Result(loss, output, log_probs, policy_log_probs, old, weighed, logged)
 
 
 def group_policy_loss(
@@ -205,8 +232,7 @@ def _kl(args: SimpleNamespace, log_probs: Tensor, old: Tensor, reference: Tensor
 
 def policy_forward(
     actor: Actor,
-    experience: Experience,
-    selected: Tensor,
+    batch: MicroBatch,
     *,
     ring_attn_group,
     with_entropy: bool,
@@ -217,18 +243,18 @@ def policy_forward(
 
     Args:
         actor: the policy.
-        experience: the micro-batch, on the device.
-        selected: (B, A), nonzero on the tokens that are wanted.
+        batch: the micro-batch, on the device.
         ring_attn_group: upstream's group of ranks that share a sequence, or None.
         with_entropy: whether the output must hold the entropies with their gradient.
         with_statistics: whether `output.statistics` must hold (B, A) entropies and Σ_{j≠o} P_j² of the distributions,
             without a gradient.
         with_aux_loss: whether the output must hold the experts' balancing loss.
     """
+    experience, selected = batch.experience, batch.selected
     options: dict = {"return_entropy": with_entropy}
-    is_selective = isinstance(actor, SelectiveActor) and not actor.is_vlm
+    is_selective = batch.layout is not None
     if is_selective:
-        options |= {"return_statistics": with_statistics, "return_aux_loss": with_aux_loss}
+        options |= {"return_statistics": with_statistics, "return_aux_loss": with_aux_loss, "layout": batch.layout}
     if experience.mm_train_inputs and actor.is_vlm:
         options |= merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
     log_probs, output = actor(

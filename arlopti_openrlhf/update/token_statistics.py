@@ -81,7 +81,7 @@ def token_updates(
     old_log_probs: Tensor,
     advantages: Tensor,
     token_weights: Tensor,
-    group: Tensor,
+    places: Tensor,
     selected: Tensor,
     distributions: tuple[Tensor, Tensor],
     num_tokens: Tensor | float,
@@ -98,7 +98,7 @@ def token_updates(
         old_log_probs: (B, A) log π_old.
         advantages: (B, A), before AR.
         token_weights: (B, A), the weights of the pass.
-        group: (B, A), nonzero on the tokens that the pass updates: those described here.
+        places: (N,) index of the tokens that the pass updates, which are described here, in the flattened (B, A).
         selected: (B, A), nonzero on the tokens that the forward pass computed.
         distributions: (B, A) entropies and (B, A) Σ_{j≠o} P_j².
         num_tokens: what the loss has been divided by, for weights in units of a token's own loss.
@@ -118,8 +118,7 @@ def token_updates(
         entropies=entropies,
         squared_rest=squared_rest,
     )
-    described = group.flatten().nonzero()[:, 0]
-    return TokenUpdates(*(values.flatten()[described] for values in tokens))
+    return TokenUpdates(*(values.flatten()[places] for values in tokens))
 
 
 class UpdateStatistics:

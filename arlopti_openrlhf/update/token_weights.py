@@ -9,12 +9,15 @@ import torch
 from openrlhf.models import Actor
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.utils import ModelOutput
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.forward.transfer import on_device
 from arlopti_openrlhf.token_method import Method, Tokens, WeightSums, combine, pass_labels
 from arlopti_openrlhf.update import old_log_probs
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample
+from arlopti_openrlhf.update.step import Weighed
 
 
 class Known(NamedTuple):
@@ -67,11 +70,22 @@ class TokenWeights:
             self._weigh(sample, known or self.knows_nothing)
 
     @staticmethod
-    def of(samples: Sequence[Sample], index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the weights of a micro-batch in one pass, and the mask of the tokens that it updates, (B, A) each."""
-        rows = [sample.weights[index] for sample in samples], [sample.updated[index] for sample in samples]
-        weights, updated = (pad_sequence(of_samples, batch_first=True).to(device) for of_samples in rows)
-        return weights, updated
+    def of(samples: Sequence[Sample], index: int) -> Weighed:
+        """Return what one pass makes of a micro-batch, on the CPU. Its samples have been weighed."""
+        weights = pad_sequence([sample.weights[index] for sample in samples], batch_first=True)
+        updated = pad_sequence([sample.updated[index] for sample in samples], batch_first=True)
+        return Weighed.of(weights, updated.long())
+
+    def learn(self, samples: Sequence[Sample], index: int, old: Tensor, output: ModelOutput) -> Weighed:
+        """Keep what a first forward pass has shown of a micro-batch. Return what one pass makes of it, on its device.
+
+        The methods weigh on the CPU, one response at a time. So the host waits for the forward pass here.
+        """
+        old_log_probs.store(samples, old)
+        if self.needs_entropies:
+            old_log_probs.store_distributions(samples, output.statistics)
+        self.weigh(samples)
+        return on_device([self.of(samples, index)], old.device)[0]
 
     def count(self, samples: Sequence[Sample], index: int, ranks: Ranks) -> float:
         """Return how many tokens one pass updates, of the samples of all ranks."""

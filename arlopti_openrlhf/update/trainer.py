@@ -13,7 +13,6 @@ from openrlhf.utils.logging_utils import init_logger
 from openrlhf.utils.loss_utils import get_loss_batch_info
 from torch import Tensor
 from tqdm import tqdm
-from transformers.utils import ModelOutput
 
 from arlopti_openrlhf import learning_rate, methods, token_method
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
@@ -28,7 +27,15 @@ from arlopti_openrlhf.update.metrics import (
 from arlopti_openrlhf.update.mini_batches import MiniBatch
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample
-from arlopti_openrlhf.update.step import MicroBatch, Objective, Result, micro_batch_loss, policy_forward
+from arlopti_openrlhf.update.step import (
+    MicroBatch,
+    Objective,
+    Result,
+    Weighed,
+    micro_batch_loss,
+    policy_forward,
+    selection,
+)
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics, token_updates
 
 logger = init_logger(__name__)
@@ -57,6 +64,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.observes = self.args.logger.probability_stats != "off"
         self.is_off = not (self.methods or self.is_selective or self.observes)
         has_other_gradients = self.args.algo.kl.use_loss or self.args.actor.entropy_coef is not None
+        self.lays_out = self.is_selective and not self.actor.is_vlm and self.strategy.ring_attn_group is None
         self.skips_idle = self.is_selective and not has_other_gradients
         self.has_reported = False  # what the selective update saves
         self.ranks = Ranks(self.strategy)
@@ -111,6 +119,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         known = self.token_weights.knows_nothing
         if not self.first_pass_gives_old_log_probs:
             known = self.token_weights.look_at_all(self.actor, samples, self.args, self.ranks)
+        elif not self.methods:
+            self.token_weights.weigh(samples)  # for which nothing has to be known
         metrics, trained = UpdateMetrics(self.args), []
         for epoch in range(self.max_epochs):
             batches = self._mini_batches(samples)
@@ -159,44 +169,47 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         engine, samples, weights = self.actor.model, mini_batch.samples, self.token_weights
         # DeepSpeed divides each loss by this number, however many micro-batches there are. EMA counts them.
         divisor = engine.gradient_accumulation_steps()
-        num_tokens = None if gives_old_log_probs else weights.count(samples, index, self.ranks)
+        gives_weights = gives_old_log_probs and bool(self.methods)
+        num_tokens = None if gives_weights else weights.count(samples, index, self.ranks)
         if num_tokens == 0:
             optimizer_steps.pass_over(engine, self.actor_scheduler)
             self._average_weights(divisor)
             return 0, {}
         tokens, responses = self.ranks.sum(*weights.denominators(samples, index))
-        metrics = PassMetrics(divisor)
+        metrics, learned = PassMetrics(divisor), []
         for i, micro_batch in enumerate(mini_batch.micro_batches, 1):
             is_last = i == len(mini_batch.micro_batches)
             # Left alone, DeepSpeed takes each `gradient_accumulation_steps` micro-batches for a mini-batch. OpenRLHF
             # sets that to 1 for dynamic batches, and ZeRO-2 would keep the gradient of the last micro-batch alone.
             engine.set_gradient_accumulation_boundary(is_last)
             experience = make_experience_batch(micro_batch, self.args.ds.packing_samples)
-            experience.to_device(torch.cuda.current_device())
             response = experience.action_mask
-            known = (response, response) if gives_old_log_probs else weights.of(micro_batch, index, response.device)
-            batch = MicroBatch(
-                experience,
-                gives_old_log_probs,
-                *known,
-                is_idle=self._is_idle(experience.advantages),
-                denominators=get_loss_batch_info(
-                    self.strategy,
-                    response,
-                    batch_num_tokens=tokens / divisor,
-                    global_batch_size=responses / divisor,
-                ),
-                share=divisor * len(micro_batch) / len(samples),
+            weighed = Weighed.of(response, response) if gives_weights else weights.of(micro_batch, index)
+            is_idle = self._is_idle(experience.advantages)
+            selected = selection(response, weighed.group, is_idle, self.args.actor.policy_loss_type)
+            layout = None
+            if self.lays_out:
+                layout = self.actor.lay_out(experience.sequences, selected, experience.attention_mask, self.aux_loss)
+            denominators = get_loss_batch_info(
+                self.strategy, response, batch_num_tokens=tokens / divisor, global_batch_size=responses / divisor
             )
-            result = self._backward(batch, kl_ctl, functools.partial(self._learn, micro_batch, index))
+            share = divisor * len(micro_batch) / len(samples)
+            batch = MicroBatch(experience, weighed, selected, layout, gives_old_log_probs, denominators, share)
+            weigh = functools.partial(weights.learn, micro_batch, index) if gives_weights else None
+            result = self._backward(batch.to(torch.cuda.current_device()), kl_ctl, weigh)
+            if gives_old_log_probs and not gives_weights:
+                learned.append((micro_batch, result.old_log_probs))
             if is_last and num_tokens is None:
                 num_tokens = weights.count(samples, index, self.ranks)
             if is_last and not num_tokens:
                 optimizer_steps.skip(engine, self.actor_scheduler)
                 self._average_weights(divisor)
             figures = self._optimizer_step(divisor) if is_last and num_tokens else self._learning_rate()
-            metrics.add(micro_batch_status(experience, result.logged, figures, float(result.group.sum())))
+            metrics.add(micro_batch_status(experience, result.logged, figures, float(len(result.weighed.places))))
         optimizer_steps.count(engine)
+        # Now that all micro-batches are under way the host may wait for them.
+        for micro_batch, log_probs in learned:
+            old_log_probs.store(micro_batch, log_probs)
         return num_tokens or 0, metrics.reduce(self.ranks)
 
     def training_step(
@@ -214,16 +227,15 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
                 self.strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic
             )
         share = buffer.dynamic_sample_loss_scale[step] if is_dynamic else 1.0
-        weights = torch.ones_like(experience.advantages)
-        is_idle = self._is_idle(experience.advantages)
-        batch = MicroBatch(experience, False, weights, response, is_idle, loss_batch_info, share)
-        result = self._backward(batch, kl_ctl, functools.partial(self._learn, [], 0))
+        weighed = Weighed.of(torch.ones_like(experience.advantages), response)
+        batch = MicroBatch(experience, weighed, response, None, False, loss_batch_info, share)
+        result = self._backward(batch, kl_ctl, None)
         # DeepSpeed and EMA count all micro-batches but dynamic ones.
         steps = not is_dynamic or buffer.dynamic_optimizer_step[step]
         figures = self._optimizer_step(1) if steps else self._learning_rate()
         return micro_batch_status(experience, result.logged, figures, float(response.sum()))
 
-    def _backward(self, batch: MicroBatch, kl_ctl: float, weigh: Callable) -> Result:
+    def _backward(self, batch: MicroBatch, kl_ctl: float, weigh: Callable | None) -> Result:
         """Take a micro-batch through the step, and add its gradient to that of the others."""
         gives_entropies = batch.gives_old_log_probs and self.token_weights.needs_entropies
         forward = functools.partial(
@@ -244,9 +256,9 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
                 result.policy_log_probs,
                 old_log_probs=result.old_log_probs,
                 advantages=batch.experience.advantages,
-                token_weights=result.weights,
-                group=result.group,
-                selected=result.selected,
+                token_weights=result.weighed.weights,
+                places=result.weighed.places,
+                selected=batch.selected,
                 distributions=result.output.statistics,
                 # The loss is a mean over the optimizer step's tokens, times the ranks.
                 num_tokens=batch.denominators["batch_num_tokens"] / batch.denominators["dp_size"],
@@ -254,14 +266,6 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             self.statistics.add(updates, is_moved=self.actor.model.global_steps > self.steps_before)
         self.strategy.backward(result.loss, self.actor, self.actor_optim)
         return result
-
-    def _learn(self, samples: list[Sample], index: int, old: Tensor, output: ModelOutput) -> tuple[Tensor, Tensor]:
-        """Keep what a first forward pass has shown of its samples. Return their weights as `TokenWeights.of`."""
-        old_log_probs.store(samples, old)
-        if self.token_weights.needs_entropies:
-            old_log_probs.store_distributions(samples, output.statistics)
-        self.token_weights.weigh(samples)
-        return self.token_weights.of(samples, index, old.device)
 
     def _is_idle(self, advantages: Tensor) -> Tensor:
         """Return (...,) whether nothing in a response with these advantages (..., A) has a gradient."""

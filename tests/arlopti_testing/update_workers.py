@@ -256,7 +256,7 @@ def watched(probe):
 
     def watched_backward(batch, *rest):
         result = backward(batch, *rest)
-        saw(batch.experience, result.group.sum().item())
+        saw(batch.experience, len(result.weighed.places))
         return result
 
     def watched_pass(mini_batch, index, *rest):

@@ -6,7 +6,14 @@ import pytest
 import torch
 from openrlhf.models import PolicyLoss
 
-from arlopti_openrlhf.update.step import MicroBatch, Objective, group_policy_loss, micro_batch_loss
+from arlopti_openrlhf.update.step import (
+    MicroBatch,
+    Objective,
+    Weighed,
+    group_policy_loss,
+    micro_batch_loss,
+    selection,
+)
 
 NAN = torch.nan
 DENOMINATORS = {"batch_num_tokens": 5.0, "global_batch_size": 2.0}
@@ -115,25 +122,22 @@ def test_a_first_forward_gives_what_is_not_known_of_old_log_probs():
         rollout_log_probs=None,
     )
     log_probs = torch.tensor([[-1.0, 0.0, -3.0], [0.0, 0.0, 0.0]], requires_grad=True)
-    seen = []
-
-    def forward(experience, selected):
-        seen.append(selected.tolist())
-        return log_probs, {}
 
     def weigh(old, output):
         assert not old.requires_grad
-        return torch.full((2, 3), 0.5), torch.tensor([[1, 0, 0], [1, 1, 0]])
+        return Weighed.of(torch.full((2, 3), 0.5), torch.tensor([[1, 0, 0], [1, 1, 0]]))
 
     args = SimpleNamespace(
         algo=SimpleNamespace(kl=SimpleNamespace(use_loss=False)),
         actor=SimpleNamespace(policy_loss_type="ppo", entropy_coef=None),
     )
-    batch = MicroBatch(experience, True, response, response, torch.tensor([False, True]), DENOMINATORS, 1.0)
-    result = micro_batch_loss(forward, Objective(PolicyLoss(0.2, 0.24), args, 0.0, None), batch, weigh)
-    assert seen == [[[1, 0, 1], [0, 0, 0]]]
+    selected = selection(response, response, torch.tensor([False, True]), "ppo")
+    assert selected.tolist() == [[1, 0, 1], [0, 0, 0]]
+    batch = MicroBatch(experience, Weighed.of(response, response), selected, None, True, DENOMINATORS, 1.0)
+    objective = Objective(PolicyLoss(0.2, 0.24), args, 0.0, None)
+    result = micro_batch_loss(lambda batch: (log_probs, {}), objective, batch, weigh)
     assert result.old_log_probs.tolist() == [[-1.0, 0.0, -3.0], [-4.0, -5.0, 0.0]]
-    assert result.group.tolist() == [[1, 0, 0], [1, 1, 0]]
+    assert result.weighed.group.tolist() == [[1, 0, 0], [1, 1, 0]]
     # One token of advantage 2 and weight 1/2, over five tokens.
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-0.2) and log_probs.grad.tolist() == [

@@ -66,8 +66,9 @@ def known_entropies(monkeypatch):
 
 def product(items: list[Sample], index: int) -> torch.Tensor:
     """The weights of one pass, 0 for the tokens that it does not update."""
-    weights, updated = TokenWeights.of(items, index, torch.device("cpu"))
-    return weights * updated
+    weighed = TokenWeights.of(items, index)
+    assert torch.equal(weighed.places, weighed.group.flatten().nonzero()[:, 0])
+    return weighed.weights * weighed.group
 
 
 @pytest.mark.parametrize("name", methods.built_in())
@@ -216,8 +217,9 @@ def test_a_group_keeps_the_factors_of_the_others_advantages():
     items[0].action_log_probs[2:] = torch.tensor([0.1, 0.5]).log()
     raw(["lopti", "ar"], items, ["ar.alpha=0.5"])
     for index, expected in enumerate(([0, 0, 1, 0], [0, 0, 0, 1])):
-        weights, updated = TokenWeights.of(items, index, torch.device("cpu"))
-        assert weights[0].tolist() == pytest.approx([0, 0, 0.55, 0.75]) and updated[0].tolist() == expected
+        weighed = TokenWeights.of(items, index)
+        assert weighed.weights[0].tolist() == pytest.approx([0, 0, 0.55, 0.75])
+        assert weighed.group[0].tolist() == expected
 
 
 def test_without_a_method_every_response_token_has_the_weight_one():
