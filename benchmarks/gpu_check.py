@@ -28,7 +28,7 @@ from missing_packages import NOT_NEEDED, missing
 HERE = Path(__file__).resolve().parent
 # The comparison takes two prompts in one micro-batch. Its float32 and three gradients of it have to fit beside stock's
 # logits, hence the factor on K&K's lengths. Times take the full lengths, and micro-batches that stock can hold.
-EXACTNESS = dict(scale=0.25, prompts=2, micro_batch_size=16)
+EXACTNESS = dict(scale=0.25, prompts=2, micro_batch_size=16, others=False)
 TIMES = dict(scale=1.0, prompts=8, micro_batch_size=8, rounds=3)
 LONG = dict(scale=1.0, prompts=1, micro_batch_size=1, rounds=2, response_length=4096, gradient_checkpointing=True)
 Part = tuple[str, str, dict]  # its name, what it does, and with what sizes
@@ -39,6 +39,7 @@ PARTS: list[Part] = [
     ("times 3b", "times", TIMES | {"shape": "3b", "micro_batch_size": 4}),
     ("exactness 3b", "exactness", EXACTNESS | {"shape": "3b"}),
     ("long responses 0.5b", "times", LONG | {"shape": "0.5b"}),
+    ("exactness 0.5b, other attention", "exactness", EXACTNESS | {"shape": "0.5b", "others": True}),
     # Is it faster than SDPA?
     ("times 0.5b, FlexAttention", "times", TIMES | {"shape": "0.5b", "attention": "flex_attention", "rounds": 2}),
     ("exactness 1.5b", "exactness", EXACTNESS | {"shape": "1.5b"}),
@@ -46,7 +47,7 @@ PARTS: list[Part] = [
     ("times 1.5b", "times", TIMES | {"shape": "1.5b"}),
     ("times llama-1b", "times", TIMES | {"shape": "llama-1b"}),
 ]
-TOY = dict(scale=0.05, prompts=2, micro_batch_size=16)
+TOY = dict(scale=0.05, prompts=2, micro_batch_size=16, others=False)
 TOY_PARTS: list[Part] = [
     ("arithmetic", "arithmetic", {}),
     ("exactness toy-llama", "exactness", TOY | {"shape": "toy-llama"}),
@@ -110,7 +111,9 @@ def check(parts: list[Part], end: float, run: Run, write: Callable[[dict], objec
     for name, kind, sizes in parts:
         part = dict(name=name, kind=kind, args=sizes, without=[])
         print(f"{name} ...", flush=True)
+        start = time.monotonic()
         result = _run_with_less_memory(part, end, run)
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
         if "error" in result:
             found["failures"].append(f"{name}: {result['error']}")
         elif "skipped" in result:

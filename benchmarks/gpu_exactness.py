@@ -179,14 +179,20 @@ def left_out() -> list[str]:
 
 
 def compare(args: argparse.Namespace) -> list[dict]:
-    """Return a row for each attention implementation and type."""
+    """Return a row for each type with SDPA, or with the other attention implementations that run here.
+
+    Args:
+        args: the part's. `others` says with which.
+    """
     ours, plain = list(PLAIN), list(PLAIN.values())
     with exact_bench(args, "sdpa", torch.float32) as bench:
         batch, reference = bench.batch, bench.outcome(plain)
-        found = {("sdpa", "float32"): (errors(bench.outcome(ours, reference), reference), sharing(bench))}
+        found = {}
+        if not args.others:
+            found["sdpa", "float32"] = errors(bench.outcome(ours, reference), reference), sharing(bench)
     plain_bf16 = {}
     for attention in ATTENTION:
-        if attention.obstacle():
+        if attention.obstacle() or (attention.name != "sdpa") != args.others:
             continue
         if attention.computes_float32 and attention.name != "sdpa":
             with exact_bench(args, attention.name, torch.float32, batch) as bench:

@@ -19,6 +19,7 @@ from arlopti_openrlhf.hardware import multiplies_bf16
 
 # Elements in one block of logits (64 MiB in float32): too few to raise the peak of memory, enough for full speed.
 BLOCK_ELEMENTS = 2**24
+_FUSED_FACTOR = 4  # Triton's kernels hold 2 bytes of a logit, plain torch up to 12
 # What the columns of a block are a multiple of. A GPU's matrix products of an odd width take several times as long.
 _WIDTH = 128
 
@@ -195,7 +196,8 @@ def _blocks_of_logits(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield each block of the vocabulary with new (N, block) logits of these rows or of all."""
     vocabulary = hidden.shape[1] if weight is None else weight.shape[0]
-    size = max(1024, BLOCK_ELEMENTS // max(1, len(hidden if rows is None else rows)))
+    elements = BLOCK_ELEMENTS * (_FUSED_FACTOR if _is_fused(hidden.device.type) else 1)
+    size = max(1024, elements // max(1, len(hidden if rows is None else rows)))
     size = min(vocabulary, size - size % _WIDTH)
     if weight is not None:
         dtype = _product_dtype(hidden)
@@ -221,9 +223,15 @@ def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
 
 
 @cache
+def _is_fused(device: str) -> bool:
+    """Return whether Triton's kernels compute on this kind of device."""
+    return device == "cuda" and find_spec("triton") is not None
+
+
+@cache
 def _arithmetic(device: str) -> Any:
     """Return what has `sum_up` and `differentiate`: Triton's kernels on a GPU, plain torch elsewhere."""
-    if device == "cuda" and find_spec("triton"):
+    if _is_fused(device):
         from arlopti_openrlhf.forward import lm_head_triton
 
         return lm_head_triton

@@ -219,7 +219,7 @@ class UpdateStatistics:
         tokens. Among the tokens computed after θ has moved, `probability_change` is the mean of π − π_old, and `rose`
         the share of those with a positive advantage whose probability rose (Fig. 3).
         """
-        sums = {name: self.sums[:, i].tolist() for i, name in enumerate(_SUMS)}
+        sums = dict(zip(_SUMS, self.sums.T.tolist(), strict=True))
         shares = {
             "share": sums["count"],
             "grad_share": sums["logit_grad_norm"],
