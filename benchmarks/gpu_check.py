@@ -14,6 +14,7 @@ Exit status: 0, or 1 where a comparison fails or a part breaks, or 2 where a pac
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -82,7 +83,7 @@ def main() -> None:
     toy = args.toy or cpu.uses_cpu()
     without = missing((*NOT_NEEDED, "flash_attn"))
     record = dict(
-        command=" ".join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
+        command=shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
         machine=machine(),
         not_installed=without,
     )

@@ -50,6 +50,8 @@ SHAPES = {
     "toy-llama": Shape("toy Llama-3.2", 128, 128, 2, 2, 1, **_LLAMA | {"vocab_size": 512}),
     # The proportions of Qwen2.5-0.5B as far as long responses on a CPU allow.
     "small": Shape("small Qwen2.5 (10M weights)", 192, 1024, 8, 3, 1, vocab_size=24_576),
+    # A vocabulary as large as Qwen2.5's under as few layers.
+    "small-151936": Shape("small Qwen2.5 with 151,936 tokens", 192, 1024, 8, 3, 1),
     "0.5b": Shape("Qwen2.5-0.5B", 896, 4864, 24, 14, 2),
     "1.5b": Shape("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2),
     "3b": Shape("Qwen2.5-3B", 2048, 11008, 36, 16, 2),

@@ -23,8 +23,8 @@ from arlopti_openrlhf.update.old_log_probs import unknown
 VARIANTS = (STOCK, PACKED, "GRPO", "AR", "Lopti", "AR + Lopti", "80/20")
 
 
-def training_flags(args: argparse.Namespace) -> SimpleNamespace:
-    """OpenRLHF's nested arguments, from the real parser: GRPO as in the paper."""
+def training_flags(args: argparse.Namespace, more: Sequence[str] = ()) -> SimpleNamespace:
+    """OpenRLHF's nested arguments, from the real parser: GRPO as in the paper, with more flags."""
     from openrlhf.utils.config import hierarchize
 
     from arlopti_openrlhf.cli.train_ppo_ray import parse
@@ -38,6 +38,7 @@ def training_flags(args: argparse.Namespace) -> SimpleNamespace:
             f"--rollout.micro_batch_size {args.micro_batch_size} --train.micro_batch_size {args.micro_batch_size} "
             f"--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 "
             f"--algo.kl.init_coef 0.001 --actor.eps_clip_low_high 0.2 0.24 --actor.dual_clip 10".split()
+            + [*more]
             + (["--ds.packing_samples"] if args.packing else [])
             + (["--ds.attn_implementation", "sdpa"] if cpu.uses_cpu() and not args.packing else [])
         )

@@ -82,9 +82,9 @@ def _flash_attention(
     It is the operator below `torch.nn.attention.varlen`, which has no arguments that both PyTorch 2.11 and 2.13 take
     for grouped heads.
     """
-    keys, values = (x[0].index_select(1, packed.keys).transpose(0, 1) for x in (key, value))
+    keys, values = (x.squeeze(0).index_select(1, packed.keys).transpose(0, 1) for x in (key, value))
     output, *_ = torch.ops.aten._flash_attention_forward(
-        query[0].transpose(0, 1),
+        query.squeeze(0).transpose(0, 1),
         keys,
         values,
         packed.query_starts,

@@ -1,0 +1,168 @@
+"""Kernels and waits of one micro-batch on a GPU, counted without one.
+
+python benchmarks/gpu_counts.py [--layers 24] [--flags ...]
+
+The project's own trainer updates a small model in bf16 whose tensors claim to be on a GPU (`claimed_gpu`). What a
+micro-batch takes is the difference between an update of two and one of three. DeepSpeed's own kernels are not counted:
+its engine is a stand-in. On a GPU with Triton the LM head takes fewer kernels than here.
+"""
+
+import argparse
+import copy
+import logging
+import os
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+
+from arlopti_openrlhf import cpu
+
+logging.disable(logging.WARNING)
+cpu.enable()
+
+import rollouts  # noqa: E402
+from claimed_gpu import Counts, claimed_gpu  # noqa: E402
+from hardware import free_port  # noqa: E402
+from openrlhf.trainer.ray import ppo_actor  # noqa: E402
+from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
+from torch import distributed as dist  # noqa: E402
+from update_bench import training_flags  # noqa: E402
+
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
+from arlopti_openrlhf.patching import replaced_attribute  # noqa: E402
+from arlopti_openrlhf.update import partition, trainer  # noqa: E402
+from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
+
+SETTINGS = {
+    "GRPO": [],
+    "AR + Lopti": ["--algo.ar.alpha", "0.3", "--algo.lopti.eta", "0.005"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument(
+        "--flags", nargs=argparse.REMAINDER, help="of the training command, in place of the two settings"
+    )
+    args = parser.parse_args()
+    settings = {" ".join(args.flags): args.flags} if args.flags else SETTINGS
+    print("| | kernels | waits | of which |\n|---|---|---|---|")
+    for name, flags in settings.items():
+        kernels, waits, mixtures = of_a_micro_batch(flags, args.layers)
+        print(f"| {name} | {kernels:,} | {sum(waits.values())} | {', '.join(f'{n} {k}' for k, n in waits.items())} |")
+        for mixture in mixtures:
+            print(f"two devices: {mixture}")
+
+
+def of_a_micro_batch(flags: list[str], layers: int) -> tuple[int, Counter[str], Counter[str]]:
+    """Return the kernels and the waits of one more micro-batch, and all mixtures of devices.
+
+    A micro-batch holds eight responses to a prompt, and takes part in each pass.
+    """
+    two, three = (update(flags, layers, prompts) for prompts in (2, 3))
+    kernels = sum(three.kernels.values()) - sum(two.kernels.values())
+    return kernels, three.waits - two.waits, two.mixtures + three.mixtures
+
+
+def update(flags: list[str], layers: int, prompts: int) -> Counts:
+    """Take one update of so many micro-batches, after one that settles what is settled once."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    rollouts.SHAPES["counted"] = rollouts.Shape("counted", 32, 64, layers, 4, 2, vocab_size=211)
+    sizes = argparse.Namespace(shape="counted", prompts=prompts, mini_batches=1, micro_batch_size=8, packing=False)
+    sizes.prompt_length = sizes.response_length = None
+    args = training_flags(sizes, flags)
+    samples = rollouts.rollout(sizes, scale=0.03)
+    for sample in samples:
+        sample.base_action_log_probs = torch.full(sample.action_mask.shape, -5.0)
+        sample.rollout_log_probs = torch.full(sample.action_mask.shape, -5.3)
+    model = rollouts.make_model("counted", "sdpa")
+    costliest = max(map(partition.cost, partition.by_prompt(rollouts.unpadded(samples))))
+    with claimed_gpu() as counts, replaced_attribute(partition, "token_budget", lambda *rest: costliest):
+        for tensor in (*model.parameters(), *model.buffers()):
+            counts.claim(tensor)
+        driver = _trainer(model, args, prompts)
+        for _ in range(2):
+            counts.clear()
+            for sample in copy.deepcopy(samples):
+                sample.action_log_probs = _old_log_probs(driver, sample)
+                driver.replay_buffer.append(sample)
+            driver.ppo_train(args.algo.kl.init_coef)
+            driver.replay_buffer.clear()
+    return counts
+
+
+def _old_log_probs(driver: trainer.TokenUpdateTrainer, sample) -> torch.Tensor:
+    if driver.defers_old_log_probs:
+        return unknown(sample.action_mask)
+    return torch.full(sample.action_mask.shape, -5.3)
+
+
+def _trainer(model: torch.nn.Module, args: SimpleNamespace, micro_batches: int) -> trainer.TokenUpdateTrainer:
+    actor = SelectiveActor(model)
+    actor.packing_samples, actor.is_vlm, actor.model = args.ds.packing_samples, False, _Engine(model, micro_batches)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    for module in (ppo_actor, trainer):
+        module.tqdm = lambda steps, **bar: steps
+    return trainer.TokenUpdateTrainer(
+        _Strategy(args),
+        actor,
+        ema_model=None,
+        actor_optim=optimizer,
+        actor_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        micro_train_batch_size=args.train.micro_batch_size,
+    )
+
+
+class _Engine(torch.nn.Module):
+    """DeepSpeed's engine as far as the trainer asks it. It adds gradients up and takes no step."""
+
+    def __init__(self, module: torch.nn.Module, micro_batches: int) -> None:
+        super().__init__()
+        self.module, self.micro_batches = module, micro_batches
+        self.micro_steps = self.global_steps = self.skipped_steps = 0
+        self.optimizer = SimpleNamespace(overflow=False, zero_grad=lambda: None, micro_step_id=0)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.micro_batches
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        pass
+
+    def zero_optimization_stage(self) -> int:
+        return 2
+
+    def step(self) -> None:
+        self.global_steps += 1
+
+
+class _Strategy:
+    """OpenRLHF's strategy of one rank, without DeepSpeed."""
+
+    all_reduce = DeepspeedStrategy.all_reduce
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        self.args, self.ring_attn_group, self.use_dynamic_batch = args, None, False
+        self.ds_device_mesh = {"dp": SimpleNamespace(get_group=lambda: dist.group.WORLD)}
+
+    def backward(self, loss, actor, optimizer, **kwargs) -> None:
+        loss.backward()
+
+    def optimizer_step(self, optimizer, actor, scheduler, **kwargs) -> None:
+        actor.model.step()
+
+    def get_grad_norm(self, actor) -> float:
+        return 1.0
+
+    def is_rank_0(self) -> bool:
+        return True
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

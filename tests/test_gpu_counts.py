@@ -1,0 +1,92 @@
+"""What a micro-batch takes on a GPU, counted without one (`benchmarks/gpu_counts.py`)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import claimed_gpu  # noqa: E402
+import gpu_counts  # noqa: E402
+
+from arlopti_openrlhf import methods  # noqa: E402
+
+# Of one micro-batch at 24 layers: kernels, DeepSpeed's not among them, and waits. A change that needs more says why.
+MOST = {"GRPO": (3600, 2), "AR + Lopti": (7200, 3)}
+MORE = {
+    "quantile": ["--algo.lopti.quantile", "0.3"],
+    "high group first": ["--algo.lopti.eta", "0.5", "--algo.lopti.order", "high_first"],
+    "one group": ["--algo.lopti.eta", "0.5", "--algo.lopti.groups", "low"],
+    "normalized": ["--algo.ar.alpha", "0.3", "--algo.token_method_normalize"],
+    "gspo": ["--actor.policy_loss_type", "gspo", "--algo.lopti.eta", "0.5"],
+    "means over responses": ["--actor.loss_agg_mode", "seq-mean-token-mean", "--algo.lopti.eta", "0.5"],
+    "entropy bonus": ["--actor.entropy_coef", "0.01", "--algo.lopti.eta", "0.5"],
+    "packed": ["--ds.packing_samples", "--algo.lopti.eta", "0.5"],
+    "importance sampling": ["--algo.advantage.is_correction_level", "token", "--algo.lopti.eta", "0.5"],
+    "quartiles": ["--logger.probability_stats", "quartiles", "--algo.lopti.eta", "0.5"],
+    "no statistics": ["--logger.probability_stats", "off", "--algo.lopti.eta", "0.5"],
+    "two epochs": ["--train.max_epochs", "2", "--algo.lopti.eta", "0.5"],
+}
+
+ARGUMENTS = {"surprisal_band": ["--algo.token_method_args", "surprisal_band.lo=1", "surprisal_band.hi=2"]}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_kernels_and_waits_of_a_micro_batch(name):
+    """Layers are alike, so that 2 and 4 of them say what 24 take."""
+    flags = gpu_counts.SETTINGS[name]
+    (of_two, waits, mixed), (of_four, same_waits, _) = (gpu_counts.of_a_micro_batch(flags, n) for n in (2, 4))
+    most_kernels, most_waits = MOST[name]
+    assert not mixed and waits == same_waits
+    assert 0.9 * most_kernels < of_two + 11 * (of_four - of_two) <= most_kernels
+    assert sum(waits.values()) == most_waits, waits
+
+
+@pytest.mark.parametrize("name", [*methods.built_in(), *MORE])
+def test_nothing_mixes_devices(name):
+    flags = MORE.get(name) or ["--algo.token_method", name, *ARGUMENTS.get(name, [])]
+    counts = gpu_counts.update(flags, layers=1, prompts=1)
+    assert counts.kernels["_flash_attention_forward"] and not counts.mixtures
+
+
+def test_what_is_counted():
+    """By hand: a copy that waits, one that does not, a kernel, a view, a mixture, and a question that waits."""
+    with claimed_gpu.claimed_gpu() as counts:
+        there, here = torch.ones(3).to(torch.cuda.current_device()), torch.ones(3)
+        also = here.to(0, non_blocking=True)
+        assert there.is_cuda and also.device.type == "cuda" and not here.is_cuda
+        total = (there + also).view(3, 1).sum()
+        assert not counts.mixtures
+        there + here
+        assert total.item() == 6
+    assert counts.waits == {"copy to the GPU": 1, "_local_scalar_dense": 1}
+    assert counts.kernels == {"copy": 2, "add": 2, "sum": 1, "_local_scalar_dense": 1}
+    assert list(counts.mixtures) == ["add: (3,) GPU, (3,) CPU"]
+
+
+def test_the_stand_in_for_flash_attention():
+    """Two sequences of 2 and 3 queries with 4 and 3 keys, in groups of two heads, beside PyTorch's attention."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, slope = (
+        torch.randn(n, heads, 8, generator=generator) for n, heads in ((5, 4), (7, 2), (7, 2), (5, 4))
+    )
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
+    given = [x.clone().requires_grad_() for x in (query, key, value)]
+    with claimed_gpu.claimed_gpu() as counts:
+        for x in given:
+            counts.claim(x)
+        output = torch.ops.aten._flash_attention_forward(*given, *starts, 3, 4, 0.0, True, False, scale=0.3)[0]
+        output.backward(counts.claim(slope.clone()))
+    exact = [x.clone().requires_grad_() for x in (query, key, value)]
+    rows = []
+    for queries, keys in ((slice(0, 2), slice(0, 4)), (slice(2, 5), slice(4, 7))):
+        q, k, v = exact[0][queries], *(x[keys].repeat_interleave(2, dim=1) for x in exact[1:])
+        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        rows.append(attend(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=mask, scale=0.3).transpose(0, 1))
+    torch.cat(rows).backward(slope)
+    torch.testing.assert_close(output.detach(), torch.cat(rows).detach())
+    for ours, theirs in zip(given, exact, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
