@@ -110,19 +110,23 @@ def measure(args: argparse.Namespace, part: dict) -> dict:
         tokens=bench.tokens,
         matrix_flops_per_s=rate,
         floor_gib=floor_gib,
-        profile=profiled(bench) if "AR + Lopti" in variants else None,
+        profile=profiled(bench, found["AR + Lopti"]["seconds"]) if "AR + Lopti" in found else None,
         rounds=max(map(len, seconds.values()), default=0),
         variants={variant: found.get(variant) for variant in VARIANTS},
     )
 
 
-def profiled(bench: Bench) -> dict:
+def profiled(bench: Bench, seconds: float) -> dict:
     """Return what a GPU does in one update of AR + Lopti: its busy share, its longest gap, and its top kernels.
 
     On a CPU there are the top operations alone.
+
+    Args:
+        bench: whose update it is.
+        seconds: that it takes without the profiler, which slows the host. The busy share is of these.
     """
     with torch.profiler.profile() as profile:
-        seconds = bench.step("AR + Lopti")
+        bench.step("AR + Lopti")
     on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     busy, gap, end = 0.0, 0.0, None
     for start, stop in sorted((event.time_range.start, event.time_range.end) for event in on_gpu):

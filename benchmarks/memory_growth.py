@@ -70,8 +70,8 @@ def draw(record: dict, path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for variant, found in record["gib"].items():
-        axes.plot(record["lengths"], found, marker="o", label=variant)
+    for i, (variant, found) in enumerate(record["gib"].items()):  # pairs of them lie on each other
+        axes.plot(record["lengths"], found, marker="ox"[i % 2], linestyle=("-", "--")[i % 2], label=variant)
     axes.axhline(record["floor_gib"], color="grey", linestyle=":", label="next to no tokens")
     axes.set(xlabel="tokens of a response", ylabel="peak memory, GiB", ylim=(0, None), xticks=record["lengths"])
     axes.set_title(f"One update, {record['shape']}", fontsize="medium")
