@@ -76,6 +76,25 @@ def most_tokens(
     return int(min(at_layers, at_head))
 
 
+def update_bytes(
+    config: "PreTrainedConfig", of_layer: float | None, tokens: int, keys_per_token: float, block: int
+) -> float:
+    """Return the bytes that a micro-batch of the selective update takes at its peak.
+
+    Args:
+        config: of the language model.
+        of_layer: bytes per token that each layer keeps, where the rest is computed again; None where it keeps all.
+        tokens: of the micro-batch.
+        keys_per_token: as in `layer_bytes`.
+        block: how many logits the head has at a time, at most.
+    """
+    layer = layer_bytes(config, keys_per_token)
+    kept = config.num_hidden_layers * (layer if of_layer is None else of_layer) + 8 * config.hidden_size
+    at_work = layer if of_layer is None else 2 * layer
+    at_head = 6 * config.hidden_size * tokens + LOGIT * min(max(block, 1024 * tokens), config.vocab_size * tokens)
+    return tokens * kept + max(tokens * at_work, at_head)
+
+
 def _kept(config: "PreTrainedConfig", is_checkpointed: bool, keys_per_token: float) -> float:
     """Return the bytes per token that all layers and the last norm keep."""
     of_layer = 2 * config.hidden_size if is_checkpointed else layer_bytes(config, keys_per_token)

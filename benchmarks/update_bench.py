@@ -40,6 +40,7 @@ def training_flags(args: argparse.Namespace, more: Sequence[str] = ()) -> Simple
             f"--algo.kl.init_coef 0.001 --actor.eps_clip_low_high 0.2 0.24 --actor.dual_clip 10".split()
             + [*more]
             + (["--ds.packing_samples"] if args.packing else [])
+            + (["--actor.gradient_checkpointing_enable"] if getattr(args, "gradient_checkpointing", False) else [])
             + (["--ds.attn_implementation", "sdpa"] if cpu.uses_cpu() and not args.packing else [])
         )
     )
@@ -214,6 +215,8 @@ class Bench:
             trainer.replay_buffer.append(sample)
         trainer.ppo_train(self.flags.algo.kl.init_coef)
         trainer.replay_buffer.clear()
+        if checkpointing := getattr(trainer, "checkpointing", None):
+            checkpointing.set("whole")  # the model is the other variants' too
 
     def fraction(self, size: float) -> list:
         """A rollout batch whose lengths are those of the timed one, times `size`."""

@@ -79,6 +79,10 @@ TABLES: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {"token-level u
      "old log-probs in a pass of their own. selective computes only what the update needs, with equal gradients. "
      "Before its first pass each model computes some log-probs both ways. Where they differ by more than rounding, "
      "it says so and keeps stock's layout. Default: selective with AR, Lopti or a token method, else stock."),
+    ("--actor.gradient_checkpointing_level", _choice(["auto", "whole"], "auto"),
+     "What the selective update computes again with --actor.gradient_checkpointing_enable. whole: each layer, as "
+     "OpenRLHF. auto (default): nothing, or all but matrix products and attention, where that fits into the larger of "
+     "OpenRLHF's own peak and what is free on every GPU. The log of the first update says which."),
 ), "faults": (
     ("--dry-run", _SWITCH,
      "Check everything that can be checked beforehand, list all findings and exit: status 0 where the run can "
