@@ -96,6 +96,23 @@ def packed_actor(engine) -> torch.nn.Module:
     return actor
 
 
+def unshared_actor(actor) -> torch.nn.Module:
+    """Return a selective actor on the same engine that computes the prompt of each response anew.
+
+    Beside it stands what sharing prompts saves, and nothing else.
+    """
+    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+    from arlopti_openrlhf.forward.shared_prompt import pack
+
+    class UnsharedActor(SelectiveActor):
+        def _lay_out(self, sequences, action_mask, attention_mask, share):
+            return pack(sequences, attention_mask, action_mask, share=False)
+
+    unshared = copy.copy(actor)
+    unshared.__class__ = UnsharedActor
+    return unshared
+
+
 @contextmanager
 def one_pass_log_probs() -> Iterator[None]:
     """Let OpenRLHF's actor take log-probs in one pass over the logits, as it does by flash-attn's cross-entropy.

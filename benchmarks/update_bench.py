@@ -21,6 +21,7 @@ from arlopti_openrlhf import cpu
 from arlopti_openrlhf.update.old_log_probs import unknown
 
 VARIANTS = (STOCK, PACKED, "GRPO", "AR", "Lopti", "AR + Lopti", "80/20")
+UNSHARED = "GRPO, prompts repeated"  # what sharing saves is the difference; no default
 
 
 def training_flags(args: argparse.Namespace, more: Sequence[str] = ()) -> SimpleNamespace:
@@ -117,6 +118,8 @@ class Bench:
             if variant == PACKED:
                 actor = peers.packed_actor(selective.model)
                 self.around[variant] = peers.one_pass_log_probs
+            if variant == UNSHARED:
+                actor = peers.unshared_actor(selective)
             trainer_class = ppo_actor.ActorPPOTrainer if variant in (STOCK, PACKED) else trainer.TokenUpdateTrainer
             self.add_trainer(variant, trainer_class, actor, self.method_flags(variant, eta))
 

@@ -33,10 +33,12 @@ from measurements import (  # noqa: E402
     time_in_turn,
 )
 from operations import PACKED, STOCK  # noqa: E402
-from rollouts import SHAPES, make_model  # noqa: E402
+from rollouts import SHAPES, make_model, unpadded  # noqa: E402
 from statistics_cost import seconds_of_statistics  # noqa: E402
-from update_bench import VARIANTS, Bench, default_attention  # noqa: E402
+from update_bench import UNSHARED, VARIANTS, Bench, default_attention  # noqa: E402
 from update_tables import draw, growth_table, table  # noqa: E402
+
+from arlopti_openrlhf.update.partition import by_prompt, cost  # noqa: E402
 
 GROWTH = (STOCK, PACKED, "GRPO", "AR + Lopti")  # whose seconds are measured at four sizes
 
@@ -50,7 +52,7 @@ def main() -> None:
     found = [peer for peer in peers.PEERS if peers.missing(peer) is None] if args.peers else []
     chosen = args.scale
     args.scale = chosen or (1 / 40 if cpu.uses_cpu() else 1.0)
-    bench = Bench(args, model)
+    bench = Bench(args, model, also=("observed stock GRPO", UNSHARED))
     floor_gib = floor(bench)
     if chosen is None and cpu.uses_cpu():
         bench.take_lengths(choose_scale(bench, args.minutes, work(args, len(found))))
@@ -74,6 +76,7 @@ def main() -> None:
         tokens=bench.tokens,
         matrix_flops_per_s=rate,
         floor_gib=floor_gib,
+        tokens_without_repeats=sum(map(cost, by_prompt(unpadded(bench.rollout)))),
         variants=results,
         not_measured=absent if args.peers else {},
         growth={variant: dict(points=points) | fit(points) for variant, points in grown.items()} if args.sizes else {},
@@ -104,7 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--packing", action="store_true", help="--ds.packing_samples")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="--actor.gradient_checkpointing_enable")
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=[STOCK, PACKED, "GRPO", "AR + Lopti", "80/20"]
+        "--variants", nargs="+", choices=(*VARIANTS, UNSHARED), default=[STOCK, PACKED, "GRPO", "AR + Lopti", "80/20"]
     )
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out TRL and OpenRLHF's options")
     parser.add_argument("--statistics", action="store_true", help="time what --logger.probability_stats adds, too")
@@ -141,6 +144,10 @@ def report(record: dict) -> None:
             share = seconds / record["variants"][variant]["seconds"]
             print(f"statistics by probability take {seconds:.3f} s of {variant}'s update, {share:.2%}")
     print(f"an update of next to no tokens takes {record['floor_gib']:.1f} GiB. Memory without it is in brackets")
+    if UNSHARED in record["variants"] and "GRPO" in record["variants"]:
+        gain = record["variants"][UNSHARED]["seconds"] / record["variants"]["GRPO"]["seconds"]
+        ideal = record["tokens"] / record["tokens_without_repeats"]
+        print(f"sharing prompts makes GRPO {gain:.2f} times as fast, where {ideal:.2f} is ideal")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def run(*arguments):
 def test_update_phase(tmp_path):
     ours, openrlhf = ["stock GRPO", "packed stock GRPO", "GRPO", "AR + Lopti"], ["OpenRLHF, gradient checkpointing"]
     flags = "--shape toy --scale 0.03 --statistics --repeats 1 --sizes 0.5 --variants".split() + ours
-    printed = run(*flags, "--json", tmp_path / "r.json", "--chart", tmp_path / "chart.png")
+    unshared = "GRPO, prompts repeated"
+    printed = run(*flags, unshared, "--json", tmp_path / "r.json", "--chart", tmp_path / "chart.png")
     record = json.loads((tmp_path / "r.json").read_text())
     measured = record["variants"]
     assert {*ours, *openrlhf} < set(measured)
@@ -34,12 +35,14 @@ def test_update_phase(tmp_path):
         assert 0 < variant["optimizer_seconds"] < variant["seconds"]
     # They compute the same gradient, but for the rounding of bf16.
     norm = measured["stock GRPO"]["gradient_norm"]
-    for variant in ("packed stock GRPO", "GRPO", *openrlhf):
+    for variant in ("packed stock GRPO", "GRPO", unshared, *openrlhf):
         assert measured[variant]["gradient_norm"] == pytest.approx(norm, rel=0.02), variant
     assert measured["AR + Lopti"]["gradient_norm"] != pytest.approx(norm, rel=0.02)
     assert measured["stock GRPO"]["time_ratio"] == measured["packed stock GRPO"]["packed_time_ratio"] == 1
     for variant in ours:
         assert measured[variant]["packed_time_ratio"] > 0 < measured[variant]["packed_memory_ratio"]
+    tokens, without_repeats = record["tokens"], record["tokens_without_repeats"]
+    assert "sharing prompts makes GRPO " in printed and f"where {tokens / without_repeats:.2f} is ideal" in printed
     # What a variant does not compute counts in its logical MFU alone.
     assert measured["GRPO"]["logical_mfu"] > measured["GRPO"]["hardware_mfu"] > 0
     assert measured["stock GRPO"]["logical_mfu"] < measured["stock GRPO"]["hardware_mfu"]
