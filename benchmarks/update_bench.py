@@ -246,10 +246,8 @@ class Bench:
     def describe(self) -> str:
         prompt = sum(s.sequences.shape[1] - s.action_mask.sum().item() for s in self.rollout)
         samples, prompts = len(self.rollout), len(self.rollout) // SAMPLES_PER_PROMPT
-        checkpointing = self.stock.model.module.is_gradient_checkpointing
-        lengths = f"lengths of K&K x {self.args.scale:.4g}"
-        if self.args.response_length:
-            lengths = f"responses of {self.args.response_length}"
+        checkpointing, length = self.stock.model.module.is_gradient_checkpointing, self.args.response_length
+        lengths = f"responses of {length}" if length else f"lengths of K&K x {self.args.scale:.4g}"
         return (
             f"{SHAPES[self.args.shape].name} shape, {samples} responses to {prompts} prompts, "
             f"{self.tokens} tokens ({prompt} of prompts), micro-batches of {self.args.micro_batch_size}, "

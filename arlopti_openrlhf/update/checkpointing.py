@@ -40,7 +40,7 @@ class Checkpointing:
     """
 
     def __init__(self, model: nn.Module, args: SimpleNamespace) -> None:
-        self.args, self.level = args, WHOLE
+        self.model, self.args, self.level = model, args, WHOLE
         self.modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.upstreams = [getattr(module, "_gradient_checkpointing_func", None) for module in self.modules]
         self.config: PretrainedConfig = model.config.get_text_config()
@@ -64,7 +64,7 @@ class Checkpointing:
         longest = ranks.max(max((len(s.sequences) for each in micro_batches for s in each), default=0))
         train = self.args.train
         padded = train.max_tokens_per_gpu if train.dynamic_batch_enable else train.micro_batch_size * longest
-        level = self.fitting(computed, keys, padded, ranks.min(_free_bytes()))
+        level = self.fitting(computed, keys, padded, ranks.min(_free_bytes(self.model)))
         if level != self.level:
             self.set(level)
 
@@ -99,12 +99,14 @@ def of(actor: Actor, args: SimpleNamespace) -> Checkpointing | None:
     return Checkpointing(actor.model.module, args) if args.actor.gradient_checkpointing_enable else None
 
 
-def _free_bytes() -> int:
-    """Return what the next micro-batch may allocate on this rank's GPU, or 0 without one."""
+def _free_bytes(model: nn.Module) -> int:
+    """Return what activations may take on this rank's GPU, or 0 without one. DeepSpeed holds gradients up to twice."""
     if not torch.cuda.is_available():
         return 0
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    gradients = sum(getattr(each, "ds_numel", each.numel()) * each.element_size() for each in trained)
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return int(_SHARE_OF_FREE * (torch.cuda.mem_get_info()[0] + unused))
+    return max(0, int(_SHARE_OF_FREE * (torch.cuda.mem_get_info()[0] + unused)) - 2 * gradients)
 
 
 def _kept_by_products(config: PretrainedConfig) -> float:

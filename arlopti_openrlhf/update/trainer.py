@@ -73,7 +73,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.is_off = not (self.methods or self.is_selective or self.observes)
         has_other_gradients = self.args.algo.kl.use_loss or self.args.actor.entropy_coef is not None
         self.lays_out = self.is_selective and not self.actor.is_vlm and self.strategy.ring_attn_group is None
-        self.checkpointing = checkpointing.of(self.actor, self.args) if self.is_selective else None
+        self.checkpointing = checkpointing.of(self.actor, self.args) if self.lays_out else None
         self.skips_idle = self.is_selective and not has_other_gradients
         self.has_reported = False  # what the selective update saves
         self.ranks = Ranks(self.strategy)
@@ -154,7 +154,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
     def _mini_batches(self, samples: list[Sample]) -> list[MiniBatch]:
         """Return this rank's mini-batches of one epoch, and say once how many tokens are computed."""
         batches, limit = mini_batches.divide(samples, self.actor, self.replay_buffer, self.strategy, self.ranks)
-        if self.checkpointing:
+        if self.checkpointing and not isinstance(limit, str):  # where prompts are shared
             self.checkpointing.adapt(batches, self.ranks)
         if self.is_selective and not self.has_reported and batches and self.strategy.is_rank_0():
             self.has_reported = True

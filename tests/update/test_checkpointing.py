@@ -101,7 +101,7 @@ def test_openrlhfs_own_peak_is_room():
 
 
 def test_all_ranks_choose_alike(monkeypatch):
-    monkeypatch.setattr(checkpointing, "_free_bytes", lambda: 2**50)
+    monkeypatch.setattr(checkpointing, "_free_bytes", lambda model: 2**50)
     setter = Checkpointing(made(vocab_size=8), flags())
     mask = torch.ones(19, dtype=torch.long)
     batches = [MiniBatch([[SimpleNamespace(sequences=torch.arange(20), action_mask=mask)]])]
@@ -124,6 +124,19 @@ def test_all_ranks_choose_alike(monkeypatch):
 )
 def test_levels(model, args, expected):
     assert Checkpointing(made(**model), args).levels == expected
+
+
+def test_gradients_need_room_too(monkeypatch):
+    """Of 1 MB free and 1 MB that the allocator holds unused, a tenth is left, and two gradients of the weights."""
+    model = made()
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert checkpointing._free_bytes(model) == 0  # without a GPU
+    figures = dict(
+        is_available=True, memory_reserved=3_000_000, memory_allocated=2_000_000, mem_get_info=(10**6, 2**40)
+    )
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert checkpointing._free_bytes(model) == 1_800_000 - 2 * weights
 
 
 def test_without_checkpointing_there_is_nothing_to_set():
