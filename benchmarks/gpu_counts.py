@@ -12,19 +12,19 @@ import copy
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 
 from arlopti_openrlhf import cpu
 
-logging.disable(logging.WARNING)
 cpu.enable()
 
 import rollouts  # noqa: E402
 from claimed_gpu import Counts, claimed_gpu  # noqa: E402
 from hardware import free_port  # noqa: E402
-from openrlhf.trainer.ray import ppo_actor  # noqa: E402
 from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 from update_bench import training_flags  # noqa: E402
@@ -47,6 +47,7 @@ def main() -> None:
         "--flags", nargs=argparse.REMAINDER, help="of the training command, in place of the two settings"
     )
     args = parser.parse_args()
+    logging.disable(logging.WARNING)
     settings = {" ".join(args.flags): args.flags} if args.flags else SETTINGS
     print("| | kernels | waits | of which |\n|---|---|---|---|")
     for name, flags in settings.items():
@@ -68,8 +69,6 @@ def of_a_micro_batch(flags: list[str], layers: int) -> tuple[int, Counter[str], 
 
 def update(flags: list[str], layers: int, prompts: int) -> Counts:
     """Take one update of so many micro-batches, after one that settles what is settled once."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     rollouts.SHAPES["counted"] = rollouts.Shape("counted", 32, 64, layers, 4, 2, vocab_size=211)
     sizes = argparse.Namespace(shape="counted", prompts=prompts, mini_batches=1, micro_batch_size=8, packing=False)
     sizes.prompt_length = sizes.response_length = None
@@ -80,7 +79,12 @@ def update(flags: list[str], layers: int, prompts: int) -> Counts:
         sample.rollout_log_probs = torch.full(sample.action_mask.shape, -5.3)
     model = rollouts.make_model("counted", "sdpa")
     costliest = max(map(partition.cost, partition.by_prompt(rollouts.unpadded(samples))))
-    with claimed_gpu() as counts, replaced_attribute(partition, "token_budget", lambda *rest: costliest):
+    with (
+        _alone(),
+        claimed_gpu() as counts,
+        replaced_attribute(partition, "token_budget", lambda *rest: costliest),
+        replaced_attribute(trainer, "tqdm", lambda steps, **bar: steps),
+    ):
         for tensor in (*model.parameters(), *model.buffers()):
             counts.claim(tensor)
         driver = _trainer(model, args, prompts)
@@ -94,6 +98,16 @@ def update(flags: list[str], layers: int, prompts: int) -> Counts:
     return counts
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Make this process a group of one rank while the context lasts."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def _old_log_probs(driver: trainer.TokenUpdateTrainer, sample) -> torch.Tensor:
     if driver.defers_old_log_probs:
         return unknown(sample.action_mask)
@@ -104,8 +118,6 @@ def _trainer(model: torch.nn.Module, args: SimpleNamespace, micro_batches: int) 
     actor = SelectiveActor(model)
     actor.packing_samples, actor.is_vlm, actor.model = args.ds.packing_samples, False, _Engine(model, micro_batches)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-    for module in (ppo_actor, trainer):
-        module.tqdm = lambda steps, **bar: steps
     return trainer.TokenUpdateTrainer(
         _Strategy(args),
         actor,
