@@ -89,9 +89,9 @@ class Checkpointing:
     def set(self, level: str) -> None:
         """Let the passes that follow keep what `level` says."""
         self.level = level
-        for module, upstreams in zip(self.modules, self.upstreams, strict=True):
+        for module, of_upstream in zip(self.modules, self.upstreams, strict=True):
             module.gradient_checkpointing = level != NONE
-            module._gradient_checkpointing_func = upstreams if level == WHOLE else _keeping_products()
+            module._gradient_checkpointing_func = of_upstream if level == WHOLE else _keeping_products()
 
 
 def of(actor: Actor, args: SimpleNamespace) -> Checkpointing | None:
