@@ -38,7 +38,7 @@ def train(tiny_model, tiny_data, tmp_path):
             --logger.tensorboard_dir {tmp_path}/tensorboard --logger.wandb.run_name run
         """.split()
         # vLLM's model in the engine's own process: one process less to start. The first test takes it as it is.
-        processes = {} if "--ds.zero_stage 3 --ds.packing" in flags else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        processes = {} if "--ds.zero_stage 3" in flags else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment = {**os.environ, "PYTHONWARNINGS": "ignore", **processes}
         for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_ENABLED"):
             environment.pop(name, None)
@@ -81,12 +81,17 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(name)}
 
 
-@pytest.mark.timeout(1800)
-def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, tiny_data, noisy_reward, tmp_path):
-    flags = f"""{GRPO} --algo.ar.alpha 0.3 --algo.lopti.quantile 0.3 --ds.zero_stage 3 --ds.packing_samples
-        --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all
-        --train.enable_ema --ckpt.save_steps 1
-        --eval.dataset {tiny_data} --eval.steps 10 --eval.sampling kk_*:n=2,t=1"""
+TWO_RANKS = f"""{GRPO} --algo.ar.alpha 0.3 --algo.lopti.quantile 0.3 --ds.zero_stage 3 --ds.packing_samples
+    --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all
+    --train.enable_ema --ckpt.save_steps 1 --eval.steps 10 --eval.sampling kk_*:n=2,t=1"""
+
+
+def test_two_ranks_two_engines_under_zero3_packed_with_token_methods_ema_and_evaluation(
+    train, tiny_data, noisy_reward, tmp_path
+):
+    """AR, Lopti, a user's file, and 80/20, whose tokens of weight 0 are not computed."""
+    flags = f"""{TWO_RANKS} --eval.dataset {tiny_data} --algo.token_method examples/token_method.py eighty_twenty
+        --algo.token_method_args token_method.weight=0.5"""
     log = train(flags, reward=noisy_reward)
     assert "OpenRLHF runs on the CPU" in log
     assert len(steps(log)) == 2
@@ -94,8 +99,23 @@ def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, tin
         for name in ("lopti/low/policy_loss", "lopti/high/policy_loss", "lopti/low_share", "ar/mean_weight"):
             assert f"'{name}'" in line
         assert "nan" not in line
-    assert list(scalars(tmp_path, "eval/kk_2ppl/accuracy")) == [0, 2]  # before the first step and after the last
+    for name in ("mean_weight", "zero_share", "effective_share"):
+        shares = [
+            scalars(tmp_path, f"train/token_method/{method}/{name}") for method in ("token_method", "eighty_twenty")
+        ]
+        assert all(list(share) == [1, 2] for share in shares)
+    assert 0.19 < shares[1][1] < 0.25  # the effective share of a mask is what it keeps
+    accuracy = scalars(tmp_path, "eval/kk_2ppl/accuracy")
+    assert list(accuracy) == [0, 2]  # before the first step and after the last
+    assert all(0 <= value <= 1 for value in accuracy.values())
     assert (tmp_path / "ckpt" / "_actor" / "best_global_step2").is_dir()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_resumed_run_goes_on_with_other_prompts_and_another_console(train, tiny_data, noisy_reward, tmp_path):
+    flags = f"{TWO_RANKS} --eval.dataset {tiny_data}"
+    train(flags, reward=noisy_reward)
     resuming = " --ckpt.load_enable --ckpt.load_changed --logger.console progress"  # there are other prompts now
     resumed = train(flags + resuming, prompts=24, reward=noisy_reward)
     assert "warning: --data.max_samples 24: the run that is resumed had 16; it goes on with 24" in resumed
@@ -115,6 +135,7 @@ def test_zero3_two_ranks_two_engines_packed_ema_checkpoint_and_resume(train, tin
 ONE_RANK = "--actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --train.colocate_all"
 
 
+@pytest.mark.long
 def test_lora_is_its_own_reference(train, noisy_reward, tmp_path):
     """The adapter begins at zero, so the first rollout batch has no KL at all, to the last bit."""
     flags = f"{ONE_RANK} --ds.lora.rank 4 --algo.ar.alpha 0.3 --algo.advantage.estimator reinforce"
@@ -187,6 +208,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
+@pytest.mark.long
 def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
     path = tmp_path / "raises.py"
     path.write_text(RAISES, encoding="utf-8")
@@ -194,20 +216,3 @@ def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
     assert "reward_func raised KeyError: 'in the function'" in log
     assert 'raises.py", line 9, in reward_func' in log and "query: <|im_start|>user" in log
     assert not steps(log)
-
-
-def test_token_methods_on_two_ranks_packed(train, noisy_reward, tmp_path):
-    """A user's file and 80/20, whose tokens of weight 0 are not computed."""
-    log = train(
-        f"""{GRPO} --algo.token_method examples/token_method.py eighty_twenty --ds.packing_samples
-        --algo.token_method_args token_method.weight=0.5 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2
-        --vllm.num_engines 2 --train.colocate_all""",
-        reward=noisy_reward,
-    )
-    assert len(steps(log)) == 2 and "nan" not in "".join(steps(log))
-    for name in ("mean_weight", "zero_share", "effective_share"):
-        shares = [
-            scalars(tmp_path, f"train/token_method/{method}/{name}") for method in ("token_method", "eighty_twenty")
-        ]
-        assert all(list(share) == [1, 2] for share in shares)
-    assert 0.19 < shares[1][1] < 0.25  # the effective share of a mask is what it keeps

@@ -130,7 +130,7 @@ def bare(tmp_path):
     return environment
 
 
-@pytest.mark.whole_stack  # for its time
+@pytest.mark.long
 def test_toy_check_on_a_bare_machine(bare, tmp_path):
     command = [sys.executable, BENCHMARKS / "gpu_check.py", "--toy", "--out", tmp_path / "gpu"]
     result = subprocess.run(command, capture_output=True, text=True, env=bare())

@@ -350,11 +350,10 @@ def our_policy_actor(monkeypatch):
 @pytest.mark.parametrize(
     "tied, more",
     [
-        (True, ["--ds.zero_stage", "2"]),
-        (False, ["--ds.zero_stage", "3"]),
-        (True, ["--ds.zero_stage", "3", "--ds.lora.rank", "8"]),
+        pytest.param(True, ["--ds.zero_stage", "2"], marks=pytest.mark.long, id="tied, zero2"),
+        pytest.param(False, ["--ds.zero_stage", "3"], id="untied, zero3"),
+        pytest.param(True, ["--ds.zero_stage", "3", "--ds.lora.rank", "8"], marks=pytest.mark.long, id="lora, zero3"),
     ],
-    ids=["tied, zero2", "untied, zero3", "lora, zero3"],
 )
 def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, our_policy_actor, tied, more):
     """The weights are moved far: a sync that left any of them behind would be off by whole nats, not by rounding."""

@@ -24,7 +24,7 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.whole_stack
+@pytest.mark.long
 @pytest.mark.parametrize("mode", SHORT, ids=lambda mode: mode.name)
 def test_a_mode_trains(mode, inputs, tmp_path):
     outcome = run.run_mode(mode, inputs, tmp_path / "run")

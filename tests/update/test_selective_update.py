@@ -8,7 +8,6 @@ from arlopti_testing.update_workers import (
     SAMPLES,
     Group,
     assert_no_nan,
-    cluster,
     experiences,
     flags,
     relative_distance,
@@ -17,15 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 PLAIN_GRPO = OFF | {"algo.ar.alpha": 0.0}
 LOPTI = OFF | {"algo.lopti.eta": 0.003}  # divides the random model's tokens evenly: it gives one about 1/320
 WITHOUT_KL = {"algo.kl.use_loss": False, "algo.kl.init_coef": 0.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster():
-    with cluster():
-        yield
 
 
 def pair(model, *more):

@@ -8,20 +8,14 @@ from arlopti_testing.update_workers import (
     RANKS,
     SAMPLES,
     Group,
-    cluster,
     experiences,
     flags,
     relative_distance,
 )
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster():
-    with cluster():
-        yield
 
 
 @pytest.fixture(params=[2, 3], ids=["zero2", "zero3"], scope="module")

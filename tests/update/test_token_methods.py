@@ -11,7 +11,6 @@ from arlopti_testing.update_workers import (
     SAMPLES,
     Group,
     assert_no_nan,
-    cluster,
     experiences,
     flags,
     relative_distance,
@@ -21,14 +20,9 @@ from transformers import AutoModelForCausalLM
 from arlopti_openrlhf.methods import built_in
 from arlopti_openrlhf.token_method import load
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "token_method.py")
 PLAIN = OFF | {"algo.ar.alpha": 0.0, "ds.packing_samples": True, "algo.kl.use_loss": False, "algo.kl.init_coef": 0.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster():
-    with cluster():
-        yield
 
 
 @pytest.fixture(scope="module")

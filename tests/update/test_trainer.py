@@ -11,17 +11,13 @@ from arlopti_testing.update_workers import (
     SAMPLES,
     Group,
     assert_no_nan,
-    cluster,
     experiences,
     flags,
     relative_distance,
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster():
-    with cluster():
-        yield
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.fixture(params=[2, 3], ids=["zero2", "zero3"], scope="module")

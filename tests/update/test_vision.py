@@ -2,19 +2,13 @@
 
 import pytest
 import torch
-from arlopti_testing.update_workers import OFF, RANKS, SAMPLES, Group, cluster, experiences, flags, relative_distance
+from arlopti_testing.update_workers import OFF, RANKS, SAMPLES, Group, experiences, flags, relative_distance
 from transformers import AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
 IMAGE, START, END = 300, 302, 303  # token ids
 PATCH, PATCHES = 16, 4  # pixels, and patches of an image, which are one token
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster():
-    with cluster():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def test_advantages_are_openrlhfs_group_norm():
     assert torch.equal(rollouts.group_normalized(rewards, torch.arange(8) // 4), torch.stack(upstream))
 
 
-@pytest.mark.whole_stack
+@pytest.mark.long
 def test_vllm_samples_the_prompts_own_tokens(tiny_model, tiny_data):
     rows = rollouts.draw(read_rows([tiny_data]), 2, seed=0)
     sampled = rollouts.sample(tiny_model, rows, 3, 1.0, 5, 0)

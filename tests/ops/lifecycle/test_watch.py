@@ -21,6 +21,7 @@ from arlopti_openrlhf.ops.lifecycle.watch import Watch
 from arlopti_openrlhf.ops.rollouts.reward_client import RewardExecutor
 
 pytestmark = pytest.mark.whole_stack  # for their time
+long = pytest.mark.long  # each waits for some ten seconds
 
 LIMIT = 6  # seconds without a sign of life, or without progress
 LONG = LIMIT + 3
@@ -207,6 +208,7 @@ def actors():
     return started
 
 
+@long
 def test_actors_that_wait_for_their_place_have_nothing_to_do_and_end_are_no_cause(start, actors):
     start(RANK.options(num_cpus=99))
     assert wait_for_cause(LONG)[0] is None
@@ -222,7 +224,9 @@ WORKS = {
 }
 
 
-@pytest.mark.parametrize("call", WORKS.values(), ids=WORKS)
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=[] if name == "tokens" else long, id=name) for name, call in WORKS.items()]
+)
 def test_an_actor_that_works_for_long_is_no_cause(call, actors):
     call = call(actors)
     assert wait_for_cause(LONG)[0] is None
@@ -237,7 +241,10 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize(("who", "innermost", "call"), HANGS.values(), ids=HANGS)
+@pytest.mark.parametrize(
+    ("who", "innermost", "call"),
+    [pytest.param(*case, marks=[] if name == "sleep" else long, id=name) for name, case in HANGS.items()],
+)
 def test_an_actor_that_hangs_is_named_with_its_place_and_not_the_controller_that_waits(who, innermost, call, actors):
     call = call(actors)
     cause, seconds = wait_for_cause(2 * LIMIT)
@@ -247,6 +254,7 @@ def test_an_actor_that_hangs_is_named_with_its_place_and_not_the_controller_that
     ray.get(call)
 
 
+@long
 def test_a_machine_that_slept_is_no_cause(actors):
     """A watch that is halted together with the actors does not look meanwhile."""
     looks, pid = Watch(LIMIT), ray.get(actors.rank.pid.remote())
@@ -261,7 +269,7 @@ def test_a_machine_that_slept_is_no_cause(actors):
     ray.get(call)
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["the actor", "its engine's process"])
+@pytest.mark.parametrize("which", [pytest.param(0, id="the actor"), pytest.param(1, marks=long, id="its engine's process")])
 def test_a_stopped_engine(start, which):
     pid = ray.get(start(ENGINE).pids.remote())[which]
     os.kill(pid, signal.SIGSTOP)
@@ -273,6 +281,7 @@ def test_a_stopped_engine(start, which):
     assert "vLLM engine (process" in str(cause) and "no sign of life for" in str(cause)
 
 
+@long
 def test_an_actor_that_stops_at_once(start, tmp_path):
     path = tmp_path / "pid"
     wait_for_constructor(start(with_heartbeat(EngineThatStops, heartbeat.Engine, "vLLM engine"), path))
@@ -283,6 +292,7 @@ def test_an_actor_that_stops_at_once(start, tmp_path):
     assert f"vLLM engine (process {pid} on" in str(cause) and "no sign of life for" in str(cause)
 
 
+@long
 def test_an_actor_that_never_gets_to_its_constructor(start):
     start(with_heartbeat(RankThatImportsForLong, heartbeat.Rank, "policy"))
     cause, seconds = wait_for_cause()
@@ -304,12 +314,14 @@ def test_a_process_that_imports_has_a_heartbeat_by_its_cpu_time():
         process.stdin.close()
 
 
+@long
 def test_an_engine_that_is_stuck_in_its_start(start):
     wait_for_constructor(start(ENGINE, 60.0))
     cause, seconds = wait_for_cause()
     assert isinstance(cause, NotResponding) and "vLLM engine (process" in str(cause)
 
 
+@long
 def test_a_stopped_rank_is_named(start):
     ranks = [start(RANK) for _ in range(2)]
     pids = ray.get([rank.pid.remote() for rank in ranks])
@@ -321,6 +333,7 @@ def test_a_stopped_rank_is_named(start):
     assert f"policy (process {pids[1]} on" in str(cause) and str(pids[0]) not in str(cause)
 
 
+@long
 def test_an_engine_whose_process_was_killed(start):
     pid, core = ray.get(start(ENGINE).pids.remote())
     os.kill(core, signal.SIGKILL)
@@ -343,6 +356,7 @@ def test_a_rank_that_was_killed_ends_the_run_once(start):
     assert f"policy (process {pid}" in str(causes[0]) and "has died" in str(causes[0])
 
 
+@long
 def test_an_engine_that_fails_in_its_constructor(start):
     ray.shutdown()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
