@@ -32,6 +32,7 @@ from update_bench import training_flags  # noqa: E402
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
 from arlopti_openrlhf.patching import replaced_attribute  # noqa: E402
 from arlopti_openrlhf.update import partition, trainer  # noqa: E402
+from arlopti_openrlhf.update.checkpointing import Checkpointing  # noqa: E402
 from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
 
 SETTINGS = {
@@ -82,7 +83,7 @@ def update(flags: list[str], layers: int, prompts: int) -> Counts:
     with (
         _alone(),
         claimed_gpu() as counts,
-        replaced_attribute(partition, "token_budget", lambda *rest: costliest),
+        replaced_attribute(Checkpointing, "fit", lambda *rest: costliest),
         replaced_attribute(trainer, "tqdm", lambda steps, **bar: steps),
     ):
         for tensor in (*model.parameters(), *model.buffers()):

@@ -219,7 +219,7 @@ class Bench:
         trainer.ppo_train(self.flags.algo.kl.init_coef)
         trainer.replay_buffer.clear()
         if checkpointing := getattr(trainer, "checkpointing", None):
-            checkpointing.set("whole")  # the model is the other variants' too
+            checkpointing.set(checkpointing.levels[-1])  # the model is the other variants' too
 
     def fraction(self, size: float) -> list:
         """A rollout batch whose lengths are those of the timed one, times `size`."""

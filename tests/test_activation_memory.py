@@ -6,17 +6,19 @@ import pytest
 import torch
 from openrlhf.models import Actor
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from arlopti_openrlhf.activation_memory import layer_bytes, peak_bytes
-from arlopti_openrlhf.forward import segment_attention
+from arlopti_openrlhf.activation_memory import checkpointed_bytes, layer_bytes, peak_bytes, products_bytes
+from arlopti_openrlhf.forward import lm_head, segment_attention
 from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.update import partition
+from arlopti_openrlhf.update import checkpointing, partition
+from arlopti_openrlhf.update.checkpointing import NONE, SELECTIVE, WHOLE, Checkpointing
 
 
 def model(kind, hidden, inner, heads, keys, layers, vocabulary, **more):
@@ -100,7 +102,7 @@ def test_a_layer_keeps_what_is_counted(name):
 def test_a_checkpointed_layer_keeps_its_input(name):
     config = MODELS[name]
     saved = (saved_bytes(config, 3, True) - saved_bytes(config, 2, True)) / TOKENS
-    assert saved == pytest.approx(2 * config.hidden_size, rel=0.05)
+    assert saved == pytest.approx(checkpointed_bytes(config), rel=0.05)
     layer, config.num_hidden_layers = layer_bytes(config), 2
     assert peak_bytes(config, True, keeps_logits=False) == (2 * 2 + 8) * config.hidden_size + 2 * layer
 
@@ -125,17 +127,27 @@ def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Ex
     return items
 
 
-def budget_of(items: list[Experience], config, micro_batch_size: int, is_checkpointed: bool) -> int:
+def setter_of(model: nn.Module, micro_batch_size: int, is_checkpointed: bool, responses: int) -> Checkpointing:
+    actor = SimpleNamespace(
+        gradient_checkpointing_enable=is_checkpointed,
+        gradient_checkpointing_level="auto",
+        gradient_checkpointing_reentrant=False,
+    )
     train = SimpleNamespace(dynamic_batch_enable=False, micro_batch_size=micro_batch_size)
-    args = SimpleNamespace(train=train, actor=SimpleNamespace(gradient_checkpointing_enable=is_checkpointed))
+    rollout = SimpleNamespace(n_samples_per_prompt=responses)
+    return Checkpointing(model, SimpleNamespace(train=train, actor=actor, rollout=rollout))
+
+
+def budgets_of(items: list[Experience], setter: Checkpointing) -> dict[str, int]:
+    """Return the budget at each level that fits into OpenRLHF's own peak."""
     longest, costliest = max(len(item.sequences) for item in items), partition.cost(items)
-    return partition.token_budget(args, config, longest, costliest, partition.keys_per_token(items))
+    return setter.budgets(longest, costliest, partition.keys_per_token(items), free=0)
 
 
 CASES = [
     (name, micro_batch_size, is_checkpointed)
     for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Llama-3.1-8B", "Llama-2-7B")
-    for micro_batch_size, is_checkpointed in ((1, False), (8, True))
+    for micro_batch_size, is_checkpointed in ((1, False), (1, True), (8, True))
 ]
 
 
@@ -144,20 +156,27 @@ def test_a_micro_batch_takes_no_more_memory_than_stocks(name, micro_batch_size, 
     """Derived: by what layers save, at prompts of 2,000 tokens, whose keys and values each response keeps anew."""
     config = MODELS[name]
     items = samples(2000, [100 * n for n in range(1, 17)])
-    budget = budget_of(items, config, micro_batch_size, is_checkpointed)
+    model = nn.Linear(1, 1)
+    model.config = config
     layer = (saved_bytes(config, 3) - saved_bytes(config, 2)) / TOKENS
     layers, hidden = config.num_hidden_layers, config.hidden_size
+    inputs, products = checkpointed_bytes(config), products_bytes(config)
     padded = micro_batch_size * max(len(item.sequences) for item in items)
-    inputs = 2 * hidden * layers
-    kept = inputs if is_checkpointed else layers * layer
-    stock = padded * (kept + 10 * config.vocab_size)
-    for batch in partition.micro_batches(items, budget):
-        tokens, keys = partition.cost(batch), sum(len(item.sequences) for item in batch)
-        width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-        of_prefixes = (keys - tokens) * 4 * config.num_key_value_heads * width
-        of_layers = tokens * layer + of_prefixes
-        ours = tokens * inputs + 2 * of_layers if is_checkpointed else (layers + 1) * of_layers
-        assert ours + 12 * BLOCK_ELEMENTS <= stock or len(batch) == 1
+    stock = padded * (layers * (inputs if is_checkpointed else layer) + max(10 * config.vocab_size, 2 * layer))
+    budgets = budgets_of(items, setter_of(model, micro_batch_size, is_checkpointed, responses=16))
+    assert (WHOLE if is_checkpointed else NONE) in budgets
+    for level, budget in budgets.items():
+        for batch in partition.micro_batches(items, budget):
+            tokens, keys = partition.cost(batch), sum(len(item.sequences) for item in batch)
+            width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+            of_prefixes = (keys - tokens) * 4 * config.num_key_value_heads * width
+            of_layers = tokens * layer + of_prefixes
+            kept, at_work = {
+                NONE: (layers * of_layers, of_layers),
+                SELECTIVE: (layers * tokens * products, 2 * of_layers),
+                WHOLE: (layers * tokens * inputs, 2 * of_layers),
+            }[level]
+            assert kept + max(at_work, 10 * BLOCK_ELEMENTS + 6 * hidden * tokens) <= stock or len(batch) == 1
 
 
 class PeakBytes(TorchDispatchMode):
@@ -184,6 +203,8 @@ class PeakBytes(TorchDispatchMode):
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_measured_peaks_are_not_above_stocks(micro_batch_size, is_checkpointed, monkeypatch):
     monkeypatch.setattr(segment_attention, "multiplies_bf16", lambda: True)  # a float32 copy is no GPU's
+    for module in (lm_head, checkpointing):
+        monkeypatch.setattr(module, "BLOCK_ELEMENTS", 2**17)  # as small beside these batches as it is beside real ones
     config = model("qwen2", 64, 320, 4, 4, 6, 4096)
     items = samples(80, [20, 40, 60, 80, 100, 120, 140, 160], vocabulary=4096)
     policy = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16().train()
@@ -203,5 +224,9 @@ def test_measured_peaks_are_not_above_stocks(micro_batch_size, is_checkpointed, 
         actor.packing_samples = actor.is_vlm = False
     selective.check(items[-1].sequences[None])
     stock_peak = peak(stock, items[-micro_batch_size:])
-    batches = partition.micro_batches(items, budget_of(items, config, micro_batch_size, is_checkpointed))
-    assert max(peak(selective, batch) for batch in batches) <= stock_peak
+    setter = setter_of(policy, micro_batch_size, is_checkpointed, len(items))
+    budgets = budgets_of(items, setter)
+    assert set(budgets) == ({NONE, SELECTIVE, WHOLE} if is_checkpointed else {NONE})
+    for level, budget in budgets.items():
+        setter.set(level)
+        assert max(peak(selective, batch) for batch in partition.micro_batches(items, budget)) <= stock_peak

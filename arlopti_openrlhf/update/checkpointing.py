@@ -1,27 +1,38 @@
-"""Gradient checkpointing as far as memory asks for it.
+"""Chooses the size of micro-batches, and with it how much of their activations the backward pass computes again.
 
 With `--actor.gradient_checkpointing_enable` OpenRLHF keeps the inputs of the layers alone, and the backward pass
 computes each layer again. The selective update keeps more where there is room: all activations, or the results of
 matrix products and of attention, so that only what is cheap is computed again. The gradients are the same bit for bit.
+Smaller micro-batches make room, as long as what they save is more than what prompts cost that are computed repeatedly.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
-from openrlhf.models import Actor
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig
 
-from arlopti_openrlhf.activation_memory import is_known, peak_bytes, update_bytes
+from arlopti_openrlhf.activation_memory import (
+    checkpointed_bytes,
+    is_known,
+    layer_bytes,
+    most_tokens,
+    peak_bytes,
+    products_bytes,
+)
 from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
 from arlopti_openrlhf.update import partition
-from arlopti_openrlhf.update.mini_batches import MiniBatch
 from arlopti_openrlhf.update.ranks import Ranks
+from arlopti_openrlhf.update.sample import Sample
 
 NONE, SELECTIVE, WHOLE = "none", "selective", "whole"  # what is computed again, the least first
+# Operations per token. A backward pass takes two of a forward pass. Attention and what is no product, which
+# `selective` computes again in part, are taken for a quarter of it.
+_TIME = {NONE: 1.0, SELECTIVE: 13 / 12, WHOLE: 4 / 3}
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 # By name, whatever the device and the kernel. FlexAttention is no operator that could be kept.
 _ATTENTION = ("aten::_flash_attention_forward", "aten::_scaled_dot_product_", "flash_attn::", "flash_attn_3::")
@@ -29,18 +40,19 @@ _SHARE_OF_FREE = 0.9  # of a device's free memory, which is in pieces
 
 
 class Checkpointing:
-    """Sets how much of a model's activations an update keeps.
+    """Sets how much of a model's activations an update keeps, and how many tokens a micro-batch has.
 
     Args:
-        model: Hugging Face's, with checkpointing as OpenRLHF has enabled it.
+        model: Hugging Face's, with checkpointing as OpenRLHF has enabled it, or not.
         args: upstream's nested arguments with our flags.
 
     Attributes:
+        levels: that may be set, the last one as OpenRLHF has it.
         level: what is computed again.
     """
 
     def __init__(self, model: nn.Module, args: SimpleNamespace) -> None:
-        self.model, self.args, self.level = model, args, WHOLE
+        self.model, self.args = model, args
         self.modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.upstreams = [getattr(module, "_gradient_checkpointing_func", None) for module in self.modules]
         self.config: PretrainedConfig = model.config.get_text_config()
@@ -49,42 +61,74 @@ class Checkpointing:
         selects = self.config._attn_implementation != "flex_attention" and (
             weight.dtype != torch.float32 or weight.device.type == "cpu"
         )
-        is_reentrant = args.actor.gradient_checkpointing_reentrant  # which keeps all or nothing
-        self.levels = [NONE, SELECTIVE] if selects and not is_reentrant else [NONE]
-        if args.actor.gradient_checkpointing_level == WHOLE or not is_known(self.config):
-            self.levels = []
+        self.levels = [NONE]
+        if args.actor.gradient_checkpointing_enable:
+            is_reentrant = args.actor.gradient_checkpointing_reentrant  # which keeps all or nothing
+            self.levels = [NONE, SELECTIVE, WHOLE] if selects and not is_reentrant else [NONE, WHOLE]
+            if args.actor.gradient_checkpointing_level == WHOLE or not is_known(self.config):
+                self.levels = [WHOLE]
+        self.level = self.levels[-1]
 
-    def adapt(self, batches: Sequence[MiniBatch], ranks: Ranks) -> None:
-        """Set the level that fits the mini-batches of an epoch and the memory of all ranks. A collective call."""
-        if not self.levels:
-            return
-        micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
-        computed = ranks.max(max(map(partition.cost, micro_batches), default=0))
-        keys = ranks.max(max(map(partition.keys_per_token, micro_batches), default=1))
-        longest = ranks.max(max((len(s.sequences) for each in micro_batches for s in each), default=0))
-        train = self.args.train
-        padded = train.max_tokens_per_gpu if train.dynamic_batch_enable else train.micro_batch_size * longest
-        level = self.fitting(computed, keys, padded, ranks.min(_free_bytes(self.model)))
+    def fit(self, mini_batches: Sequence[Sequence[Sample]], ranks: Ranks) -> int:
+        """Set the level at which these samples take the least time. A collective call.
+
+        Returns:
+            How many tokens a micro-batch may cost.
+        """
+        items = [sample for samples in mini_batches for sample in samples]
+        longest = ranks.max(max((len(item.sequences) for item in items), default=0))
+        costliest = ranks.max(max(map(partition.cost, partition.by_prompt(items)), default=0))
+        keys = ranks.max(partition.keys_per_token(items))
+        budgets = self.budgets(longest, costliest, keys, ranks.min(_free_bytes(self.model)))
+        computed = ranks.sum(
+            *(
+                float(sum(partition.computed(samples, budget) for samples in mini_batches))
+                for budget in budgets.values()
+            )
+        )
+        times = {level: _TIME[level] * tokens for level, tokens in zip(budgets, computed, strict=True)}
+        level = min(times, key=times.__getitem__)
         if level != self.level:
             self.set(level)
+        return budgets[level]
 
-    def fitting(self, computed: int, keys_per_token: int, padded: int, free: int) -> str:
-        """Return the level at which least is computed again, in the larger of OpenRLHF's own peak and what is free.
+    def budgets(self, longest: int, costliest: int, keys_per_token: int, free: int) -> dict[str, int]:
+        """Return how many tokens a micro-batch may cost at each level that can be taken, OpenRLHF's own among them.
 
-        OpenRLHF's peak is the one with checkpointing, which the user has asked for.
+        With dynamic batches the user says so. Else the user gives a number of samples, for which OpenRLHF takes the
+        memory of their tokens, padded to the longest, with their logits. The selective update keeps no logits, so in
+        the same memory there is room for more tokens, as far as a whole prompt needs them, or for more of their
+        activations. Activations may also take what is free, as long as micro-batches are no smaller than OpenRLHF's.
+        A model whose layers are not known gets as many tokens as in OpenRLHF.
 
         Args:
-            computed: tokens of the greatest micro-batch.
-            keys_per_token: of it (`partition.keys_per_token`).
-            padded: tokens of OpenRLHF's micro-batch.
+            longest: tokens of the longest sequence.
+            costliest: what the prompt with the most tokens costs with all its responses.
+            keys_per_token: of the samples (`partition.keys_per_token`).
             free: bytes.
         """
-        room = max(padded * peak_bytes(self.config, True, keeps_logits=True), free)
+        train, config, own = self.args.train, self.config, self.levels[-1]
+        padded = train.max_tokens_per_gpu if train.dynamic_batch_enable else train.micro_batch_size * longest
+        if not is_known(config):
+            return {own: padded}
+        if train.dynamic_batch_enable:
+            least = most = padded
+        else:
+            prompts = math.ceil(train.micro_batch_size / self.args.rollout.n_samples_per_prompt)
+            least, most = min(padded, prompts * costliest), max(padded, costliest)
+        stock = padded * peak_bytes(config, own == WHOLE, keeps_logits=True)
+        kept = {
+            NONE: layer_bytes(config, keys_per_token),
+            SELECTIVE: products_bytes(config),
+            WHOLE: checkpointed_bytes(config),
+        }
+        budgets = {}
         for level in self.levels:
-            of_layer = None if level == NONE else _kept_by_products(self.config)
-            if update_bytes(self.config, of_layer, computed, keys_per_token, BLOCK_ELEMENTS) <= room:
-                return level
-        return WHOLE
+            room = stock if level == own else max(stock, free)
+            fitting = most_tokens(config, room, kept[level], keys_per_token, BLOCK_ELEMENTS)
+            if fitting >= least or level == own:
+                budgets[level] = most if train.dynamic_batch_enable else min(fitting, most)
+        return budgets
 
     def set(self, level: str) -> None:
         """Let the passes that follow keep what `level` says."""
@@ -92,11 +136,6 @@ class Checkpointing:
         for module, of_upstream in zip(self.modules, self.upstreams, strict=True):
             module.gradient_checkpointing = level != NONE
             module._gradient_checkpointing_func = of_upstream if level == WHOLE else _keeping_products()
-
-
-def of(actor: Actor, args: SimpleNamespace) -> Checkpointing | None:
-    """Return what sets the checkpointing of an actor, or None where OpenRLHF has not enabled it."""
-    return Checkpointing(actor.model.module, args) if args.actor.gradient_checkpointing_enable else None
 
 
 def _free_bytes(model: nn.Module) -> int:
@@ -107,14 +146,6 @@ def _free_bytes(model: nn.Module) -> int:
     gradients = sum(getattr(each, "ds_numel", each.numel()) * each.element_size() for each in trained)
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return max(0, int(_SHARE_OF_FREE * (torch.cuda.mem_get_info()[0] + unused)) - 2 * gradients)
-
-
-def _kept_by_products(config: PretrainedConfig) -> float:
-    """Return the bytes per token that a layer keeps with `_policy`: its input, its products and attention's result."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    queries, keys = heads * width, (config.num_key_value_heads or heads) * width
-    return 6 * config.hidden_size + 4 * config.intermediate_size + 4 * queries + 4 * keys + 4 * heads
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from openrlhf.utils.logging_utils import init_logger
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.update import partition
+from arlopti_openrlhf.update.checkpointing import Checkpointing
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample, stand_in
 
@@ -40,9 +41,16 @@ def in_order(mini_batches: Sequence[MiniBatch], passes: int, scope: str) -> list
 
 
 def divide(
-    items: list[Sample], actor: Actor, buffer: NaiveReplayBuffer, strategy: DeepspeedStrategy, ranks: Ranks
+    items: list[Sample],
+    actor: Actor,
+    buffer: NaiveReplayBuffer,
+    strategy: DeepspeedStrategy,
+    ranks: Ranks,
+    checkpointing: Checkpointing,
 ) -> tuple[list[MiniBatch], int | str]:
     """Divide this rank's samples into the mini-batches of one epoch. A collective call.
+
+    Where prompts are shared, `checkpointing` is set to what fits the micro-batches.
 
     Returns:
         The mini-batches, and the budget of their micro-batches in tokens, or why prompts are not shared.
@@ -51,12 +59,9 @@ def divide(
     size, is_dynamic = args.train.batch_size // ranks.count, args.train.dynamic_batch_enable
     reason = _reason_not_to_share(items, actor, args, ranks)
     if reason is None:
-        longest = ranks.max(max((len(item.sequences) for item in items), default=0))
-        costliest = ranks.max(max(map(partition.cost, partition.by_prompt(items)), default=0))
-        keys = ranks.max(partition.keys_per_token(items))
-        budget = partition.token_budget(args, actor.hf_config, longest, costliest, keys)
         # Upstream shuffles, but not dynamic batches.
         whole = mini_batches(items, size, not is_dynamic, ranks)
+        budget = checkpointing.fit(whole, ranks)
         return [by_cost(samples, budget, ranks) for samples in whole], budget
     if is_dynamic:
         buffer.setup_dynamic_batch(strategy)

@@ -16,10 +16,6 @@ from openrlhf.trainer.ppo_utils.experience import (
     remove_padding_in_sequences,
     split_experience_batch,
 )
-from transformers import PretrainedConfig
-
-from arlopti_openrlhf.activation_memory import is_known, most_tokens
-from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
 
 Item = TypeVar("Item", bound=Experience)
 
@@ -44,33 +40,6 @@ def keys_per_token(samples: Sequence[Experience]) -> int:
     """Return how many tokens the samples of a prompt have for each that is computed, at most, rounded up."""
     ratios = [sum(len(item.sequences) for item in group) / cost(group) for group in by_prompt(samples)]
     return math.ceil(max(ratios, default=1))
-
-
-def token_budget(
-    args: SimpleNamespace, config: PretrainedConfig, longest: int, costliest: int, keys_per_token: int = 1
-) -> int:
-    """Return how many tokens a micro-batch may cost.
-
-    With dynamic batches the user says so. Else the user gives a number of samples, for which OpenRLHF takes the memory
-    of their tokens, padded to the longest, with their logits. The selective update keeps no logits, so in the same
-    memory there is room for more tokens. They are used as far as a whole prompt needs them. A model whose layers are
-    not known gets as many tokens as in OpenRLHF.
-
-    Args:
-        args: upstream's nested arguments.
-        config: the model's.
-        longest: tokens of the longest sequence.
-        costliest: what the prompt with the most tokens costs with all its responses.
-        keys_per_token: of the samples (`keys_per_token`).
-    """
-    if args.train.dynamic_batch_enable:
-        return args.train.max_tokens_per_gpu
-    config = config.get_text_config()
-    padded = args.train.micro_batch_size * longest
-    if not is_known(config):
-        return padded
-    room = most_tokens(config, args.actor.gradient_checkpointing_enable, padded, keys_per_token, BLOCK_ELEMENTS)
-    return min(room, max(padded, costliest))
 
 
 def micro_batches(samples: Sequence[Item], budget: int, count: int = 1) -> list[list[Item]]:
@@ -99,6 +68,11 @@ def micro_batches(samples: Sequence[Item], budget: int, count: int = 1) -> list[
         largest = batches.pop(costs.index(max(costs)))
         batches += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
     return batches
+
+
+def computed(samples: Sequence[Item], budget: int) -> int:
+    """Return how many tokens the micro-batches of these samples cost, in which a prompt may be computed repeatedly."""
+    return sum(map(cost, micro_batches(samples, budget)))
 
 
 def _parts(samples: Sequence[Item], budget: int) -> list[list[Item]]:

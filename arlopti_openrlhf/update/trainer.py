@@ -16,15 +16,8 @@ from tqdm import tqdm
 
 from arlopti_openrlhf import learning_rate, methods, token_method
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.update import (
-    checkpointing,
-    lora,
-    mini_batches,
-    old_log_probs,
-    optimizer_steps,
-    partition,
-    token_weights,
-)
+from arlopti_openrlhf.update import lora, mini_batches, old_log_probs, optimizer_steps, partition, token_weights
+from arlopti_openrlhf.update.checkpointing import Checkpointing
 from arlopti_openrlhf.update.metrics import (
     PassMetrics,
     UpdateMetrics,
@@ -73,7 +66,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.is_off = not (self.methods or self.is_selective or self.observes)
         has_other_gradients = self.args.algo.kl.use_loss or self.args.actor.entropy_coef is not None
         self.lays_out = self.is_selective and not self.actor.is_vlm and self.strategy.ring_attn_group is None
-        self.checkpointing = checkpointing.of(self.actor, self.args) if self.lays_out else None
+        self.checkpointing = Checkpointing(self.actor.model.module, self.args)
         self.skips_idle = self.is_selective and not has_other_gradients
         self.has_reported = False  # what the selective update saves
         self.ranks = Ranks(self.strategy)
@@ -153,13 +146,14 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
 
     def _mini_batches(self, samples: list[Sample]) -> list[MiniBatch]:
         """Return this rank's mini-batches of one epoch, and say once how many tokens are computed."""
-        batches, limit = mini_batches.divide(samples, self.actor, self.replay_buffer, self.strategy, self.ranks)
-        if self.checkpointing and not isinstance(limit, str):  # where prompts are shared
-            self.checkpointing.adapt(batches, self.ranks)
+        batches, limit = mini_batches.divide(
+            samples, self.actor, self.replay_buffer, self.strategy, self.ranks, self.checkpointing
+        )
         if self.is_selective and not self.has_reported and batches and self.strategy.is_rank_0():
             self.has_reported = True
             report = partition.describe(batches[0].micro_batches, limit)
-            report += f"; gradient checkpointing: {self.checkpointing.level}" if self.checkpointing else ""
+            if self.args.actor.gradient_checkpointing_enable:
+                report += f"; gradient checkpointing: {self.checkpointing.level}"
             logger.info(f"selective update, first mini-batch of this rank: {report}")
         return batches
 

@@ -7,28 +7,37 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from arlopti_openrlhf.activation_memory import layer_bytes, products_bytes
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.update import checkpointing
 from arlopti_openrlhf.update.checkpointing import NONE, SELECTIVE, WHOLE, Checkpointing
-from arlopti_openrlhf.update.mini_batches import MiniBatch
 
 LAYERS = 3
 
 
-def flags(level: str = "auto", reentrant: bool = False, micro_batch_size: int = 1) -> SimpleNamespace:
+def flags(
+    level: str = "auto",
+    reentrant: bool = False,
+    micro_batch_size: int = 1,
+    is_checkpointed: bool = True,
+    tokens: int | None = None,
+) -> SimpleNamespace:
+    """With `tokens` in dynamic batches of so many."""
     actor = SimpleNamespace(
-        gradient_checkpointing_enable=True,
+        gradient_checkpointing_enable=is_checkpointed,
         gradient_checkpointing_level=level,
         gradient_checkpointing_reentrant=reentrant,
     )
-    train = SimpleNamespace(micro_batch_size=micro_batch_size, dynamic_batch_enable=False)
-    return SimpleNamespace(actor=actor, train=train)
+    train = SimpleNamespace(
+        micro_batch_size=micro_batch_size, dynamic_batch_enable=tokens is not None, max_tokens_per_gpu=tokens
+    )
+    return SimpleNamespace(actor=actor, train=train, rollout=SimpleNamespace(n_samples_per_prompt=4))
 
 
 def made(kind: str = "qwen2", dtype=torch.float32, reentrant: bool = False, attention: str = "sdpa", **sizes):
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, vocab_size=211) | sizes
     heads = dict(num_attention_heads=4, num_key_value_heads=2, use_cache=False)
-    config = AutoConfig.for_model(kind, **sizes, **heads)
+    config = AutoConfig.for_model(kind, **heads | sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -73,40 +82,117 @@ def test_gradients_are_the_same_and_products_are_computed_once(dtype):
 
 
 class Ranks:
-    """Two ranks; the other one has so many tokens in a micro-batch and so many bytes free."""
+    """This rank and another, which has as many samples and so many bytes free."""
 
-    def __init__(self, tokens: int = 0, free: int = 2**60) -> None:
-        self.others = tokens, free
+    def __init__(self, free: int) -> None:
+        self.free = free
 
     def max(self, value: int) -> int:
-        return max(value, self.others[0]) if value > 10 else value
+        return value
 
     def min(self, value: int) -> int:
-        return min(value, self.others[1])
+        return min(value, self.free)
+
+    def sum(self, *values: float) -> list[float]:
+        return [2 * value for value in values]
+
+
+def samples(responses: int, prompt: int, response: int) -> list[SimpleNamespace]:
+    """Return samples of one prompt."""
+    mask = torch.tensor([0] * (prompt - 1) + [1] * response)
+    return [SimpleNamespace(sequences=torch.zeros(prompt + response), action_mask=mask) for _ in range(responses)]
 
 
 @pytest.mark.parametrize(
-    ("free", "expected"), [(2**40, NONE), (1_200_000, SELECTIVE), (0, WHOLE)], ids=["much", "some", "nothing"]
+    ("free", "expected"),
+    [
+        (2**40, {NONE: 250, SELECTIVE: 250, WHOLE: 100}),
+        (1_200_000, {NONE: 1_200_000 // (4 * 1216 + 256), SELECTIVE: 250, WHOLE: 100}),
+        (0, {WHOLE: 100}),
+    ],
+    ids=["much", "some", "nothing"],
 )
 def test_what_fits_is_kept(free, expected):
-    """At a vocabulary of 8 OpenRLHF's own peak has no room. A token keeps 1,216 bytes in each layer, or 656."""
+    """At a vocabulary of 8 OpenRLHF's own peak of 100 tokens has no room.
+
+    A layer keeps 1,216 bytes of a token, or 656, or 64, and the last norm 256. Gradients take one layer more, and what
+    is computed again another one. A prompt has 250 tokens.
+    """
     setter = Checkpointing(made(vocab_size=8), flags())
-    assert setter.fitting(computed=250, keys_per_token=1, padded=10, free=free) == expected
+    assert (layer_bytes(setter.config), products_bytes(setter.config)) == (1216, 656)
+    assert setter.budgets(100, 250, keys_per_token=1, free=free) == expected
 
 
 def test_openrlhfs_own_peak_is_room():
     """Its logits of 200 tokens, at 1 MB each with all that goes with them, hold 250 tokens and a block of ours."""
     setter = Checkpointing(made(vocab_size=100_000), flags())
-    assert setter.fitting(250, 1, padded=200, free=0) == NONE
+    assert setter.budgets(200, 250, keys_per_token=1, free=0) == {NONE: 250, SELECTIVE: 250, WHOLE: 250}
+
+
+def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
+    """A layer takes 8 x 24 + 20 x 8 + 4 x 4 = 368 bytes per token, and as many of gradients. The last norm takes 64,
+    and states in the head take 48."""
+    sizes = dict(hidden_size=8, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    model, args = made(num_key_value_heads=1, **sizes), flags(micro_batch_size=2, is_checkpointed=False)
+    setter = Checkpointing(model, args)
+
+    def budget(costliest: int, keys: int = 1) -> int:
+        return setter.budgets(5000, costliest, keys, free=2**60)[NONE]  # what is free does not count
+
+    # One block holds all logits, as many as OpenRLHF's.
+    setter.config.vocab_size = 100
+    stock = 10_000 * (368 + 64 + 10 * 100)
+    assert budget(60) == budget(10**9) == stock // (368 + 64 + 48 + 10 * 100) < 10_000
+    setter.config.vocab_size = 10_000
+    stock = 10_000 * (368 + 64 + 10 * 10_000)
+    assert [budget(cost) for cost in (60, 30_000)] == [10_000, 30_000]
+    # A block has 1,024 columns at least, which take more than a layer's gradients.
+    assert budget(10**9) == stock // (368 + 64 + 48 + 10 * 1024)
+    setter.config.num_hidden_layers = 100
+    stock = 10_000 * (100 * 368 + 64 + 10 * 10_000)
+    assert budget(10**9) == stock // (100 * 368 + 64 + 48 + 10 * 1024)
+    # A shared prompt of which each token has three keys: 16 bytes more.
+    assert budget(10**9, keys=3) == stock // (100 * (368 + 2 * 16) + 64 + 48 + 10 * 1024)
+    setter.config.model_type = "unheard_of"
+    assert budget(10**9) == 10_000
+
+
+@pytest.mark.parametrize(("micro_batch_size", "is_refused"), [(1, False), (4, False), (5, True)])
+def test_micro_batches_are_no_smaller_than_openrlhfs(micro_batch_size, is_refused):
+    """Prompts have four samples, of which all fit that are at hand. OpenRLHF's fifth would be of another prompt."""
+    setter = Checkpointing(made(vocab_size=8), flags(micro_batch_size=micro_batch_size))
+    free = 300 * (4 * 1216 + 256)
+    assert (NONE in setter.budgets(100, 280, keys_per_token=1, free=free)) != is_refused
+
+
+@pytest.mark.parametrize("free", [0, 2**40])
+def test_dynamic_batches_are_as_large_as_asked_for(free):
+    budgets = Checkpointing(made(vocab_size=8), flags(tokens=77)).budgets(100, 250, keys_per_token=1, free=free)
+    assert budgets == ({NONE: 77, SELECTIVE: 77, WHOLE: 77} if free else {WHOLE: 77})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "expected"),
+    [(80, 20, (WHOLE, 160)), (20, 80, (SELECTIVE, 151))],
+    ids=["prompt", "response"],
+)
+def test_the_level_of_least_time_is_taken(prompt, response, expected, monkeypatch):
+    """In OpenRLHF's memory there is room for 151 tokens with products kept, and for all four responses without.
+
+    With a long prompt that makes 140 + 100 tokens, times 13/12, or 160, times 4/3. With long responses it makes four
+    times 100, or 340. Nothing computed again would have room for less than one of OpenRLHF's samples.
+    """
+    monkeypatch.setattr(checkpointing, "BLOCK_ELEMENTS", 2**10)
+    setter = Checkpointing(made(vocab_size=4000, num_hidden_layers=26), flags())
+    budget = setter.fit([samples(4, prompt, response)], Ranks(free=0))
+    assert (setter.level, budget) == expected
 
 
 def test_all_ranks_choose_alike(monkeypatch):
     monkeypatch.setattr(checkpointing, "_free_bytes", lambda model: 2**50)
     setter = Checkpointing(made(vocab_size=8), flags())
-    mask = torch.ones(19, dtype=torch.long)
-    batches = [MiniBatch([[SimpleNamespace(sequences=torch.arange(20), action_mask=mask)]])]
-    for ranks, expected in ((Ranks(), NONE), (Ranks(free=0), WHOLE), (Ranks(), NONE), (Ranks(2**60, 2**50), WHOLE)):
-        setter.adapt(batches, ranks)
+    for free, expected in ((2**60, NONE), (0, WHOLE), (2**60, NONE)):
+        setter.fit([samples(2, 10, 10)], Ranks(free))
         assert setter.level == expected
         assert all(module.gradient_checkpointing == (expected != NONE) for module in setter.modules)
 
@@ -114,13 +200,14 @@ def test_all_ranks_choose_alike(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "args", "expected"),
     [
-        ({}, flags(), [NONE, SELECTIVE]),
-        ({}, flags("whole"), []),
-        ({"reentrant": True}, flags(reentrant=True), [NONE]),
-        ({"attention": "flex_attention"}, flags(), [NONE]),
-        ({"kind": "gemma"}, flags(), []),
+        ({}, flags(), [NONE, SELECTIVE, WHOLE]),
+        ({}, flags("whole"), [WHOLE]),
+        ({"reentrant": True}, flags(reentrant=True), [NONE, WHOLE]),
+        ({"attention": "flex_attention"}, flags(), [NONE, WHOLE]),
+        ({"kind": "gemma"}, flags(), [WHOLE]),
+        ({}, flags(is_checkpointed=False), [NONE]),
     ],
-    ids=["all", "forced", "reentrant", "flex", "unknown"],
+    ids=["all", "forced", "reentrant", "flex", "unknown", "off"],
 )
 def test_levels(model, args, expected):
     assert Checkpointing(made(**model), args).levels == expected
@@ -137,9 +224,3 @@ def test_gradients_need_room_too(monkeypatch):
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     assert checkpointing._free_bytes(model) == 1_800_000 - 2 * weights
-
-
-def test_without_checkpointing_there_is_nothing_to_set():
-    args = flags()
-    args.actor.gradient_checkpointing_enable = False
-    assert checkpointing.of(None, args) is None

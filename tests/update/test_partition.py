@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
-from transformers import Qwen2Config
 
 from arlopti_openrlhf.update import partition
 
@@ -47,33 +46,10 @@ def test_the_costliest_is_halved_for_more():
     assert [len(batch) for batch in partition.micro_batches(items, 100, count=5)] == [1] * 5
 
 
-def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
-    """A layer takes 8 x 24 + 20 x 8 + 4 x 4 = 368 bytes per token, and as many of gradients. The last norm takes 64,
-    and states in the head take 48."""
-    config = Qwen2Config(
-        hidden_size=8, intermediate_size=24, num_hidden_layers=1, vocab_size=100, num_attention_heads=2
-    )
-    config.num_key_value_heads = 1
-    train = SimpleNamespace(dynamic_batch_enable=False, max_tokens_per_gpu=5, micro_batch_size=2)
-    args = SimpleNamespace(train=train, actor=SimpleNamespace(gradient_checkpointing_enable=False))
-
-    def budget(costliest: int, keys: int = 1) -> int:
-        return partition.token_budget(args, config, longest=5000, costliest=costliest, keys_per_token=keys)
-
-    # One block holds all logits, as many as OpenRLHF's.
-    stock = 10_000 * (368 + 64 + 10 * 100)
-    assert budget(60) == budget(10**9) == stock // (368 + 64 + 48 + 10 * 100) < 10_000
-    config.vocab_size = 10_000
-    stock = 10_000 * (368 + 64 + 10 * 10_000)
-    assert [budget(cost) for cost in (60, 30_000)] == [10_000, 30_000]
-    # A block holds 2 ** 24 of the logits, but a layer's gradients take more than that.
-    assert budget(10**9) == stock // (2 * 368 + 64)
-    # A shared prompt of which each token has three keys: 16 bytes more, twice each.
-    assert budget(10**9, keys=3) == stock // (2 * (368 + 2 * 16) + 64)
-    config.model_type = "unheard_of"
-    assert budget(10**9) == 10_000
-    train.dynamic_batch_enable = True
-    assert budget(1000) == 5
+def test_a_divided_prompt_costs_more():
+    """4 + 3 + 3 fits into 10, and a third response costs 4 + 3 by itself."""
+    items = [sample(1, 3), sample(1, 3), sample(1, 3)]
+    assert [partition.computed(items, budget) for budget in (13, 10)] == [4 + 9, (4 + 6) + (4 + 3)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
