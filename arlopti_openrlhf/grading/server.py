@@ -180,7 +180,7 @@ class RewardServer:
         return bytes(body)
 
     async def get_health(self, request: Request) -> Response:
-        """Answer a GET: the process runs, and where it grades. With a token in the path: whether it is the right one."""
+        """Answer a GET: the process runs, and where it grades. A token in the path is compared."""
         if request.path_params:
             self._authorize(request)
         paths = ["/get_reward", *(f"/{name}/get_reward" for name in self.graders)]

@@ -226,9 +226,11 @@ def test_a_path_that_our_own_server_does_not_serve(check, ours, path):
     where = "at /get_reward or /kk/get_reward or /math/get_reward; correct the URL"
     url = ours(None)
     good = f"{url}/get_reward"
-    assert check(url + path) == check(url + path, good) == [
-        f"!--reward.remote_url {url}: the server has no rewards at {path or '/'}, but {where}"
-    ]
+    assert (
+        check(url + path)
+        == check(url + path, good)
+        == [f"!--reward.remote_url {url}: the server has no rewards at {path or '/'}, but {where}"]
+    )
     url = ours("t0ken")
     assert check(f"{url}/t0ken{path}")[0].startswith(f"!--reward.remote_url {url}: the server has no rewards at ")
     for wrong in (url + path, f"{url}/wrong{path}"):
