@@ -157,7 +157,7 @@ def test_every_training_flag_is_known_and_ours_are_explained():
 
 
 def test_the_reward_of_the_guide_rewards():
-    [code] = blocks("docs/rewards.md", "python")
+    code, _ = blocks("docs/rewards.md", "python")
     names: dict = {}
     exec(code, names)
     queries, prompts = ["What is 1 + 1?\nIt is 2", "What is 1 + 1?\nIt is 3"], ["What is 1 + 1?\n"] * 2

@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect
 
 from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
+from arlopti_openrlhf.grading.reward_files import SERVER
 
 log = logging.getLogger("arlopti_openrlhf.rewards")
 
@@ -117,7 +118,7 @@ class RewardServer:
             app.add_route(f"{prefix}/get_reward", partial(self.get_reward, next(iter(self.graders))), methods=["POST"])
             for name in self.graders:
                 app.add_route(f"{prefix}/{name}/get_reward", partial(self.get_reward, name), methods=["POST"])
-        app.add_route("/health", self.get_health)
+            app.add_route(f"{prefix}/health", self.get_health)
         app.add_route("/ready", self.get_ready)
         app.add_route("/metrics", self.get_metrics)
         return app
@@ -179,8 +180,11 @@ class RewardServer:
         return bytes(body)
 
     async def get_health(self, request: Request) -> Response:
-        """Answer a GET: the process runs."""
-        return _json({"status": "ok"})
+        """Answer a GET: the process runs, and where it grades. A token in the path is compared."""
+        if request.path_params:
+            self._authorize(request)
+        paths = ["/get_reward", *(f"/{name}/get_reward" for name in self.graders)]
+        return _json({"status": "ok", "server": SERVER, "serves": paths, "needs_token": self.token is not None})
 
     async def get_ready(self, request: Request) -> Response:
         """Answer a GET: 200 if every grader can grade. One without processes starts again at once."""

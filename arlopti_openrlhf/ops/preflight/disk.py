@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
-from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
 from arlopti_openrlhf.ops.preflight.local_model import model_size
 
 _GIB = 1 << 30
@@ -32,22 +32,22 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     folder, output = Path(args.ckpt.path), Path(args.ckpt.output_dir)
     # A resumed run replaces what it has written before.
     free = shutil.disk_usage(nearest(folder)).free + _size_of(folder / "_actor") + _size_of(folder / "_critic")
-    what = f"{number} checkpoints of {_gib(one)}"
+    what = f"{number} checkpoints of {in_words(one)}"
     if nearest(folder).stat().st_dev == nearest(output).stat().st_dev:
         kept += final
-        what += f" and the model, {_gib(final)}"
+        what += f" and the model, {in_words(final)}"
     elif final > (free_for_model := shutil.disk_usage(nearest(output)).free):
-        problem = f"the model takes about {_gib(final)}, and {_gib(free_for_model)} are free"
+        problem = f"the model takes about {in_words(final)}, and {in_words(free_for_model)} are free"
         yield Finding.of(args, "ckpt.output_dir", problem, "choose another disk")
         return
     needed = kept + (one if saves else 0)
     if needed > free:
         while_it_writes = "" if kept > free else ", writes the next one in addition"
-        problem = f"the run keeps about {_gib(kept)} ({what}){while_it_writes}, and {_gib(free)} are free"
+        problem = f"the run keeps about {in_words(kept)} ({what}){while_it_writes}, and {in_words(free)} are free"
         remedy = "free some, choose another disk, or lower --ckpt.max_num"
         yield Finding.of(args, "ckpt.path", problem, remedy, is_fatal=kept > free)
     elif saves and args.ckpt.save_hf and (room := int((free - needed) // final)) < 100:
-        each = f"each checkpoint adds a model of about {_gib(final)}, which is never removed"
+        each = f"each checkpoint adds a model of about {in_words(final)}, which is never removed"
         remedy = "remove old ones during the run, or leave it out"
         yield Finding.of(args, "ckpt.save_hf", f"{each}, and there is room for {room}", remedy, is_fatal=False)
 
@@ -60,7 +60,3 @@ def nearest(folder: Path) -> Path:
 
 def _size_of(folder: Path) -> int:
     return sum(os.path.getsize(os.path.join(parent, name)) for parent, _, names in os.walk(folder) for name in names)
-
-
-def _gib(size: float) -> str:
-    return f"{size / _GIB:.1f} GiB"

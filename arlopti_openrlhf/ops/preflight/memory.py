@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
 from arlopti_openrlhf.ops.preflight.combinations import loads_reference
-from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
 from arlopti_openrlhf.ops.preflight.local_model import ModelSize, model_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_GIB = 1 << 30
 
 
 class Update(NamedTuple):
@@ -41,8 +39,8 @@ class Estimate(NamedTuple):
     peak: float  # the largest sum at a time
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {value / _GIB:.1f}" for name, value in self._asdict().items() if name != "peak")
-        return f"{self.peak / _GIB:.1f} GiB ({parts})"
+        parts = ", ".join(f"{name} {in_words(value)}" for name, value in self._asdict().items() if name != "peak")
+        return f"{in_words(self.peak)} ({parts})"
 
 
 def check(args: SimpleNamespace, update: Update) -> Iterator[Finding]:
@@ -50,7 +48,7 @@ def check(args: SimpleNamespace, update: Update) -> Iterator[Finding]:
     total = gpu_memory() if starts_cluster() else None
     guess = estimate(args, total, update) if total else None
     if guess and total and guess.peak > total:
-        problem = f"the peak memory per GPU is estimated at {guess}, and the smallest GPU has {total / _GIB:.1f} GiB"
+        problem = f"the peak memory per GPU is estimated at {guess}, and the smallest GPU has {in_words(total)}"
         remedy = "more ranks, --ds.zero_stage 3, --train.micro_batch_size and --vllm.gpu_memory_utilization lower it"
         yield Finding.of(args, "actor.num_gpus_per_node", problem, remedy, is_fatal=False)
 
@@ -59,7 +57,7 @@ def describe(args: SimpleNamespace, update: Update) -> str | None:
     """Return the estimate in words, or None where the model's size is not known."""
     total = gpu_memory()
     guess = estimate(args, total or 0, update)
-    there = f" of {total / _GIB:.1f} GiB" if total else ", without vLLM, as this machine has no GPU to take a share of"
+    there = f" of {in_words(total)}" if total else ", without vLLM, as this machine has no GPU to take a share of"
     return guess and f"estimated peak memory per GPU of the actor: {guess}{there}"
 
 

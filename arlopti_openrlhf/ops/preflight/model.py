@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _ACTOR = "--actor.model_name_or_path"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_HUB_SECONDS = 5.0  # that the hub gets to answer
 _DOWNLOAD = "download it first, for a check and a faster start"
 
 
@@ -56,13 +57,28 @@ def check_folder(flag: str, model: str) -> Iterator[Finding]:
 
 
 def not_here(flag: str, model: str) -> Finding:
-    """Return what follows from a model's not being on this machine. It may be on the hub, unless that is shut off."""
+    """Return what follows from a model's not being on this machine. The hub is asked for it, unless it is shut off."""
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/"):
         return Finding(flag, model, "there is no such folder", "correct the path")
+    nowhere = "neither a folder nor in the hub's cache"
     if is_offline():
-        problem = "neither a folder nor in the hub's cache, and HF_HUB_OFFLINE forbids to download it"
+        problem = f"{nowhere}, and HF_HUB_OFFLINE forbids to download it"
         return Finding(flag, model, problem, "correct the path, or download it first")
-    problem = "neither a folder nor in the hub's cache, so the run looks for it on the hub, and none of it is checked"
+    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(model)
+        get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_SECONDS)
+    except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.EntryNotFoundError):
+        # The hub answers alike for what it has not and for what it hides.
+        problem = f"{nowhere}, and {constants.ENDPOINT} shows no config.json under this name"
+        return Finding(flag, model, problem, "correct the name, or set HF_TOKEN if it takes one to see the model")
+    except Exception as error:  # no network, or the hub's own trouble
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        problem = f"{nowhere}, and {constants.ENDPOINT} does not say whether it has it ({cause})"
+        return Finding(flag, model, problem, "the run fails unless it can be downloaded then", is_fatal=False)
+    problem = f"{nowhere}, so the run downloads it from the hub, and none of it is checked"
     return Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)
 
 

@@ -7,11 +7,16 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES, SERVER
 from arlopti_openrlhf.grading.worker_pool import TimedOut
 from arlopti_openrlhf.ops.preflight import data, probe
 from arlopti_openrlhf.ops.preflight.finding import Finding
+
+if TYPE_CHECKING:
+    import httpx
 
 _FLAG, _AGENT = "--reward.remote_url", "--train.agent_func_path"
 _PROBE_ROWS = 4
@@ -30,13 +35,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     elif sources[0].endswith(".py"):
         yield from _check_file(sources[0], args)
     elif sources[0] and sources[0] not in REWARD_FILES:
-        # Only /health is asked. A request for a reward could have side effects on somebody else's server.
-        answers = {url: _ask_health(url) for url in sources}
-        is_fatal = not any(has_answered for has_answered, _ in answers.values())
-        remedy = "start the server first, or correct the URL" if is_fatal else "make sure that it gives rewards"
-        for url, (_, problem) in answers.items():
-            if problem:
-                yield Finding(_FLAG, _without_secrets(url), problem, remedy, is_fatal)
+        yield from _check_servers(sources)
 
 
 def defined_names(path: str) -> set[str]:
@@ -83,21 +82,57 @@ def _check_file(path: str, args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding(_FLAG, path, problem, remedy, is_fatal)
 
 
-def _ask_health(url: str) -> tuple[bool, str]:
-    """Return whether anything answers at a URL, and what is wrong with it ("" where /health says that all is well)."""
+def _check_servers(urls: list[str]) -> Iterator[Finding]:
+    """Ask servers for /health alone. A request for a reward could have side effects on somebody else's server.
+
+    One that is away is fatal where no other answers, and a stranger's answer says nothing. Our own says at which paths
+    it grades. The run would end at the first request to another one.
+    """
     import httpx  # which transformers has imported by then
 
+    away = {}
     patient = httpx.HTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
+    # The run asks without a proxy, too.
+    with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS, follow_redirects=True) as client:
+        for url in urls:
+            server = _without_secrets(url)
+            try:
+                answer = client.get(f"{server}/health")
+            except httpx.RemoteProtocolError:
+                problem = "something answers, but not in HTTP"
+                yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                away[server] = error
+            else:
+                yield from _check_path(client, url, answer)
+    for server, error in away.items():
+        is_fatal = len(away) == len(set(map(_without_secrets, urls)))
+        yield Finding(_FLAG, server, f"no answer: {error}", "start the server first, or correct the URL", is_fatal)
+
+
+def _check_path(client: "httpx.Client", url: str, health: "httpx.Response") -> Iterator[Finding]:
+    """Check that a server grades at a URL's path, by what it says at /health."""
+    server, path = _without_secrets(url), urlsplit(url).path.rstrip("/")
     try:
-        # The run asks without a proxy, too.
-        with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS, follow_redirects=True) as client:
-            answer = client.get(f"{_without_secrets(url)}/health")
-    except httpx.RemoteProtocolError:
-        return True, "something answers, but not in HTTP"
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return False, f"no answer: {error}"
-    status = f"/health with status {answer.status_code}"
-    return True, "" if answer.is_success else f"something answers, but {status}, so the server is not checked"
+        said = health.json()
+    except ValueError:
+        said = None
+    if not isinstance(said, dict) or said.get("server") != SERVER:
+        status = f"/health: status {health.status_code}, {health.headers.get('content-type', 'of no type')}"
+        problem = f"something answers, but not this package's server ({status}), so rewards are not checked"
+        yield Finding(_FLAG, server, problem, "make sure that it gives some", is_fatal=False)
+        return
+    token, paths = "", " or ".join(said["serves"])
+    if said["needs_token"]:
+        token, _, path = path.removeprefix("/").partition("/")
+        path = f"/{path}"
+        if not client.get(f"{server}/{token}/health").is_success:
+            problem = "the token that the server wants is not there, or wrong"
+            yield Finding(_FLAG, server, problem, "put it before the path: /TOKEN/get_reward")
+            return
+    if path not in said["serves"]:
+        problem = f"the server has no rewards at {path or '/'}, but at {paths}"
+        yield Finding(_FLAG, server, problem, "correct the URL")
 
 
 def _without_secrets(url: str) -> str:

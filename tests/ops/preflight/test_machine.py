@@ -1,6 +1,7 @@
 """What the machine lacks is found: folders, disk, memory, a cluster that does not answer."""
 
 import json
+import re
 import resource
 import shutil
 from types import SimpleNamespace
@@ -84,6 +85,15 @@ def test_disk_for_the_checkpoints_asked_for(qwen, monkeypatch, free, max_num, sa
     found = list(disk.check(args))
     assert [finding.is_fatal for finding in found] == verdict
     assert all(finding.flag == "--ckpt.path" and f"{free}.0 GiB are free" in finding.problem for finding in found)
+
+
+def test_small_sizes_are_in_mib(tiny_model, monkeypatch):
+    """A model of 0.1M parameters takes 0.2 MiB, and a checkpoint of it 1.4."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, used=0, free=3 << 20))
+    (finding,) = disk.check(arguments(f"--actor.model_name_or_path {tiny_model} --ckpt.max_num 3 --ckpt.save_steps 1"))
+    assert re.search(r"keeps about [4-9] MiB \(3 checkpoints of [12] MiB and .*, and 3 MiB are free", finding.problem)
+    guess = str(estimate(f"--actor.model_name_or_path {tiny_model} --vllm.gpu_memory_utilization 0.5"))
+    assert re.match(r"\d+\.\d GiB \(weights 0 MiB, .* vllm 40\.0 GiB\)", guess)
 
 
 def test_copies_that_nobody_removes(qwen, monkeypatch):

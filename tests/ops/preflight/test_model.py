@@ -1,11 +1,15 @@
 """Each mistake with a model's folder is found before anything starts."""
 
+import functools
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from arlopti_testing.preflight_command import changed
+from huggingface_hub import constants
 
 from arlopti_openrlhf.ops.preflight import model
 from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
@@ -34,26 +38,66 @@ def test_a_good_model_has_no_finding(folder):
     assert check(folder) == []
 
 
+def lead_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make huggingface_hub, which has read HF_ENDPOINT when it was imported, ask a hub at this URL."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HUGGINGFACE_CO_URL_TEMPLATE", "ENDPOINT"):
+        before = getattr(constants, name)
+        monkeypatch.setattr(constants, name, before.replace(constants.ENDPOINT, url))
+
+
+@pytest.fixture(scope="module")
+def hub():
+    """Yield a function that leads to a hub with one model, org/there, and one that only some may see."""
+    errors = {"/org/there/": None, "/org/gated/": (403, "GatedRepo"), "/org/bare/": (404, "EntryNotFound")}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            known = [error for name, error in errors.items() if self.path == f"{name}resolve/main/config.json"]
+            status, code = (known or [(401, "RepoNotFound")])[0] or (200, "")
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield functools.partial(lead_to, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+
+
 @pytest.mark.parametrize(
     "name, offline, fatal, problem",
     [
         ("./nowhere", "0", True, "there is no such folder"),
         ("/a/b/c", "0", True, "there is no such folder"),
-        ("nobody/nothing", "0", False, "the run looks for it on the hub"),
         ("nobody/nothing", "1", True, "HF_HUB_OFFLINE forbids to download it"),
+        ("org/there", "0", False, "so the run downloads it from the hub, and none of it is checked"),
+        ("org/theer", "0", True, "shows no config.json under this name; correct the name"),
+        ("org/gated", "0", True, "shows no config.json under this name"),
+        ("org/bare", "0", True, "shows no config.json under this name"),
+        ("org/th ere", "0", True, "shows no config.json under this name"),
     ],
 )
-def test_a_model_that_is_not_there(monkeypatch, name, offline, fatal, problem):
+def test_a_model_that_is_not_there(monkeypatch, hub, name, offline, fatal, problem):
+    hub(monkeypatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     [found] = check(name)
     assert found.startswith("!" * fatal + f"--actor.model_name_or_path {name}: ") and problem in found
 
 
+def test_a_hub_that_cannot_be_asked(monkeypatch):
+    lead_to("http://127.0.0.1:9", monkeypatch)
+    [found] = check("org/there")
+    assert found.startswith("--actor.model_name_or_path org/there: neither a folder nor in the hub's cache, and ")
+    assert "127.0.0.1:9 does not say whether it has it (ConnectError: " in found and "the run fails unless" in found
+
+
 @pytest.fixture
 def cached(monkeypatch, tmp_path, tiny_model) -> Path:
     """Return the folder of some/model in the hub's cache, which holds the tiny model."""
-    from huggingface_hub import constants
-
     cache = tmp_path / "models--some--model"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs/main").write_text("abc")

@@ -1,13 +1,19 @@
 """Each mistake with a source of rewards is found before anything starts."""
 
+import functools
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import uvicorn
+from arlopti_testing.ports import free_port
 from arlopti_testing.preflight_command import changed
+from arlopti_testing.waiting import wait_until
 
+from arlopti_openrlhf.grading.grader import Limits
+from arlopti_openrlhf.grading.server import RewardServer
 from arlopti_openrlhf.ops.preflight import probe, reward
 
 
@@ -143,15 +149,17 @@ def test_agents(check, write, body, problem):
 
 @pytest.fixture
 def server():
-    """server(status of /health) returns a URL and the list of requests."""
+    """server(status of /health, its body) returns a URL and the list of requests."""
     servers = []
 
-    def start(status: int) -> tuple[str, list[str]]:
+    def start(status: int, body: str = "") -> tuple[str, list[str]]:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 requests.append(f"GET {self.path}")
                 self.send_response(status)
+                self.send_header("Content-Type", "text/html" if body.startswith("<") else "application/json")
                 self.end_headers()
+                self.wfile.write(body.encode())
 
             def do_POST(self):
                 requests.append(f"POST {self.path}")
@@ -170,16 +178,64 @@ def server():
         each.server_close()
 
 
-def test_servers_are_asked_for_their_health_and_nothing_else(check, server):
-    (good, asked), (foreign, asked_too) = server(200), server(404)
-    assert check(good) == check(good.replace("//", "//user:password@")) == []
-    [found] = check(good, foreign)
+@pytest.mark.parametrize(
+    "status, body, kind",
+    [
+        (200, "<html>Welcome</html>", "status 200, text/html"),
+        (200, '{"status": "ok"}', "status 200, application/json"),
+        (200, "[]", "status 200"),
+        (404, "", "status 404"),
+    ],
+)
+def test_a_strangers_server_is_asked_for_its_health_alone_and_is_a_warning(check, server, status, body, kind):
+    url, requests = server(status, body)
+    [found] = check(url.replace("//", "//user:password@"))
+    assert found.startswith("--reward.remote_url http://127.0.0.1:")
+    assert f"something answers, but not this package's server (/health: {kind}" in found
+    assert "secret" not in found and "password" not in found
+    assert requests == ["GET /health"]
+
+
+@pytest.fixture(scope="module")
+def ours():
+    """ours(token) returns the base of our own server's URLs. It listens, and its graders' processes do not run."""
+    running = {}
+
+    def start(token: str | None) -> str:
+        app = RewardServer({"kk": "kk", "math": "math"}, 1, Limits(), token).app()
+        server = uvicorn.Server(uvicorn.Config(app, port=free_port(), log_config=None))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        running[server] = thread
+        wait_until(lambda: server.started)
+        return f"http://127.0.0.1:{server.config.port}"
+
+    yield functools.cache(start)
+    for server, thread in running.items():
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.mark.parametrize("path", ["/get_reward", "/kk/get_reward", "/math/get_reward", "/math/get_reward/"])
+def test_where_our_own_server_grades(check, ours, path):
+    assert check(ours(None) + path) == check(f"{ours('t0ken')}/t0ken{path}") == []
+
+
+@pytest.mark.parametrize("path", ["/mth/get_reward", "/math/get_rewards", "/math", "/", ""])
+def test_a_path_that_our_own_server_does_not_serve(check, ours, path):
+    where = "at /get_reward or /kk/get_reward or /math/get_reward; correct the URL"
+    url = ours(None)
+    good = f"{url}/get_reward"
     assert (
-        found.startswith("--reward.remote_url http://127.0.0.1:")
-        and "something answers, but /health with status 404" in found
+        check(url + path)
+        == check(url + path, good)
+        == [f"!--reward.remote_url {url}: the server has no rewards at {path or '/'}, but {where}"]
     )
-    assert "secret" not in found
-    assert set(asked) == set(asked_too) == {"GET /health"}
+    url = ours("t0ken")
+    assert check(f"{url}/t0ken{path}")[0].startswith(f"!--reward.remote_url {url}: the server has no rewards at ")
+    for wrong in (url + path, f"{url}/wrong{path}"):
+        [found] = check(wrong)
+        assert found.startswith(f"!--reward.remote_url {url}: the token that the server wants is not there, or wrong")
 
 
 def test_a_server_that_is_not_there(check, server, monkeypatch):
@@ -187,6 +243,6 @@ def test_a_server_that_is_not_there(check, server, monkeypatch):
     nowhere = "http://user:password@127.0.0.1:9/token/get_reward"
     [found] = check(nowhere)
     assert found.startswith("!--reward.remote_url http://127.0.0.1:9: no answer: ") and "start the server" in found
-    [found] = check(nowhere, server(200)[0])
-    assert found.startswith("--reward.remote_url")  # the other one can serve
+    found = check(nowhere, server(200)[0])
+    assert all(line.startswith("--reward.remote_url") for line in found) and len(found) == 2  # the other one can serve
     assert check("http://host:port/x")[0].startswith("!--reward.remote_url http://host:port: no answer: Invalid port")

@@ -1,8 +1,10 @@
 """Each sample has a reward, or the run stops, beside servers that are away, slow, or talk nonsense."""
 
 import asyncio
+import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from openrlhf.utils.config import hierarchize
 from vllm import SamplingParams
 
 from arlopti_openrlhf.cli.train_ppo_ray import parse
+from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.ops.rollouts import reward_client
 from arlopti_openrlhf.ops.rollouts import samples as rollout_samples
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker
@@ -90,6 +93,23 @@ def test_a_servers_answer(server):
     [output] = execute(RewardExecutor([http.url]))
     assert (output["reward"], output["scores"], output["extra_logs"]) == (3.0, 1.0, {"answered": 1.0})
     assert http.messages == [{"query": ["prompt answer"], "prompts": ["prompt"], "labels": ["label"]}]
+
+
+def test_the_guides_server_rewards_knights_and_knaves(tmp_path, monkeypatch):
+    """An answer as a trained model writes it, with the special tokens that a query keeps."""
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text("utf-8")
+    for code in re.findall(r"```python\n(.*?)```", page, re.S):
+        (tmp_path / code.splitlines()[0].removeprefix("# ")).write_text(code, "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), importlib.import_module("my_server").Handler) as guides:
+        threading.Thread(target=guides.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{guides.server_port}/get_reward"
+        prompt, label = "<|im_start|>assistant\n<think>", "(1) Zoey is a knight\n(2) Oliver is a knave"
+        answers = [f"He lies.</think>\n<answer>\n{text}\n</answer><|im_end|>" for text in (label, label[::-1])]
+        found = [normalise(asyncio.run(reward_client._post(url, prompt + a, prompt, label)), 1) for a in answers]
+        guides.shutdown()
+    assert [(answer["rewards"], answer["scores"]) for answer in found] == [([1.0], [1.0]), ([-1.0], [0.0])]
+    assert found[0]["extra_logs"]["response_chars"] == [float(len("<think>" + answers[0]))]
 
 
 @pytest.mark.parametrize("failure", [(500, {"error": "down"}), (503, b""), (429, b""), (200, b"<html>starting")])
