@@ -5,8 +5,11 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import yaml
@@ -25,16 +28,17 @@ def hooks():
     return module
 
 
-def pages_of(nav: list | dict | str) -> Iterator[str]:
+def entries(nav: list | dict, title: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (title, page) of each entry of the navigation."""
     if isinstance(nav, str):
-        yield nav
+        yield title, nav
     else:
-        for part in nav.values() if isinstance(nav, dict) else nav:
-            yield from pages_of(part)
+        for name, part in [pair for entry in nav for pair in entry.items()]:
+            yield from entries(part, name)
 
 
 def test_every_page_is_in_the_navigation_once(hooks):
-    pages = list(pages_of(CONFIG["nav"]))
+    pages = [page for _, page in entries(CONFIG["nav"])]
     docs = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert len(pages) == len(set(pages)) and set(pages) == docs | set(hooks.PAGES.values())
     assert all((ROOT / file).exists() for file in hooks.PAGES) and not docs & set(hooks.PAGES.values())
@@ -102,7 +106,7 @@ def site(tmp_path_factory) -> Path:
 
 def test_no_page_loads_anything_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
-    assert len(pages) >= len(list(pages_of(CONFIG["nav"])))
+    assert len(pages) >= len(list(entries(CONFIG["nav"])))
     for page in pages:
         loaded = Loaded()
         loaded.feed(page.read_text("utf-8"))
@@ -115,6 +119,13 @@ def test_the_api_has_the_public_functions(site):
     assert "reward_func" in (site / "api/rewards.html").read_text("utf-8")
 
 
+def test_a_pages_title_is_the_navigations(hooks):
+    sources = {page: ROOT / file for file, page in hooks.PAGES.items()}
+    for title, page in entries(CONFIG["nav"]):
+        text = sources.get(page, ROOT / "docs" / page).read_text("utf-8")
+        assert page == "index.md" or text.startswith(f"# {title}\n"), page
+
+
 SEARCH = """new Promise(resolve => {
   document.querySelector("#__search").click()
   const input = document.querySelector(".md-search__input")
@@ -122,24 +133,59 @@ SEARCH = """new Promise(resolve => {
   input.value = "WORD"
   const looking = setInterval(() => {
     input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}))
-    const found = [...document.querySelectorAll(".md-search-result__article")].map(article => article.innerText)
-    if (found.length) { clearInterval(looking); resolve(found.join(" ")) }
-  }, 200)
+    const said = document.querySelector(".md-search-result__meta").innerText
+    const found = [...document.querySelectorAll(".md-search-result__item > a")].map(a => new URL(a.href).pathname)
+    if (found.length || /^No match/.test(said)) { clearInterval(looking); resolve(found) }
+  }, 100)
 })"""
 
 
+@pytest.fixture(scope="module", params=["disk", "server"])
+def address(request, site) -> Iterator[str]:
+    """Return where the site is. From the disk, its search runs in a frame in place of a Worker."""
+    if request.param == "disk":
+        yield site.as_uri()
+        return
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(site)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium")
-@pytest.mark.parametrize("width", [390, 1280])
+def test_the_search_finds_flags_as_one_types_them(address, tmp_path):
+    found = {}
+    with browser.chromium(tmp_path) as page:
+        for query in (
+            "--algo.lopti.eta",
+            "algo.lopti.eta",
+            "lopti.eta",
+            "--algo.lop",
+            "--algo.lopti.eta=0.5",
+            "--dry-run",
+            "--ckpt.load_enable",
+            "write a token method",
+            "--algo.lopti.nothing",
+        ):
+            page.open(f"{address}/index.html", 1280, dark=False)
+            found[query] = [Path(link).name for link in page.evaluate(SEARCH.replace("WORD", query))]
+    assert found.pop("--algo.lopti.nothing") == []
+    assert found.pop("write a token method")[0] == "token_methods.html"
+    assert "long_runs.html" in found.pop("--ckpt.load_enable")
+    assert all("flags.html" in pages[:2] for pages in found.values()), found
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize("width", [400, 1280])
 def test_a_browser_shows_it_from_the_disk(site, width, tmp_path):
     """A wide table may scroll inside its frame, but never the page."""
     with browser.chromium(tmp_path) as page:
-        for name in ("index", "flags", "study", "api/methods"):
+        for name in ("index", "flags", "study", "architecture", "api/methods"):
             page.open(site / f"{name}.html", width, dark=False)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
             assert page.evaluate("document.querySelector('h1').innerText")
             broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
             assert page.evaluate(broken) == []
-        page.open(site / "index.html", width, dark=True)
-        assert "--ckpt.load_enable" in page.evaluate(SEARCH.replace("WORD", "checkpoints"))
         elsewhere = [request for request in page.requests if not request.startswith(("file:", "data:", "blob:"))]
         assert not elsewhere

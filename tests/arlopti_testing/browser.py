@@ -39,13 +39,13 @@ class Page:
             self.requests.append(message["params"]["request"]["url"])
         return message
 
-    def open(self, path: Path, width: int, dark: bool) -> None:
+    def open(self, page: Path | str, width: int, dark: bool) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.absolute().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         while self._receive().get("method") != "Page.loadEventFired":
             pass
 
