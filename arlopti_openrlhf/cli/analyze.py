@@ -1,7 +1,7 @@
 """Draw the paper's figures for your own policies, data and training runs.
 
-    python -m arlopti_openrlhf.cli.analyze --model CHECKPOINT --data kk_train.jsonl --out analysis --report
-    python -m arlopti_openrlhf.cli.analyze --runs GRPO=run1,run2 "AR + Lopti=run3,run4" --out analysis
+    arlopti analyze --model CHECKPOINT --data kk_train.jsonl --out analysis --report
+    arlopti analyze --runs GRPO=run1,run2 "AR + Lopti=run3,run4" --out analysis
 
 --model gives fig1-fig3 (one update: gradients and changes by probability), agreement (which tokens' gradients agree
 between prompts, and which token methods lower the others) and fig5 (words); --runs gives fig6-fig8 (training curves).
@@ -94,7 +94,7 @@ def main() -> None:
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = Parser(
-        prog="python -m arlopti_openrlhf.cli.analyze",
+        prog="arlopti analyze",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,9 +1,10 @@
 """Refuses bad input in one line with exit status 2, before a command imports what takes long."""
 
 import argparse
+import difflib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +15,26 @@ from arlopti_openrlhf.ops.preflight.reward import defined_names
 
 
 class Parser(argparse.ArgumentParser):
-    """`ArgumentParser` with one change: an error is one line, without the usage."""
+    """`ArgumentParser` with two changes: an error is one line, without the usage, and an unknown flag has a hint.
+
+    `renamed` has flags of earlier versions, with what took their place.
+    """
+
+    renamed: Mapping[str, str] = {}
+
+    def parse_args(self, args=None, namespace=None):
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            hints = [self.hint(word.partition("=")[0]) for word in unknown if word.startswith("--")]
+            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *filter(None, hints)]))
+        return known
+
+    def hint(self, flag: str) -> str:
+        """Return what an unknown flag may have meant, or nothing."""
+        if flag in self.renamed:
+            return f"{flag} is now {self.renamed[flag]}"
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        return f"did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")

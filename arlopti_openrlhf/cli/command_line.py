@@ -21,6 +21,25 @@ from arlopti_openrlhf.ops.preflight.upstream import find_source
 
 _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"
+_CORRECTION = "--algo.advantage.is_correction"
+# What OpenRLHF has in place of flags that its own example scripts, or those of earlier versions, give, where the new
+# name is not the nearest one.
+_RENAMED = {
+    "--pretrain": "--actor.model_name_or_path",
+    "--reward_pretrain": "--reward.model_name_or_path",
+    "--save_path": "--ckpt.output_dir",
+    "--actor_learning_rate": "--actor.adam.lr",
+    "--n_samples_per_prompt": "--rollout.n_samples_per_prompt",
+    "--generate_max_len": "--rollout.max_new_tokens",
+    "--use_kl_loss": "--algo.kl.use_loss",
+    "--micro_train_batch_size": "--train.micro_batch_size",
+    "--micro_rollout_batch_size": "--rollout.micro_batch_size",
+    "--gradient_checkpointing": "--actor.gradient_checkpointing_enable",
+    "--enable_vllm_is_correction": f"{_CORRECTION}_level token, with {_CORRECTION}_mode clip for tis",
+    f"{_CORRECTION}_enable": f"{_CORRECTION}_level token, with {_CORRECTION}_mode clip for tis",
+    f"{_CORRECTION}_type": f"{_CORRECTION}_level and {_CORRECTION}_mode: "
+    "token and clip for tis, token and mask for icepop, seq and mask for seq-mask-tis",
+}
 
 
 class _Parser(bad_input.Parser):
@@ -38,17 +57,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             status 0 after the help.
     """
     parser = make_parser()
-    return argparse.ArgumentParser.parse_args(parser, config_file.expanded(argv, parser))
+    return bad_input.Parser.parse_args(parser, config_file.expanded(argv, parser))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> bad_input.Parser:
     """Return upstream's parser with our flags in it. It reads no file of flags; `parse` does."""
     block = _block()
     names = block.names | {"argparse": SimpleNamespace(**vars(argparse) | {"ArgumentParser": _Parser})}
     for statement in block.parsing:
         _execute(statement, block.path, names)
     parser = names["args"]
-    parser.prog = "train_ppo_ray"
+    parser.prog, parser.renamed = "arlopti train", _RENAMED
     flags.add(parser)
     help.arrange(parser)
     return parser

@@ -13,17 +13,18 @@ A run keeps the values of all its flags in such a file, next to its checkpoints.
 """
 
 import argparse
-import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from arlopti_openrlhf.cli.bad_input import Parser
 
 FLAG = "--config"
 KEPT = "config.yaml"  # in --ckpt.path
 _SWITCHES = {"true": True, "false": False}
 
 
-def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def expanded(argv: Sequence[str], parser: Parser) -> list[str]:
     """Return the words of the command line with those of the file that --config names before them.
 
     If a flag may be given several times, as --eval.sampling, the values of both count.
@@ -86,7 +87,7 @@ def _flat(content: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]
             yield before + name, value
 
 
-def _words(key: str, value: Any, parser: argparse.ArgumentParser) -> list[str]:
+def _words(key: str, value: Any, parser: Parser) -> list[str]:
     """Return the words of the command line that stand for one entry.
 
     Raises:
@@ -95,8 +96,8 @@ def _words(key: str, value: Any, parser: argparse.ArgumentParser) -> list[str]:
     actions = {action.dest: action for action in parser._actions}
     action = actions.get(key)
     if action is None or key in ("help", "config"):
-        near = difflib.get_close_matches(key, actions, n=1)
-        raise ValueError(f"{key} is no flag" + (f"; did you mean {near[0]}?" if near else ""))
+        hint = parser.hint(f"--{key}")
+        raise ValueError(f"{key} is no flag" + (f"; {hint}" if hint else ""))
     flag, values = action.option_strings[0], value if isinstance(value, list) else [value]
     if action.nargs == 0:
         if value not in _SWITCHES:

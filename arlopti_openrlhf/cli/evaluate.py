@@ -1,6 +1,6 @@
 """Measure the accuracy of models per data source with vLLM offline, on GPU or CPU, and tabulate it.
 
-    python -m arlopti_openrlhf.cli.evaluate --model BASE TRAINED --data kk_test.jsonl aime.jsonl --out results \\
+    arlopti evaluate --model BASE TRAINED --data kk_test.jsonl aime.jsonl --out results \\
         --sampling "*:n=8,t=1" --sampling "kk_*:n=1,t=0" --sampling "aime:n=16,t=1"
 
 Writes results/MODEL.responses.jsonl with every response, results/MODEL.json with the measures, results/table.md and
@@ -48,7 +48,7 @@ def main() -> None:
         # In a process each, since an engine does not give back all that it holds.
         for model in models.values():
             if subprocess.run(command_for(model, args)).returncode:
-                parser.exit(1, f"evaluate: {model} could not be evaluated\n")
+                parser.exit(1, f"{parser.prog}: {model} could not be evaluated\n")
     else:
         from arlopti_openrlhf.lab.scoring import offline
 
@@ -65,7 +65,7 @@ def main() -> None:
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = Parser(
-        prog="python -m arlopti_openrlhf.cli.evaluate",
+        prog="arlopti evaluate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

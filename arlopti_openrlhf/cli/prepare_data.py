@@ -1,8 +1,8 @@
 """Write training and evaluation data for OpenRLHF: new puzzles, or published sets converted. Every row is checked.
 
-    python -m arlopti_openrlhf.cli.prepare_data --generate --people 2 3 --train 4000 --test 256 --seed 0 --out data
-    python -m arlopti_openrlhf.cli.prepare_data --from 3ppl_train.parquet 4ppl_train.parquet --out train.jsonl
-    python -m arlopti_openrlhf.cli.prepare_data --dataset deepscaler --exclude math500.jsonl --out train.jsonl
+    arlopti data --generate --people 2 3 --train 4000 --test 256 --seed 0 --out data
+    arlopti data --from 3ppl_train.parquet 4ppl_train.parquet --out train.jsonl
+    arlopti data --dataset deepscaler --exclude math500.jsonl --out train.jsonl
 
 The first writes data/train.jsonl and data/test.jsonl, the others one file, as parquet if its name ends in ".parquet".
 A row has `prompt` (chat messages for --data.apply_chat_template, or final text), `label` (the solution) and
@@ -28,7 +28,7 @@ from arlopti_openrlhf.lab.data import knights_knaves, preparation, published
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = Parser(
-        prog="python -m arlopti_openrlhf.cli.prepare_data",
+        prog="arlopti data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Run the whole stack on one machine, with or without a GPU: puzzles, a small policy, GRPO + AR + Lopti, curves.
 
-python -m arlopti_openrlhf.cli.quickstart --seed 0
+arlopti quickstart --seed 0
 """
 
 from arlopti_openrlhf import interrupts
@@ -102,7 +102,7 @@ def main() -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    parser = Parser(prog="quickstart", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="arlopti quickstart", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the puzzles, the weights and sampling (default: 0)")
     folder = "folder for everything; replaces an earlier quickstart there (default: outputs/quickstart-SEED)"

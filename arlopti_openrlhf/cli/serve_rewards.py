@@ -1,6 +1,6 @@
 """Serve rewards to OpenRLHF's `--reward.remote_url http://host:port/get_reward`.
 
-    python -m arlopti_openrlhf.cli.serve_rewards --grader kk --grader math --port 5000
+    arlopti serve --grader kk --grader math --port 5000
 
 Each grader answers at /NAME/get_reward, and the first one at /get_reward too. The token, if any, comes from a file or
 from ARLOPTI_REWARD_TOKEN. OpenRLHF's client sends no headers, so give it http://host:port/TOKEN/get_reward then.
@@ -25,7 +25,7 @@ from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = Parser(
-        prog="python -m arlopti_openrlhf.cli.serve_rewards",
+        prog="arlopti serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Runs OpenRLHF's `train_ppo_ray` with token methods: its own command line as it is, with our flags in its parser.
 
-python -m arlopti_openrlhf.cli.train_ppo_ray [OpenRLHF's flags] --algo.ar.alpha 0.3 --algo.lopti.eta 0.5
+arlopti train [OpenRLHF's flags] --algo.ar.alpha 0.3 --algo.lopti.eta 0.5
 """
 
 from arlopti_openrlhf import interrupts
@@ -109,7 +109,7 @@ def train(args: SimpleNamespace) -> None:
 
 
 def _refuse(name: str, error: OSError) -> NoReturn:
-    print(f"train_ppo_ray: error: argument --ckpt.path: {name} cannot be written: {error}", file=sys.stderr)
+    print(f"arlopti train: error: argument --ckpt.path: {name} cannot be written: {error}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -127,7 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     flat = command_line.parse(argv)
     for finding in _check_flags(command_line.hierarchize(flat)):
-        print(f"train_ppo_ray: error: argument {finding}", file=sys.stderr)
+        print(f"arlopti train: error: argument {finding}", file=sys.stderr)
         raise SystemExit(2)
     return _completed(flat)
 

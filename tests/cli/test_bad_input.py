@@ -14,9 +14,10 @@ import pytest
 from httpx import ConnectError
 from huggingface_hub.errors import HFValidationError
 
-from arlopti_openrlhf.cli import bad_input
+from arlopti_openrlhf.cli import bad_input, main
 from arlopti_openrlhf.cli.processes import InUse, lock
 
+WORDS = {module: word for word, (module, _) in main.COMMANDS.items()}
 DATA = [{"prompt": f"puzzle {i}", "label": "(1) Zoey is a knight", "datasource": "kk_1ppl"} for i in range(4)]
 
 
@@ -57,6 +58,7 @@ def refused(place, monkeypatch, capsys):
         assert stop.value.code == 2 and out == ""
         assert sorted(map(str, place.rglob("*"))) == before
         [line] = error.splitlines()
+        assert line.startswith(f"arlopti {WORDS[module]}: error: ")
         return line
 
     return run
@@ -105,6 +107,7 @@ def refused(place, monkeypatch, capsys):
         ("prepare_data --from torn.jsonl --out o.jsonl", "torn.jsonl, line 2: "),
         ("prepare_data --from half.parquet --strict --out o.jsonl", "half.parquet, row 2: unreadable: a solution is"),
         ("prepare_data --from data.jsonl --tokenizer ./x --out o.jsonl", "argument --tokenizer ./x: there is no such"),
+        ("serve_rewards --grader kk --prot 1", "unrecognized arguments: --prot 1; did you mean --port?"),
         ("serve_rewards --grader no.py", "argument --grader: no.py is not kk, math or a Python file that exists"),
         ("serve_rewards --grader torn.py", "argument --grader: torn.py does not parse: invalid syntax"),
         ("serve_rewards --grader other.py", "argument --grader: other.py has no function `reward_func`"),

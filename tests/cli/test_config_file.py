@@ -59,7 +59,7 @@ def test_the_command_line_wins(parse):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("algo.ar.alhpa: 0.3", "algo.ar.alhpa is no flag; did you mean algo.ar.alpha?"),
+        ("algo.ar.alhpa: 0.3", "algo.ar.alhpa is no flag; did you mean --algo.ar.alpha?"),
         ("algo: {ar: {beta: 1}}", "algo.ar.beta is no flag"),
         ("help: true", "help is no flag"),
         ("ds.packing_samples: yes", "ds.packing_samples: yes is neither true nor false"),

@@ -43,7 +43,9 @@ def nested(argv: list[str]):
         ),
         ("--algo.lopti.eta 0.5 --train.batch_size 256", ["--train.batch_size", "256", "128"]),
         ("--algo.lopti.eta 0.5 --train.batch_size 96", ["--train.batch_size", "96", "128"]),
-        ("--algo.lopti.etaa 0.5", ["--algo.lopti.etaa"]),
+        ("--algo.lopti.etaa 0.5", ["--algo.lopti.etaa 0.5; did you mean --algo.lopti.eta?"]),
+        ("--algo.ar.alpah=1 --train.sead 3", ["did you mean --algo.ar.alpha?; did you mean --train.seed?"]),
+        ("--algo.advantage.is_correction_enable", ["_enable is now --algo.advantage.is_correction_level token"]),
         ("--algo.token_method_args alpha=1", ["--algo.token_method_args", "alpha=1", "NAME.KEY=VALUE"]),
         ("--algo.token_method ar --algo.token_method_args ar.alpha=", ["ar.alpha=", "NAME.KEY=VALUE"]),
         ("--algo.token_method_normalize", ["--algo.token_method_normalize", "give --algo.token_method"]),
@@ -67,6 +69,14 @@ def test_refused_in_one_line(flags, named, capsys):
     assert stopped.value.code == 2
     assert error.count("\n") == 1 and all(part in error for part in named), error
     assert not ray.is_initialized()
+
+
+def test_what_took_the_place_of_earlier_flags_is_there(capsys):
+    parser = command_line.make_parser()
+    for before, now in parser.renamed.items():
+        assert before not in parser._option_string_actions
+        named = re.findall(r"--[\w.]+", now)
+        assert named and set(named) <= parser._option_string_actions.keys()
 
 
 def test_defaults_are_off_and_values_arrive():
@@ -105,7 +115,7 @@ finally:
     ("flags", "status", "said"),
     [
         ("--help", 0, "--algo.ar.alpha"),
-        ("--algo.ar.alpha 2", 2, "train_ppo_ray: error: argument --algo.ar.alpha: 2 is not a number in [0, 1]\n"),
+        ("--algo.ar.alpha 2", 2, "arlopti train: error: argument --algo.ar.alpha: 2 is not a number in [0, 1]\n"),
         ("--algo.lopti.order high_first", 2, "error: --algo.lopti.order high_first: Lopti is off"),
         ("--algo.advantage.estimator rloo", 2, "error: --rollout.n_samples_per_prompt 1: rloo requires"),
         ("", 2, "error: --vllm.num_engines None"),
