@@ -19,9 +19,10 @@ weights:
 
     def metrics(sums: Mapping[str, WeightSums], statistic, *, constant) -> dict[str, float]: ...
 
-Two more names in the file say what the method asks for:
+Three more names in the file say what the method asks for:
 
     NEEDS_ENTROPIES = True  # `tokens.entropies`, from the forward pass that gives π_old
+    NEEDS_ROLLOUT_LOG_PROBS = True  # `tokens.rollout_log_probs`, with `--algo.advantage.is_correction_level`
     DIVIDES_BY_KEPT = True  # the loss divides by the tokens of weight above 0, not by all tokens of the responses
 """
 
@@ -32,6 +33,7 @@ import inspect
 import io
 import itertools
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,18 +47,47 @@ from arlopti_openrlhf.token_update import token_probabilities
 _LARGEST = 1e6  # weight of a made-up token, whose probability is at least 1e-3
 
 
-class Tokens(NamedTuple):
-    """What a token method sees of responses, (B, A) each."""
-
+class _Rows(NamedTuple):
     log_probs: Tensor  # log π_old, at the sampling temperature
     advantages: Tensor
     mask: Tensor  # nonzero on response tokens
-    entropies: Any = None  # Tensor of nats, of the tokens' distributions; None unless NEEDS_ENTROPIES is set
+    entropies: Any = None
+    rollout_log_probs: Any = None
+
+
+class Tokens(_Rows):
+    """What a token method sees of responses, (B, A) each."""
+
+    __slots__ = ()
 
     @property
     def probabilities(self) -> Tensor:
         """Return π_old, (B, A)."""
         return token_probabilities(self.log_probs)
+
+    @property
+    def entropies(self) -> Tensor:
+        """Return the entropies of the tokens' distributions in nats, (B, A).
+
+        Raises:
+            ValueError: the method has not asked for them.
+        """
+        return self._asked_for("entropies", "NEEDS_ENTROPIES")
+
+    @property
+    def rollout_log_probs(self) -> Tensor:
+        """Return log μ, what vLLM drew the tokens by, (B, A).
+
+        Raises:
+            ValueError: the method has not asked for them.
+        """
+        return self._asked_for("rollout_log_probs", "NEEDS_ROLLOUT_LOG_PROBS")
+
+    def _asked_for(self, field: str, constant: str) -> Tensor:
+        values = self[self._fields.index(field)]
+        if values is None:
+            raise ValueError(f"tokens.{field} is there if the file says {constant} = True")
+        return values
 
 
 class WeightSums(NamedTuple):
@@ -89,6 +120,7 @@ class Method(NamedTuple):
     find: Callable[[Tokens], Any] | None  # its `statistic`; None where there is nothing to compute
     log: Callable[[Mapping[str, WeightSums], Any], dict[str, float]] | None  # its `metrics`
     needs_entropies: bool
+    needs_rollout_log_probs: bool
     divides_by_kept: bool
     passes: tuple[str, ...] = ()  # names of its optimizer passes over a mini-batch; "" where there is one
     groups: bool = False  # whether `weigh` names the passes, which divide the tokens into groups then
@@ -136,7 +168,8 @@ class Method(NamedTuple):
         return logged
 
     def _seen(self, tokens: Tokens) -> Tokens:
-        return tokens if self.needs_entropies else tokens._replace(entropies=None)
+        needs = {"entropies": self.needs_entropies, "rollout_log_probs": self.needs_rollout_log_probs}
+        return tokens._replace(**{field: None for field, is_needed in needs.items() if not is_needed})
 
     def _checked(self, weights: Any, tokens: Tokens) -> Tensor:
         shape, mask = tuple(tokens.mask.shape), tokens.mask.bool()
@@ -225,7 +258,8 @@ def describe(sources: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]
 
     Returns:
         `problem`, what is wrong with them in one line, or None. Then also `passes`, how many optimizer steps they take
-        where there is one without them, and `reading_entropies`, the names of those that read entropies.
+        where there is one without them, and `reading_entropies` and `reading_rollout_log_probs`, the names of those
+        that read these.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
@@ -236,6 +270,7 @@ def describe(sources: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]
         "problem": None,
         "passes": len(pass_labels(methods)),
         "reading_entropies": [method.name for method in methods if method.needs_entropies],
+        "reading_rollout_log_probs": [method.name for method in methods if method.needs_rollout_log_probs],
     }
 
 
@@ -274,7 +309,14 @@ def _load_one(source: str, name: str, given: dict[str, Any]) -> Method:
     except (Exception, SystemExit) as error:
         message = (str(error).splitlines() or [""])[0].removeprefix(f"token method {name}: ")
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{name}: {kind}{message}") from error
+        place = _place(error, path) if source.endswith(".py") else ""
+        raise ValueError(f"{name}: {kind}{message}{place}") from error
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """Return the last line of a file that an error went through, as a `SyntaxError` puts it; "" where it did not."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path.absolute()]
+    return f" ({path.name}, line {lines[-1]})" if lines else ""
 
 
 def _bound(name: str, file: Mapping[str, Any], constants: Mapping[str, Any]) -> Method:
@@ -294,6 +336,7 @@ def _bound(name: str, file: Mapping[str, Any], constants: Mapping[str, Any]) -> 
         find=find,
         log=bound(file["metrics"]) if "metrics" in file else None,
         needs_entropies=file.get("NEEDS_ENTROPIES", False),
+        needs_rollout_log_probs=file.get("NEEDS_ROLLOUT_LOG_PROBS", False),
         divides_by_kept=file.get("DIVIDES_BY_KEPT", False),
     )
 
@@ -325,7 +368,7 @@ def _probed(method: Method) -> Method:
     log_probs = torch.tensor([[0.9, 0.5, 0.2, 0.05, 0.001]] * 3).log()
     advantages = torch.tensor([[1.0], [-1.0], [0.0]]).expand(3, 5)
     entropies = torch.tensor([[0.3, 1.0, 0.8, 2.0, 0.1]] * 3)
-    tokens = Tokens(log_probs, advantages, torch.ones(3, 5), entropies)
+    tokens = Tokens(log_probs, advantages, torch.ones(3, 5), entropies, rollout_log_probs=log_probs.roll(1, dims=1))
     row = Tokens(*(values.reshape(1, -1) for values in tokens))
     statistic = method.statistic(row)
     method = method.with_passes(row, statistic)

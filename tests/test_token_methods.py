@@ -18,12 +18,13 @@ def load(source: str, *arguments: str) -> token_method.Method:
     return method
 
 
-def tokens(probabilities, advantages, entropies=None, mask=None) -> Tokens:
-    """Tokens of one response, (1, A)."""
+def tokens(probabilities, advantages, entropies=None, mask=None, rollout=None) -> Tokens:
+    """Tokens of one response, (1, A). The probabilities that vLLM drew them by are π_old's if not given."""
     p = torch.tensor([probabilities], dtype=torch.float64)
     entropies = [0.0] * len(probabilities) if entropies is None else entropies
     mask = torch.ones_like(p) if mask is None else torch.tensor([mask])
-    return Tokens(p.log(), torch.tensor([advantages]).double(), mask, torch.tensor([entropies]).double())
+    mu = p if rollout is None else torch.tensor([rollout]).double()
+    return Tokens(p.log(), torch.tensor([advantages]).double(), mask, torch.tensor([entropies]).double(), mu.log())
 
 
 def weights(method: token_method.Method, seen: Tokens) -> list:
@@ -178,6 +179,55 @@ def test_clip_cov_draws_no_token_beside_those_drawn_that_has_another_probability
     assert (method.weigh(seen, method.statistic(seen))[0] == 0).sum() == 20
 
 
+def test_cw_grpo():
+    """ln p = −1, −1, −3, −3 around −2, and A = 1, −1, 1, −3 around −0.5: c = 1.5, −0.5, −1.5, 2.5.
+
+    Their mean is 0.5, and σ² = (1 + 1 + 4 + 4) / 4 = 2.5. So the weights are exp(−c² / 5) over their mean.
+    """
+    seen = tokens([math.exp(x) for x in (-1, -1, -3, -3)], [1.0, -1.0, 1.0, -3.0])
+    kernel = [math.exp(-c * c / 5) for c in (1.5, -0.5, -1.5, 2.5)]
+    assert weights(load("cw_grpo"), seen) == pytest.approx([4 * k / sum(kernel) for k in kernel])
+
+
+def test_cw_grpo_has_a_mean_weight_of_one_over_the_rollout_batch_whatever_the_padding():
+    method, seen = load("cw_grpo"), random_tokens((40, 300))
+    (found,) = method.weigh(seen, method.statistic(seen))
+    assert found.double().sum() / seen.mask.sum() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("p", "advantages"), [([0.9, 0.5, 0.1], [1.0] * 3), ([0.5] * 3, [1.0, -1.0, 2.0]), ([0.5], [2.0])]
+)
+def test_cw_grpo_is_the_plain_update_where_nothing_covaries(p, advantages):
+    """All tokens have one advantage, as in a batch without any, or one probability. Then every c is 0."""
+    assert weights(load("cw_grpo"), tokens(p, advantages)) == [1] * len(p)
+
+
+def test_gmts():
+    # H · |A| = 0.2, 1.5, 0.6, 0.9, 0; ⌈0.4 · 5⌉ = 2 of them. By entropy alone it would be the first and the last.
+    seen = tokens([0.5] * 5, [0.1, -1.0, 2.0, 3.0, 0.0], [2.0, 1.5, 0.3, 0.3, 9.0])
+    assert weights(load("gmts", "share=0.4"), seen) == [0, 1, 0, 1, 0]
+    # One token of five has an advantage, and two are to be selected: the second ties with all others.
+    assert weights(load("gmts", "share=0.4"), tokens([0.5] * 5, [0, 0, 1.0, 0, 0], [1.0] * 5)) == [1] * 5
+
+
+def test_gmts_divides_by_what_it_keeps():
+    assert load("gmts").divides_by_kept and load("gmts").needs_entropies
+
+
+def test_dppo():
+    # π_old − μ = 0.3, 0.3, −0.3, −0.3, 0.3 and twice 0.1: 0 where it has the advantage's sign and more than 0.2.
+    p, mu = [0.8, 0.8, 0.2, 0.2, 0.8, 0.5, 0.3], [0.5, 0.5, 0.5, 0.5, 0.5, 0.4, 0.2]
+    seen = tokens(p, [1.0, -1.0, 1.0, -1.0, 0.0, 2.0, 2.0], rollout=mu)
+    assert weights(load("dppo"), seen) == [0, 1, 1, 0, 1, 1, 1]
+    assert weights(load("dppo", "delta=0.05"), seen) == [0, 1, 1, 0, 1, 0, 0]
+
+
+def test_dppo_changes_nothing_where_the_rollout_policy_is_the_old_one():
+    seen = tokens([0.9, 0.1, 0.5], [1.0, -1.0, 0.0])
+    assert weights(load("dppo", "delta=0"), seen) == [1, 1, 1]
+
+
 NEUTRAL = {
     "ar": ["alpha=0"],
     "lopti": ["eta=1e-9"],
@@ -190,18 +240,24 @@ NEUTRAL = {
     "surprisal_band": ["lo=0", "hi=inf"],
     "positive_weight": ["positive=1"],
     "clip_cov": ["low=5"],
+    "cw_grpo": [],
+    "gmts": ["share=1"],
+    "dppo": ["delta=1"],
 }
 
 
 def random_tokens(shape=(4, 9)) -> Tokens:
     generator = torch.Generator().manual_seed(3)
     p, a, h = torch.rand(3, *shape, generator=generator)
-    return Tokens(p.log() * 3, 4 * a - 2, (torch.rand(shape, generator=generator) < 0.8).float(), 3 * h)
+    mask = (torch.rand(shape, generator=generator) < 0.8).float()
+    return Tokens(p.log() * 3, 4 * a - 2, mask, 3 * h, torch.rand(shape, generator=generator).log())
 
 
 @pytest.mark.parametrize("name", methods.built_in())
 def test_neutral_constants_are_the_identity_to_the_last_bit(name):
     method, seen = load(name, *NEUTRAL[name]), random_tokens()
+    if name == "cw_grpo":  # it has no constants, and is neutral where no token differs from the others
+        seen = seen._replace(advantages=torch.full_like(seen.advantages, 0.5))
     assert torch.equal(method.weigh(seen, method.statistic(seen))[-1], seen.mask)
 
 
@@ -256,7 +312,17 @@ WEIGH = "def weigh(tokens, *, x=1):\n    return "
         ),
         (WEIGH + "1 / (tokens.log_probs * 0)\n", "mine: weigh returned -inf"),
         (WEIGH + "tokens.advantages\n", "returned -1 for a token of π_old 0.9 and advantage -1: negative"),
-        (WEIGH + "tokens.entropies > 1\n", "mine: TypeError: '>' not supported"),
+        (
+            WEIGH + "(\n        tokens.entropies > 1)\n",
+            "mine: tokens.entropies is there if the file says NEEDS_ENTROPIES = True (mine.py, line 4)",
+        ),
+        (WEIGH + "tokens.rollout_log_probs\n", "says NEEDS_ROLLOUT_LOG_PROBS = True (mine.py, line 3)"),
+        (WEIGH + "tokens.masks\n", "mine: AttributeError: 'Tokens' object has no attribute 'masks' (mine.py, line 3)"),
+        ("\n1 / 0\n", "mine: ZeroDivisionError: division by zero (mine.py, line 3)"),
+        (
+            "def half(x): return x.halve()\n" + WEIGH + "half(tokens.mask)\n",
+            "object has no attribute 'halve' (mine.py, line 2)",
+        ),
         (
             WEIGH + "[tokens.mask] * (2 if len(tokens.mask) > 1 else 1)\n",
             "mine: weigh returned 2 tensors, and 1 before",
@@ -308,6 +374,8 @@ def test_a_file_that_cannot_work_is_refused_in_one_line(tmp_path, body, said):
                 "positive_weight.positive=-1",
                 "clip_cov.high=0",
                 "clip_cov.share=-1",
+                "gmts.share=0",
+                "dppo.delta=1.5",
             )
         ),
     ],

@@ -51,6 +51,10 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
         elif not is_selective(args):
             problem = f"{readers} needs entropies, which the selective update alone gives"
             yield Finding(_FLAG, given, problem, "give --actor.update selective, or another method")
+    level = "algo.advantage.is_correction_level"
+    if (readers := ", ".join(answer["reading_rollout_log_probs"])) and attrgetter(level)(args) == "off":
+        problem = f"{readers} needs vLLM's log-probs of all samples, which OpenRLHF asks for with --{level} alone"
+        yield Finding(_FLAG, given, problem, f"give --{level} token, or another method")
     if answer["passes"] > 1 and args.actor.lr_scheduler in NOT_BY_STEPS:
         yield _not_by_steps(args, f"of which {given} takes {answer['passes']} times as many")
 

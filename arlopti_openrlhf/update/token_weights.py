@@ -57,7 +57,7 @@ class TokenWeights:
             old_log_probs.compute(actor, samples, args, ranks, with_distributions=True)
         known = self.knows_nothing
         if any(method.find for method in self.methods):
-            columns = torch.cat([torch.empty(4, 0), *map(_response, samples)], dim=1)
+            columns = torch.cat([torch.empty(len(Tokens._fields), 0), *map(_response, samples)], dim=1)
             tokens = Tokens(*ranks.gather(columns)[:, None])
             if tokens.mask.numel():
                 known = Known([method.statistic(tokens) for method in self.methods])
@@ -133,6 +133,10 @@ class TokenWeights:
 
     def _weigh(self, sample: Sample, known: Known) -> None:
         tokens = Tokens(*_response(sample)[:, None])  # (1, tokens) each
+        readers = [method.name for method in self.methods if method.needs_rollout_log_probs]
+        if readers and not tokens.rollout_log_probs.isfinite().all():
+            names = ", ".join(readers)
+            raise ValueError(f"token methods that read the rollout's log-probs ({names}): a sample has none")
         ones = torch.ones_like(tokens.log_probs)
         if tokens.mask.numel():
             of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, known.statistics, strict=True)]
@@ -196,14 +200,15 @@ class TokenWeights:
 
 
 def _response(sample: Sample) -> Tensor:
-    """Return log π_old, advantages, ones and entropies of a sample's response, (4, tokens) float32 on the CPU.
+    """Return the fields of `Tokens` for a sample's response, (5, tokens) float32 on the CPU.
 
-    Entropies that no forward pass has shown are zeros.
+    Entropies that no forward pass has shown, and log-probs that vLLM has not given, are NaN.
     """
-    log_probs, advantages = sample.action_log_probs.cpu().float(), sample.advantages.cpu().float()
-    ones = torch.ones_like(log_probs)
-    entropies = torch.zeros_like(ones) if sample.distributions is None else sample.distributions[0].float()
-    return torch.stack([log_probs, advantages, ones, entropies])[:, sample.action_mask.bool().cpu()]
+    log_probs, unknown = sample.action_log_probs, old_log_probs.unknown(sample.action_mask)
+    entropies = unknown if sample.distributions is None else sample.distributions[0]
+    rollout = unknown if sample.rollout_log_probs is None else sample.rollout_log_probs
+    rows = log_probs, sample.advantages, torch.ones_like(log_probs), entropies, rollout
+    return torch.stack([row.cpu().float() for row in rows])[:, sample.action_mask.bool().cpu()]
 
 
 def _in_place(values: Tensor, sample: Sample) -> Tensor:

@@ -60,7 +60,13 @@ def method_weights(batch: Batch, tokens: Tokens) -> tuple[dict[str, Tensor], dic
     Returns:
         {method: (B, A) weights, summed over its passes}, and {method: why it gives none}.
     """
-    seen = token_method.Tokens(tokens.log_probs, batch.advantages, batch.action_mask, tokens.entropy)
+    seen = token_method.Tokens(
+        tokens.log_probs,
+        batch.advantages,
+        batch.action_mask,
+        tokens.entropy,
+        rollout_log_probs=tokens.log_probs,  # the policy has drawn the batch itself
+    )
     row = token_method.Tokens(*(values[batch.action_mask][None] for values in seen))
     weights, left_out = {}, {}
     requested: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in built_in()} | _RELATIVES
