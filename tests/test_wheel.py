@@ -124,6 +124,7 @@ def test_only_the_gpu_extra_asks_for_flash_attn(wheel):
     assert {"openrlhf", "flash-attn", "vllm"} <= needs(requirements, "gpu")
 
 
+@pytest.mark.long
 def test_two_steps_with_the_packages_reward_beside_a_rewards_folder(python, folder, tiny_model, tiny_data):
     command = f"""
         {python} -m arlopti_openrlhf.cli.train_ppo_ray --reward.remote_url kk

@@ -82,6 +82,7 @@ TORN = (row("newest checkpoint torn"),)
 CUT = (row("a checkpoint's file cut in half"),)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [SIGTERM, TORN, CUT], ids=name_of)
 def test_a_run_that_survives(case, outcome):
     found = outcome(case, "good")
@@ -89,6 +90,7 @@ def test_a_run_that_survives(case, outcome):
     assert 0 <= found.noticed < 5 and found.lost == (0 if case is SIGTERM else 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case, variant, wrong",
     [
@@ -110,6 +112,7 @@ def test_faults_and_cases_have_names_of_their_own():
     assert len(CASES) >= 30 and len(SHORT[0]) == 5
 
 
+@pytest.mark.long
 def test_what_ends_a_run_of_several_faults_is_not_their_survival(tmp_path, outcome):
     """A start that survives is asked to end for the next fault, and what it trained counts."""
     survived = replace(row("SIGTERM", step=1), name="nothing much", does=lambda _: None, exits=frozenset({0}), says="")
@@ -124,6 +127,7 @@ def test_the_nemesis_draws_eight_faults_that_keep_the_updates():
     assert len({name_of(case) for case in drawn}) == 10 and nemesis.draw(3) == nemesis.draw(3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "variant, wrong",
     [

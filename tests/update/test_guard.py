@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-# The gate takes a stage and precision of each. Offloading alone compiles DeepSpeed's CPU Adam, which takes two minutes.
+# `make test` takes a stage, a precision and a kind of batch of each. Offloading compiles DeepSpeed's CPU Adam.
 GATE = ("zero2, bf16, a loss without a gradient", "zero3, float32, upstream's step", "zero2, dynamic")
 
 

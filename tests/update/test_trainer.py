@@ -16,7 +16,6 @@ from arlopti_testing.update_workers import (
     relative_distance,
 )
 
-
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
