@@ -32,8 +32,9 @@ NONE, SELECTIVE, WHOLE = "none", "selective", "whole"  # what is computed again,
 # Operations per token. A backward pass takes two of a forward pass. Attention and what is no product, which
 # `selective` computes again in part, are taken for a quarter of it.
 _TIME = {NONE: 1.0, SELECTIVE: 13 / 12, WHOLE: 4 / 3}
-# Tokens that cost as much as a micro-batch does by itself. It launches some 3,600 kernels (`benchmarks/gpu_counts.py`),
-# in 5 µs each. In that time an H100 at 0.4 of its peak trains 0.5B weights on 2,400 tokens. Derived, not measured.
+# Tokens that cost as much as a micro-batch does by itself. Some 3,600 kernels take 5 µs each to launch
+# (`benchmarks/gpu_counts.py`). In that time an H100 at 0.4 of its peak trains 0.5B weights on 2,400 tokens. Derived,
+# not measured.
 _A_MICRO_BATCH = 2_000
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 # By name, whatever the device and the kernel. FlexAttention is no operator that could be kept.
