@@ -32,7 +32,6 @@ from update_bench import training_flags  # noqa: E402
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
 from arlopti_openrlhf.patching import replaced_attribute  # noqa: E402
 from arlopti_openrlhf.update import partition, trainer  # noqa: E402
-from arlopti_openrlhf.update.checkpointing import Checkpointing  # noqa: E402
 from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
 
 SETTINGS = {
@@ -83,19 +82,19 @@ def update(flags: list[str], layers: int, prompts: int) -> Counts:
     with (
         _alone(),
         claimed_gpu() as counts,
-        replaced_attribute(Checkpointing, "fit", lambda *rest: costliest),
         replaced_attribute(trainer, "tqdm", lambda steps, **bar: steps),
     ):
         for tensor in (*model.parameters(), *model.buffers()):
             counts.claim(tensor)
         driver = _trainer(model, args, prompts)
-        for _ in range(2):
-            counts.clear()
-            for sample in copy.deepcopy(samples):
-                sample.action_log_probs = _old_log_probs(driver, sample)
-                driver.replay_buffer.append(sample)
-            driver.ppo_train(args.algo.kl.init_coef)
-            driver.replay_buffer.clear()
+        with replaced_attribute(driver.checkpointing, "fit", lambda *rest: costliest):
+            for _ in range(2):
+                counts.clear()
+                for sample in copy.deepcopy(samples):
+                    sample.action_log_probs = _old_log_probs(driver, sample)
+                    driver.replay_buffer.append(sample)
+                driver.ppo_train(args.algo.kl.init_coef)
+                driver.replay_buffer.clear()
     return counts
 
 

@@ -9,6 +9,8 @@ from operations import PACKED, STOCK, operations, update_passes
 from rollouts import SHAPES, published_operations, unpadded
 from update_bench import Bench
 
+from arlopti_openrlhf.update.checkpointing import WHOLE
+
 OPTIMIZER_SHARE = 0.1  # of stock's update in `choose_scale`, at most
 
 
@@ -101,7 +103,10 @@ def computed_operations(bench: Bench) -> dict[str, float]:
         passes[STOCK] = passes[PACKED]
     passes |= {"AR": passes["GRPO"], "Lopti": passes["AR + Lopti"], peers.DYNAMIC: passes[PACKED]}
     checkpointing = bench.stock.model.module.is_gradient_checkpointing
-    found = {variant: sum(operations(shape, each, checkpointing) for each in made) for variant, made in passes.items()}
+    found = {}
+    for variant, made in passes.items():
+        repeats_layers = checkpointing and bench.levels.get(variant, WHOLE) == WHOLE
+        found[variant] = sum(operations(shape, each, repeats_layers) for each in made)
     return found | {peers.CHECKPOINTING: sum(operations(shape, each, True) for each in passes[STOCK])}
 
 

@@ -89,6 +89,11 @@ def main() -> None:
             }
             for model in MODELS
         }
+        if settings.checkpointing:  # ours does without where there is room
+            for model, of_model in counted.items():
+                for variant in ("GRPO", "AR + Lopti"):
+                    passes = updates[variant]
+                    of_model[f"{variant}, nothing twice"] = sum(operations(SHAPES[model], each) for each in passes)
         record[setting] = dict(settings=vars(settings) | {"tokens": tokens}, operations=counted)
         shared = tokens / cost(items)
         print(f"{setting}: {len(items)} responses, {tokens:,} tokens, {shared:.2f} times those with shared prompts\n")

@@ -68,6 +68,7 @@ class Bench:
     Attributes:
         optimizer_seconds: of the last step of each variant, what the optimizer's steps took.
         gradient_norms: after the last step of each variant; of its last stage, where it has two.
+        levels: of gradient checkpointing in the last step of each variant of ours.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Bench:
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.optimizer_seconds: dict[str, float] = {}
         self.gradient_norms: dict[str, float] = {}
+        self.levels: dict[str, str] = {}
         self.around: dict[str, Callable[[], AbstractContextManager]] = {}
         self.trl: peers.TrlUpdate | None = None
         self.actors, self.trainers = {}, {}
@@ -219,6 +221,7 @@ class Bench:
         trainer.ppo_train(self.flags.algo.kl.init_coef)
         trainer.replay_buffer.clear()
         if checkpointing := getattr(trainer, "checkpointing", None):
+            self.levels[variant] = checkpointing.level
             checkpointing.set(checkpointing.levels[-1])  # the model is the other variants' too
 
     def fraction(self, size: float) -> list:

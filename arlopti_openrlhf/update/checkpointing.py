@@ -3,11 +3,10 @@
 With `--actor.gradient_checkpointing_enable` OpenRLHF keeps the inputs of the layers alone, and the backward pass
 computes each layer again. The selective update keeps more where there is room: all activations, or the results of
 matrix products and of attention, so that only what is cheap is computed again. The gradients are the same bit for bit.
-Smaller micro-batches make room, as long as what they save is more than what prompts cost that are computed repeatedly.
+Smaller micro-batches make room for more, where they save more than they cost.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -33,6 +32,10 @@ NONE, SELECTIVE, WHOLE = "none", "selective", "whole"  # what is computed again,
 # Operations per token. A backward pass takes two of a forward pass. Attention and what is no product, which
 # `selective` computes again in part, are taken for a quarter of it.
 _TIME = {NONE: 1.0, SELECTIVE: 13 / 12, WHOLE: 4 / 3}
+# Tokens that cost as much as a micro-batch does by itself. Some 3,600 kernels take 5 µs each to launch
+# (`benchmarks/gpu_counts.py`). In that time an H100 at 0.4 of its peak trains 0.5B weights on 2,400 tokens. Derived,
+# not measured.
+_A_MICRO_BATCH = 2_000
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 # By name, whatever the device and the kernel. FlexAttention is no operator that could be kept.
 _ATTENTION = ("aten::_flash_attention_forward", "aten::_scaled_dot_product_", "flash_attn::", "flash_attn_3::")
@@ -80,13 +83,13 @@ class Checkpointing:
         costliest = ranks.max(max(map(partition.cost, partition.by_prompt(items)), default=0))
         keys = ranks.max(partition.keys_per_token(items))
         budgets = self.budgets(longest, costliest, keys, ranks.min(_free_bytes(self.model)))
-        computed = ranks.sum(
-            *(
-                float(sum(partition.computed(samples, budget) for samples in mini_batches))
-                for budget in budgets.values()
-            )
-        )
-        times = {level: _TIME[level] * tokens for level, tokens in zip(budgets, computed, strict=True)}
+
+        def work(budget: int) -> float:
+            batches = [batch for samples in mini_batches for batch in partition.micro_batches(samples, budget)]
+            return float(sum(map(partition.cost, batches)) + _A_MICRO_BATCH * len(batches))
+
+        of_all_ranks = zip(budgets, ranks.sum(*map(work, budgets.values())), strict=True)
+        times = {level: _TIME[level] * tokens for level, tokens in of_all_ranks}
         level = min(times, key=times.__getitem__)
         if level != self.level:
             self.set(level)
@@ -98,8 +101,8 @@ class Checkpointing:
         With dynamic batches the user says so. Else the user gives a number of samples, for which OpenRLHF takes the
         memory of their tokens, padded to the longest, with their logits. The selective update keeps no logits, so in
         the same memory there is room for more tokens, as far as a whole prompt needs them, or for more of their
-        activations. Activations may also take what is free, as long as micro-batches are no smaller than OpenRLHF's.
-        A model whose layers are not known gets as many tokens as in OpenRLHF.
+        activations. These may also take what is free. A model whose layers are not known gets as many tokens as in
+        OpenRLHF.
 
         Args:
             longest: tokens of the longest sequence.
@@ -107,15 +110,12 @@ class Checkpointing:
             keys_per_token: of the samples (`partition.keys_per_token`).
             free: bytes.
         """
-        train, config, own = self.args.train, self.config, self.levels[-1]
-        padded = train.max_tokens_per_gpu if train.dynamic_batch_enable else train.micro_batch_size * longest
+        config, own, train = self.config, self.levels[-1], self.args.train
+        is_dynamic = train.dynamic_batch_enable
+        padded = train.max_tokens_per_gpu if is_dynamic else train.micro_batch_size * longest
         if not is_known(config):
             return {own: padded}
-        if train.dynamic_batch_enable:
-            least = most = padded
-        else:
-            prompts = math.ceil(train.micro_batch_size / self.args.rollout.n_samples_per_prompt)
-            least, most = min(padded, prompts * costliest), max(padded, costliest)
+        least, most = (padded, padded) if is_dynamic else (longest, max(padded, costliest))
         stock = padded * peak_bytes(config, own == WHOLE, keeps_logits=True)
         kept = {
             NONE: layer_bytes(config, keys_per_token),
@@ -127,7 +127,7 @@ class Checkpointing:
             room = stock if level == own else max(stock, free)
             fitting = most_tokens(config, room, kept[level], keys_per_token, BLOCK_ELEMENTS)
             if fitting >= least or level == own:
-                budgets[level] = most if train.dynamic_batch_enable else min(fitting, most)
+                budgets[level] = most if is_dynamic else min(fitting, most)
         return budgets
 
     def set(self, level: str) -> None:

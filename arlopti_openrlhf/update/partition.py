@@ -70,11 +70,6 @@ def micro_batches(samples: Sequence[Item], budget: int, count: int = 1) -> list[
     return batches
 
 
-def computed(samples: Sequence[Item], budget: int) -> int:
-    """Return how many tokens the micro-batches of these samples cost, in which a prompt may be computed repeatedly."""
-    return sum(map(cost, micro_batches(samples, budget)))
-
-
 def _parts(samples: Sequence[Item], budget: int) -> list[list[Item]]:
     """Divide samples by prompt, and a prompt's samples into parts that cost at most `budget` tokens each."""
     parts: list[list[Item]] = []

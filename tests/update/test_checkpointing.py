@@ -31,7 +31,7 @@ def flags(
     train = SimpleNamespace(
         micro_batch_size=micro_batch_size, dynamic_batch_enable=tokens is not None, max_tokens_per_gpu=tokens
     )
-    return SimpleNamespace(actor=actor, train=train, rollout=SimpleNamespace(n_samples_per_prompt=4))
+    return SimpleNamespace(actor=actor, train=train)
 
 
 def made(kind: str = "qwen2", dtype=torch.float32, reentrant: bool = False, attention: str = "sdpa", **sizes):
@@ -157,12 +157,10 @@ def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
     assert budget(10**9) == 10_000
 
 
-@pytest.mark.parametrize(("micro_batch_size", "is_refused"), [(1, False), (4, False), (5, True)])
-def test_micro_batches_are_no_smaller_than_openrlhfs(micro_batch_size, is_refused):
-    """Prompts have four samples, of which all fit that are at hand. OpenRLHF's fifth would be of another prompt."""
-    setter = Checkpointing(made(vocab_size=8), flags(micro_batch_size=micro_batch_size))
-    free = 300 * (4 * 1216 + 256)
-    assert (NONE in setter.budgets(100, 280, keys_per_token=1, free=free)) != is_refused
+@pytest.mark.parametrize(("tokens", "fits"), [(199, False), (201, True)])
+def test_the_longest_sample_needs_room(tokens, fits):
+    setter = Checkpointing(made(vocab_size=8), flags())
+    assert (NONE in setter.budgets(200, 250, keys_per_token=1, free=tokens * (4 * 1216 + 256))) == fits
 
 
 @pytest.mark.parametrize("free", [0, 2**40])
@@ -172,18 +170,23 @@ def test_dynamic_batches_are_as_large_as_asked_for(free):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response", "expected"),
-    [(80, 20, (WHOLE, 160)), (20, 80, (SELECTIVE, 151))],
-    ids=["prompt", "response"],
+    ("vocabulary", "layers", "prompt", "response", "expected"),
+    [
+        (4000, 26, 8000, 2000, (WHOLE, 16_000)),
+        (20_000, 40, 2000, 8000, (SELECTIVE, 34_000)),
+        (20_000, 40, 2000, 18_000, (NONE, 65_542)),
+    ],
+    ids=["the prompt twice", "a micro-batch more", "neither"],
 )
-def test_the_level_of_least_time_is_taken(prompt, response, expected, monkeypatch):
-    """In OpenRLHF's memory there is room for 151 tokens with products kept, and for all four responses without.
+def test_the_level_of_least_time_is_taken(vocabulary, layers, prompt, response, expected):
+    """Of four responses, in OpenRLHF's memory for one. A micro-batch costs 2,000 tokens by itself.
 
-    With a long prompt that makes 140 + 100 tokens, times 13/12, or 160, times 4/3. With long responses it makes four
-    times 100, or 340. Nothing computed again would have room for less than one of OpenRLHF's samples.
+    1. With products kept there is room for 14,364 tokens: 14,000 + 10,000, or all at once with layers computed again.
+       (24,000 + 2 x 2,000) x 13/12 > (16,000 + 2,000) x 4/3.
+    2. With all kept there is room for 32,771: 26,000 + 10,000 + 2 x 2,000 > (34,000 + 2,000) x 13/12.
+    3. With all kept there is room for 65,542: 56,000 + 20,000 + 2 x 2,000 < (74,000 + 2,000) x 13/12.
     """
-    monkeypatch.setattr(checkpointing, "BLOCK_ELEMENTS", 2**10)
-    setter = Checkpointing(made(vocab_size=4000, num_hidden_layers=26), flags())
+    setter = Checkpointing(made(vocab_size=vocabulary, num_hidden_layers=layers), flags())
     budget = setter.fit([samples(4, prompt, response)], Ranks(free=0))
     assert (setter.level, budget) == expected
 

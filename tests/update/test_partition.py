@@ -46,12 +46,6 @@ def test_the_costliest_is_halved_for_more():
     assert [len(batch) for batch in partition.micro_batches(items, 100, count=5)] == [1] * 5
 
 
-def test_a_divided_prompt_costs_more():
-    """4 + 3 + 3 fits into 10, and a third response costs 4 + 3 by itself."""
-    items = [sample(1, 3), sample(1, 3), sample(1, 3)]
-    assert [partition.computed(items, budget) for budget in (13, 10)] == [4 + 9, (4 + 6) + (4 + 3)]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_ranks_get_whole_prompts_and_as_many_samples(count):
     items = [sample(prompt, 1 + (prompt + i) % 4, length=3 + prompt % 2) for i in range(4) for prompt in range(6)]
