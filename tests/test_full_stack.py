@@ -197,9 +197,10 @@ def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
 
 
 def test_token_methods_on_two_ranks_packed(train, noisy_reward, tmp_path):
-    """A user's file and 80/20, whose tokens of weight 0 are not computed."""
+    """A user's file and 80/20, whose tokens of weight 0 are not computed. DPPO gets vLLM's log-probs of all samples."""
     log = train(
-        f"""{GRPO} --algo.token_method examples/token_method.py eighty_twenty --ds.packing_samples
+        f"""{GRPO} --algo.token_method examples/token_method.py eighty_twenty dppo --ds.packing_samples
+        --algo.advantage.is_correction_level token --algo.advantage.is_correction_threshold 0 inf
         --algo.token_method_args token_method.weight=0.5 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2
         --vllm.num_engines 2 --train.colocate_all""",
         reward=noisy_reward,
@@ -211,3 +212,5 @@ def test_token_methods_on_two_ranks_packed(train, noisy_reward, tmp_path):
         ]
         assert all(list(share) == [1, 2] for share in shares)
     assert 0.19 < shares[1][1] < 0.25  # the effective share of a mask is what it keeps
+    # vLLM has the actor's weights, so no token has moved.
+    assert list(scalars(tmp_path, "train/token_method/dppo/mean_weight").values()) == [1, 1]
