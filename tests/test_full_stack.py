@@ -197,7 +197,7 @@ def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
 
 
 def test_token_methods_on_two_ranks_packed(train, noisy_reward, tmp_path):
-    """A user's file and 80/20, whose tokens of weight 0 are not computed. DPPO gets vLLM's log-probs of all samples."""
+    """A user's file and 80/20, whose tokens of weight 0 are not computed; DPPO, which reads vLLM's log-probs."""
     log = train(
         f"""{GRPO} --algo.token_method examples/token_method.py eighty_twenty dppo --ds.packing_samples
         --algo.advantage.is_correction_level token --algo.advantage.is_correction_threshold 0 inf

@@ -51,7 +51,7 @@ def test_nothing_is_wrong(flags):
         (
             "--algo.token_method ar dppo",
             "dppo needs vLLM's log-probs of all samples, which OpenRLHF asks for with "
-            "--algo.advantage.is_correction_level alone: give --algo.advantage.is_correction_level token",
+            "--algo.advantage.is_correction_level alone; give --algo.advantage.is_correction_level token",
         ),
     ],
 )
