@@ -84,7 +84,7 @@ def cw_grpo(p, h, a, response):
     return w / w.mean()
 
 
-# Of p, H and A of all tokens, of which response each is, and of what vLLM drew it by. The constants suit the tiny model,
+# Of p, H and A of all tokens, of which response each is, and of μ. The constants suit the tiny model,
 # whose tokens all have a probability of about 1/320.
 METHODS = {
     "ar": (["alpha=-0.2"], lambda p, h, a, r: 1 + 0.2 * (1 - p)),
