@@ -107,8 +107,8 @@ FAMILY_VARIANTS = {
     **_METHODS,
     **{f"{name}-mean-one": f"{given} {_MEAN_ONE}" for name, given in _METHODS.items()},
 }
-# Methods that came later, with GRPO's runs from the same warm starts. CW-GRPO has a mean weight of one by definition, and
-# the loss of GMTS divides by the tokens that it keeps.
+# Methods that came later, and GRPO from the same warm starts. CW-GRPO has a mean weight of one by definition, and the
+# loss of GMTS divides by the tokens that it keeps.
 NEXT_VARIANTS = {
     "grpo": "",
     "cw-grpo": "--algo.token_method cw_grpo",
@@ -126,15 +126,7 @@ def _of_each_seed(family: str, variants: dict[str, str], estimator: str, seeds: 
     ]
 
 
-TUNING = [Run("tuning", f"lr-{rate:g}", seed, _GRPO, rate) for seed in (100, 101) for rate in LEARNING_RATES]
-STUDY = [
-    *_of_each_seed("GRPO", GRPO, _GRPO, 5),
-    *_of_each_seed("REINFORCE++", REINFORCE, _REINFORCE, 3),
-    *(Run("GRPO", CONTROL, seed, _GRPO, mini_batches=4) for seed in range(3)),
-    *_of_each_seed("GRPO", ABLATIONS, _GRPO, 3),
-]
 def _of_each_condition(variants: dict[str, str]) -> list[Run]:
-    # Seed by seed too, and the conditions in turn.
     return [
         Run(
             condition,
@@ -149,12 +141,19 @@ def _of_each_condition(variants: dict[str, str]) -> list[Run]:
     ]
 
 
+TUNING = [Run("tuning", f"lr-{rate:g}", seed, _GRPO, rate) for seed in (100, 101) for rate in LEARNING_RATES]
+STUDY = [
+    *_of_each_seed("GRPO", GRPO, _GRPO, 5),
+    *_of_each_seed("REINFORCE++", REINFORCE, _REINFORCE, 3),
+    *(Run("GRPO", CONTROL, seed, _GRPO, mini_batches=4) for seed in range(3)),
+    *_of_each_seed("GRPO", ABLATIONS, _GRPO, 3),
+]
 # The first study's results are not used again. They were made by earlier code, and on CPUs whose warm starts differ.
 FAMILY = _of_each_condition(FAMILY_VARIANTS)
 # Those that a changed split could change most. They were run again on puzzles held out by structure.
 CONTROLS = ("grpo", CONTROL, "lopti")
-NEXT = _of_each_condition(NEXT_VARIANTS)
 FAMILY_CONTROLS = [run for run in FAMILY if run.variant.removeprefix(f"{run.condition}-") in CONTROLS]
+NEXT = _of_each_condition(NEXT_VARIANTS)
 
 
 def flags(run: Run, inputs: Path, out: Path) -> list[str]:
