@@ -187,6 +187,8 @@ class Training:
             is_deferred = self.trainer.defers_old_log_probs
             batch.action_log_probs = unknown(batch.action_mask) if is_deferred else self.policy(*inputs)
             batch.base_action_log_probs = self.reference(*inputs)
+            if self.args.algo.advantage.is_correction_level != "off":
+                batch.rollout_log_probs = self.policy(*inputs)  # it has drawn the tokens itself
             batch.kl = torch.zeros_like(batch.base_action_log_probs)  # it is a part of the loss
             batch.info["kl"] = masked_mean(batch.kl, batch.action_mask, dim=-1)
         return self.maker.compute_advantages_and_returns(batches)

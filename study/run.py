@@ -6,6 +6,7 @@
     python -m study.run --tuning           # the baseline's learning rates
     python -m study.run --family           # the family of token methods, in two conditions
     python -m study.run --controls --results study/results/by_structure.jsonl
+    python -m study.run --next --results FILE      # CW-GRPO and GMTS, and GRPO beside them
 
 Run it in the repository's root. Runs of AR and Lopti go through the real command. They share one Ray cluster, which
 lives as long as this process. Those of the family are trained in one process each (`study.in_process`).
@@ -73,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("--tuning", runs.TUNING, "the runs that chose the baseline's learning rate"),
         ("--family", runs.FAMILY, "the family of token methods, in two conditions (docs/study_family.md)"),
         ("--controls", runs.FAMILY_CONTROLS, "of the family, GRPO, Lopti and GRPO with twice the steps"),
+        ("--next", runs.NEXT, "CW-GRPO, GMTS and GRPO, in the family's conditions"),
     ):
         which.add_argument(name, dest="selection", action="store_const", const=selection, help=what)
     parser.set_defaults(selection=runs.STUDY)

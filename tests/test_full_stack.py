@@ -89,8 +89,9 @@ TWO_RANKS = f"""{GRPO} --algo.ar.alpha 0.3 --algo.lopti.quantile 0.3 --ds.zero_s
 def test_two_ranks_two_engines_under_zero3_packed_with_token_methods_ema_and_evaluation(
     train, tiny_data, noisy_reward, tmp_path
 ):
-    """AR, Lopti, a user's file, and 80/20, whose tokens of weight 0 are not computed."""
-    flags = f"""{TWO_RANKS} --eval.dataset {tiny_data} --algo.token_method examples/token_method.py eighty_twenty
+    """AR, Lopti, a user's file, 80/20, whose tokens of weight 0 are not computed, and DPPO with vLLM's log-probs."""
+    flags = f"""{TWO_RANKS} --eval.dataset {tiny_data} --algo.token_method examples/token_method.py eighty_twenty dppo
+        --algo.advantage.is_correction_level token --algo.advantage.is_correction_threshold 0 inf
         --algo.token_method_args token_method.weight=0.5"""
     log = train(flags, reward=noisy_reward)
     assert "OpenRLHF runs on the CPU" in log
@@ -105,6 +106,8 @@ def test_two_ranks_two_engines_under_zero3_packed_with_token_methods_ema_and_eva
         ]
         assert all(list(share) == [1, 2] for share in shares)
     assert 0.19 < shares[1][1] < 0.25  # the effective share of a mask is what it keeps
+    # vLLM has the actor's weights, so no token has moved.
+    assert list(scalars(tmp_path, "train/token_method/dppo/mean_weight").values()) == [1, 1]
     accuracy = scalars(tmp_path, "eval/kk_2ppl/accuracy")
     assert list(accuracy) == [0, 2]  # before the first step and after the last
     assert all(0 <= value <= 1 for value in accuracy.values())

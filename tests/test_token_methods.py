@@ -275,6 +275,17 @@ def test_a_docstring_has_the_paper_the_formula_and_the_constants(name):
     assert {"Formula", "Code read", "Constants", "Deviations"} < parts and {"Paper", "Papers"} & parts
 
 
+def test_the_page_begins_with_a_method_that_works(tmp_path):
+    """And its second one asks for entropies, whose mean over the rollout batch is 2: above it lies 3 alone."""
+    page = (methods.FOLDER.parents[1] / "docs" / "token_methods.md").read_text("utf-8")
+    first, second = (block.partition("```")[0] for block in page.split("```python\n")[1:])
+    assert page.index("```python") < 200 and len(first.splitlines()) < 10
+    seen = tokens([0.001, 0.001, 0.5], [-1.0, 1.0, -1.0], [1.0, 2.0, 3.0])
+    assert weights(load(write(tmp_path, first, "first.py")), seen) == [0, 1, 1]
+    assert weights(load(write(tmp_path, first, "first.py"), "below=0.6"), seen) == [0, 1, 0]
+    assert weights(load(write(tmp_path, second, "second.py")), seen) == [0, 0, 1]
+
+
 def test_weights_multiply_over_all_combinations_of_passes():
     a, b, c = (torch.tensor([[x]]) for x in (2.0, 3.0, 5.0))
     assert [w.item() for w in token_method.combine([[a, b], [c, a]])] == [10, 4, 15, 6]

@@ -3,8 +3,8 @@
 - Paper: arXiv 2602.04879, Binary-TV.
 - Formula: w = 0 where A > 0 and π_old − μ > δ, or A < 0 and π_old − μ < −δ, else 1. μ is the probability that the
   rollout policy gave the token.
-- Code read: prime-rl's `loss.py` and verl's `core_algos.py` (`dppo_tv`), in copies.
-- Constants: δ = 0.2 both ways, which is the default of both.
+- Code read: prime-rl's `loss.py` and verl's `core_algos.py` (`dppo_tv`), in copies of 2026.
+- Constants: δ = 0.2 both ways, prime-rl's default. verl takes PPO's clipping bounds for it.
 - Deviations: the paper's π is the policy of the moment, ours π_old, so that in later steps of a rollout batch the mask
   stays as it is. It stands beside PPO's clipping, which the paper's takes the place of. The factor π_old / μ of the
   paper's loss is OpenRLHF's importance-sampling correction. `--algo.advantage.is_correction_threshold 0 inf` leaves

@@ -27,6 +27,8 @@ def check(flags: str) -> list[str]:
         "--algo.token_method ar lopti --actor.policy_loss_type gspo",
         "--algo.token_method stapo --algo.token_method_normalize --algo.ar.alpha 0.3 --algo.lopti.eta 0.5",
         "--algo.lopti.eta 0.5 --algo.token_method_args lopti.groups=low",
+        "--algo.token_method dppo --algo.advantage.is_correction_level token "
+        "--algo.advantage.is_correction_threshold 0 inf",
     ],
 )
 def test_nothing_is_wrong(flags):
@@ -46,6 +48,11 @@ def test_nothing_is_wrong(flags):
         ("--algo.token_method ar --algo.token_method_args ar.alpha=2", "ar: alpha must lie in [-1, 1], got 2"),
         ("--algo.token_method ar stapo --actor.update stock", "stapo needs entropies"),
         ("--algo.token_method steer --ds.tensor_parallel_size 2", "steer needs entropies"),
+        (
+            "--algo.token_method ar dppo",
+            "dppo needs vLLM's log-probs of all samples, which OpenRLHF asks for with "
+            "--algo.advantage.is_correction_level alone; give --algo.advantage.is_correction_level token",
+        ),
     ],
 )
 def test_a_mistake_is_one_finding(flags, said):
@@ -63,7 +70,11 @@ def test_a_mistake_is_one_finding(flags, said):
         ("return 1e7 / tokens.probabilities\n", "mine: weigh returned 1e+10 for a made-up token, and at most 1e+06"),
         ("import os; os._exit(1)\n", "no weights: its process ends"),
         ("import time; time.sleep(60)\n", "no weights: no result after 5 s"),
-        ("print('noise'); return tokens.entropies\n", "mine: weigh returned NoneType, where a tensor is due"),
+        ("print('noise'); return None\n", "mine: weigh returned NoneType, where a tensor is due"),
+        (
+            "return tokens.entropies.mean() * tokens.mask\n",
+            "mine: tokens.entropies is there if the file says NEEDS_ENTROPIES = True (mine.py, line 3)",
+        ),
     ],
 )
 def test_a_users_file_is_tried(tmp_path, monkeypatch, body, said):

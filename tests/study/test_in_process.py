@@ -62,6 +62,15 @@ def test_a_method_that_changes_nothing_gives_the_same_run_to_the_bit(inputs, tmp
     assert made["curves"]["mean_weight"] == [1.0, 1.0] and summary.step_seconds(neutral)["update"] > 0
 
 
+def test_dppo_leaves_out_no_token_where_the_policy_has_drawn_them_itself(inputs, tmp_path):
+    correction = "--algo.advantage.is_correction_level token --algo.advantage.is_correction_threshold 0 inf"
+    found = train("decisions-grpo-0", inputs, tmp_path, f"--algo.token_method dppo {correction}")
+    for name, value in {"mean_weight": 1, "zero_share": 0, "effective_share": 1}.items():
+        assert list(found[f"train/token_method/dppo/{name}"].values()) == [value, value]
+    gaps = list(found["train/vllm_kl"].values())
+    assert len(gaps) == 2 and max(map(abs, gaps)) < 1e-5
+
+
 def test_the_action_mask_selects_the_answer():
     from study.in_process import as_experience
 

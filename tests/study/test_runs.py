@@ -96,6 +96,14 @@ def test_every_method_of_the_family_parses_as_what_it_is():
     assert set().union(*different.values()) == allowed
 
 
+def test_later_methods_differ_from_grpo_in_the_method_alone():
+    assert len(runs.NEXT) == 3 * 5 * 2
+    assert set(runs.NEXT) & set(runs.FAMILY) == {r for r in runs.FAMILY if r.variant.endswith("-grpo")}
+    grpo, *others = (parsed(r) for r in runs.NEXT if (r.condition, r.seed) == ("noise", 3))
+    different = [{key: value for key, value in values.items() if value != grpo[key]} for values in others]
+    assert different == [{"algo.token_method": ["cw_grpo"]}, {"algo.token_method": ["gmts"]}]
+
+
 def test_conditions_differ_in_the_warm_start_and_in_room_for_it():
     decisions, noise = (runs.configuration(of_name(f"{condition}-ar-1")) for condition in runs.CONDITIONS)
     assert noise["inputs"]["warm_start"].pop("varied_wording") is True and noise["inputs"] == decisions["inputs"]

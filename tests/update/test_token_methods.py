@@ -73,8 +73,13 @@ def cov(p, a):
     return (a - a.mean()) * (p.log() - p.log().mean())
 
 
-# Of p, H and A of all tokens, and of which response each is. The constants suit the tiny model, whose tokens all have
-# a probability of about 1/320.
+def cw_grpo(p, h, a, response):
+    w = torch.exp(-(cov(p, a) ** 2) / (2 * cov(p, a).var(correction=0)))
+    return w / w.mean()
+
+
+# Of p, H and A of all tokens, of which response each is, and of μ. The constants suit the tiny model,
+# whose tokens all have a probability of about 1/320.
 METHODS = {
     "ar": (["alpha=-0.2"], lambda p, h, a, r: 1 + 0.2 * (1 - p)),
     "lopti": (["eta=0.003"], lambda p, h, a, r: [(p < 0.003).float(), (p >= 0.003).float()]),
@@ -90,9 +95,13 @@ METHODS = {
     "surprisal_band": (["lo=0.9", "hi=1.2"], lambda p, h, a, r: ((-p.log() / h - 1.05).abs() <= 0.15).float()),
     "positive_weight": ([], lambda p, h, a, r: torch.where(a > 0, 0.1, 1.0)),
     "clip_cov": (["share=1", "low=0.3"], lambda p, h, a, r: 1.0 - ((cov(p, a) > 0.3) & (cov(p, a) < 5)).float()),
+    "cw_grpo": ([], cw_grpo),
+    "gmts": ([], lambda p, h, a, r: lowest(-h * a.abs(), h > 0, ceil(0.2 * len(h))).float()),
+    "dppo": ([], lambda p, h, a, r, mu: 1.0 - ((a > 0) & (p - mu > 0.2) | (a < 0) & (p - mu < -0.2)).float()),
     EXAMPLE: ([], lambda p, h, a, r: 1.0 - ((p < p.quantile(0.2)) & (a < 0)).float()),
 }
-DIVIDE_BY_KEPT = ("eighty_twenty", "stapo")
+DIVIDE_BY_KEPT = ("eighty_twenty", "stapo", "gmts")
+READ_ROLLOUT = ("dppo",)
 
 
 def given(source: str, *more: str) -> dict:
@@ -110,9 +119,11 @@ def references(model: str, batch: list, source: str) -> tuple[list[list[torch.Te
         log_prob = log_p.gather(-1, sample.sequences[0, 1:, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1).detach()
         mask = sample.action_mask[0].bool()
-        columns.append([x[mask] for x in (log_prob, entropy, sample.advantages[0], torch.full_like(entropy, i))])
-    log_prob, h, a, response = map(torch.cat, zip(*columns, strict=True))
-    weights = METHODS[source][1](log_prob.detach().exp(), h, a, response)
+        rows = entropy, sample.advantages[0], torch.full_like(entropy, i), sample.rollout_log_probs[0].exp()
+        columns.append([x[mask] for x in (log_prob, *rows)])
+    log_prob, h, a, response, mu = map(torch.cat, zip(*columns, strict=True))
+    of_rollout = [mu] if source in READ_ROLLOUT else []
+    weights = METHODS[source][1](log_prob.detach().exp(), h, a, response, *of_rollout)
     gradients = []
     for w in weights if isinstance(weights, list) else [weights]:
         count = (w != 0).sum() if source in DIVIDE_BY_KEPT else len(w)
@@ -173,7 +184,7 @@ def test_methods_multiply_and_lopti_divides_them_into_its_passes(group):
     assert relative_distance(whole, alone) > 0.9
 
 
-READING_ENTROPIES = ("eighty_twenty", "stapo", "stare", "entropy_advantage", "steer", "surprisal_band")
+READING_ENTROPIES = ("eighty_twenty", "stapo", "stare", "entropy_advantage", "steer", "surprisal_band", "gmts")
 
 
 def test_the_methods_that_read_entropies_are_all_in_the_table():

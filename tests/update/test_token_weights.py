@@ -31,7 +31,10 @@ def samples(count: int) -> list[Sample]:
     for i in range(count):
         mask = torch.tensor([0] * 2 + [1] * (i % 12))
         p, a = torch.rand(2, len(mask), generator=generator)
-        made.append(Sample(action_mask=mask, action_log_probs=p.log(), advantages=4 * a - 2))
+        mu = torch.rand(len(mask), generator=generator)
+        made.append(
+            Sample(action_mask=mask, action_log_probs=p.log(), advantages=4 * a - 2, rollout_log_probs=mu.log())
+        )
     return made
 
 
@@ -84,6 +87,19 @@ def test_neither_ranks_nor_micro_batches_change_a_weight(name):
             by_two = [product(half[i : i + 2], index) for i in range(0, 18, 2)]
             padded = [torch.nn.functional.pad(rows, (0, 13 - rows.shape[1])) for rows in by_two]
             assert torch.equal(torch.cat(padded), of_pass[start::2])
+
+
+@pytest.mark.parametrize("missing", [None, torch.tensor([0.0, 0.0, -1.0, torch.nan, -1.0])])
+def test_a_sample_without_the_rollouts_log_probs_is_refused_where_they_are_read(missing):
+    """As an agent of one's own may return it. Outside the response anything goes."""
+    (item,) = samples(4)[3:]
+    weights = TokenWeights(token_method.load(["dppo", "ar"], []), by_token=True)
+    item.rollout_log_probs = torch.tensor([torch.nan, torch.nan, -1.0, -1.0, -1.0])
+    weights.weigh([item])
+    item.rollout_log_probs = missing
+    with pytest.raises(ValueError, match=r"read the rollout's log-probs \(dppo\): a sample has none"):
+        weights.weigh([item])
+    TokenWeights(token_method.load(["ar"], []), by_token=True).weigh([item])
 
 
 def test_denominators():

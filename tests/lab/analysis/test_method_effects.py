@@ -42,6 +42,7 @@ def test_every_built_in_method_is_asked(batch, tokens):
     assert torch.allclose(weights["ar"][mask], 0.3 * probabilities[mask] + 0.7)
     assert torch.allclose(weights["ar alpha=-0.2 (Direction)"][mask], 1.2 - 0.2 * probabilities[mask])
     assert torch.equal(weights["lopti"], mask.float())  # its two passes share the tokens
+    assert torch.equal(weights["dppo"], mask.float())  # the policy has drawn the batch itself
     # A fifth of the response's tokens, and none of the padding, whose entropy is 0.
     assert weights["eighty_twenty"].sum() >= 0.2 * mask.sum() and not weights["eighty_twenty"][~mask].any()
 
