@@ -1,0 +1,110 @@
+"""Write what the rows of `study.replicate` show: table.md with two tables, and curves.png."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, variance
+from typing import NamedTuple
+
+from arlopti_openrlhf.lab.scoring.tables import markdown_table
+from study.significance import PairedTest, paired_test, t_quantile
+from study.tables import cell, difference
+
+BASE = "grpo"  # the arm that the others are compared with
+_PASS = "pass@8"
+
+
+class Noise(NamedTuple):
+    """Tells what two arms of so many seeds differ by, in 95% of all cases, where there is no true difference."""
+
+    deviation: float  # between the seeds of an arm
+    degrees: int  # of freedom
+    band: float
+
+
+def average(row: dict, measure: str, evaluation: int = -1) -> float:
+    """Return a measure of one evaluation, as a mean over the numbers of people. -1 is the one after training."""
+    return fmean(values[evaluation] for values in row["held_out"][measure].values())
+
+
+def noise(arms: Sequence[Sequence[float]]) -> Noise | None:
+    """Return the noise of a difference between two arms, from the spread over seeds within each; None without any.
+
+    It is t · s · √(2 / n), where s² is the mean of the arms' variances by their degrees of freedom, and n is the
+    number of seeds of the arm with the most.
+    """
+    known = [values for values in arms if len(values) > 1]
+    if not known:
+        return None
+    degrees = sum(len(values) - 1 for values in known)
+    deviation = math.sqrt(sum((len(values) - 1) * variance(values) for values in known) / degrees)
+    return Noise(deviation, degrees, t_quantile(degrees) * deviation * math.sqrt(2 / max(map(len, known))))
+
+
+def compare(arm: str, measure: str, rows: Sequence[dict]) -> PairedTest | None:
+    """Test an arm's measure after training against that of `BASE`, paired by seed."""
+    values, baseline = (
+        {row["seed"]: average(row, measure) for row in rows if row["arm"] == name} for name in (arm, BASE)
+    )
+    return paired_test(values, baseline)
+
+
+def table(titles: Mapping[str, str], rows: Sequence[dict]) -> str:
+    """Return the tables of accuracy and pass@8 after training, and of accuracy after each epoch, with the noise."""
+    of = {arm: [row for row in rows if row["arm"] == arm] for arm in titles}
+    lines = [["after training", "seeds", "accuracy", "minus GRPO's", "p", _PASS, "minus GRPO's", "reward"]]
+    evaluations = max((row["evaluated_at"] for row in rows), key=len)
+    curves = [["accuracy after epoch", *(str(epoch) for epoch in range(len(evaluations)))]]
+    for arm, found in of.items():
+        accuracy, passed = (None if arm == BASE else compare(arm, measure, rows) for measure in ("accuracy", _PASS))
+        lines.append(
+            [titles[arm], str(len(found)), cell([average(row, "accuracy") for row in found]), difference(accuracy)]
+            + ["" if accuracy is None or math.isnan(accuracy.p) else f"{accuracy.p:.3f}"]
+            + [cell([average(row, _PASS) for row in found]), difference(passed)]
+            + [cell([row["curves"]["reward"][-1] for row in found], 2)]
+        )
+        curves.append(
+            [titles[arm], *(cell([average(row, "accuracy", i) for row in found]) for i in range(len(evaluations)))]
+        )
+    after = {arm: [average(row, "accuracy") for row in found] for arm, found in of.items()}
+    said = [_said("the runs of GRPO", noise([after[BASE]])), _said("all arms", noise(list(after.values())))]
+    return "\n".join([markdown_table(lines), *said, markdown_table(curves)])
+
+
+def _said(where: str, found: Noise | None) -> str:
+    if not found:
+        return f"Noise, from {where}: not known before two seeds.\n"
+    return (
+        f"Noise, from {where}: a standard deviation of {found.deviation:.3f} between seeds ({found.degrees} degrees "
+        f"of freedom), so that accuracies differ by up to {found.band:.3f} by chance (95%).\n"
+    )
+
+
+def write(titles: Mapping[str, str], rows: Sequence[dict], out: Path) -> None:
+    """Write the tables and the picture of the rows that there are."""
+    head = "± is the 95% half-width over seeds (Student's). Differences are paired by seed.\n\n"
+    (out / "table.md").write_text(head + table(titles, rows), "utf-8")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for axis, measure in zip(axes, ("accuracy", _PASS), strict=True):
+        found = noise([[average(row, measure) for row in rows if row["arm"] == BASE]])
+        for arm, title in titles.items():
+            of_arm = [row for row in rows if row["arm"] == arm]
+            if not of_arm:
+                continue
+            steps = of_arm[0]["evaluated_at"]
+            mean = [fmean(average(row, measure, i) for row in of_arm) for i in range(len(steps))]
+            axis.plot(steps, mean, marker="o", markersize=3, label=f"{title}, n = {len(of_arm)}")
+            if arm == BASE and found:
+                low, high = ([value + sign * found.band for value in mean] for sign in (-1, 1))
+                axis.fill_between(steps, low, high, color="0.5", alpha=0.15, label="noise, from GRPO's runs")
+        axis.set(title=f"held-out {measure}, mean over seeds", xlabel="step")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(out / "curves.png", dpi=110)
+    plt.close(figure)
