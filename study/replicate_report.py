@@ -7,11 +7,11 @@ from statistics import fmean, variance
 from typing import NamedTuple
 
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
+from study.comparison import PASS
 from study.significance import PairedTest, paired_test, t_quantile
 from study.tables import cell, difference
 
 BASE = "grpo"  # the arm that the others are compared with
-_PASS = "pass@8"
 
 
 class Noise(NamedTuple):
@@ -52,15 +52,15 @@ def compare(arm: str, measure: str, rows: Sequence[dict]) -> PairedTest | None:
 def table(titles: Mapping[str, str], rows: Sequence[dict]) -> str:
     """Return the tables of accuracy and pass@8 after training, and of accuracy after each epoch, with the noise."""
     of = {arm: [row for row in rows if row["arm"] == arm] for arm in titles}
-    lines = [["after training", "seeds", "accuracy", "minus GRPO's", "p", _PASS, "minus GRPO's", "reward"]]
+    lines = [["after training", "seeds", "accuracy", "minus GRPO's", "p", PASS, "minus GRPO's", "reward"]]
     evaluations = max((row["evaluated_at"] for row in rows), key=len)
     curves = [["accuracy after epoch", *(str(epoch) for epoch in range(len(evaluations)))]]
     for arm, found in of.items():
-        accuracy, passed = (None if arm == BASE else compare(arm, measure, rows) for measure in ("accuracy", _PASS))
+        accuracy, passed = (None if arm == BASE else compare(arm, measure, rows) for measure in ("accuracy", PASS))
         lines.append(
             [titles[arm], str(len(found)), cell([average(row, "accuracy") for row in found]), difference(accuracy)]
             + ["" if accuracy is None or math.isnan(accuracy.p) else f"{accuracy.p:.3f}"]
-            + [cell([average(row, _PASS) for row in found]), difference(passed)]
+            + [cell([average(row, PASS) for row in found]), difference(passed)]
             + [cell([row["curves"]["reward"][-1] for row in found], 2)]
         )
         curves.append(
@@ -90,7 +90,7 @@ def write(titles: Mapping[str, str], rows: Sequence[dict], out: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for axis, measure in zip(axes, ("accuracy", _PASS), strict=True):
+    for axis, measure in zip(axes, ("accuracy", PASS), strict=True):
         found = noise([[average(row, measure) for row in rows if row["arm"] == BASE]])
         for arm, title in titles.items():
             of_arm = [row for row in rows if row["arm"] == arm]
