@@ -301,10 +301,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     done = {(row["arm"], row["seed"]) for row in rows}
     for seed in range(args.seeds):
-        for arm in (arm for arm in args.arms if (arm, seed) not in done):
+        open_arms = [arm for arm in args.arms if (arm, seed) not in done]
+        if open_arms:
+            write_puzzles(seed, x)
+        for arm in open_arms:
             print(f"{arm}-{seed}", flush=True)
             folder = out / f"{arm}-{seed}"
-            write_puzzles(seed, x)
             if not (folder / folder.name / "config.json").exists():  # else it ended between its model and its row
                 train(arm, seed, x, partial(tell, arm))
             rows.append(summarize(arm, seed, read_scalars(folder / "tensorboard"), x))

@@ -56,13 +56,17 @@ def table(titles: Mapping[str, str], rows: Sequence[dict]) -> str:
     evaluations = max((row["evaluated_at"] for row in rows), key=len)
     curves = [["accuracy after epoch", *(str(epoch) for epoch in range(len(evaluations)))]]
     for arm, found in of.items():
-        accuracy, passed = (None if arm == BASE else compare(arm, measure, rows) for measure in ("accuracy", PASS))
-        lines.append(
-            [titles[arm], str(len(found)), cell([average(row, "accuracy") for row in found]), difference(accuracy)]
-            + ["" if accuracy is None or math.isnan(accuracy.p) else f"{accuracy.p:.3f}"]
-            + [cell([average(row, PASS) for row in found]), difference(passed)]
-            + [cell([row["curves"]["reward"][-1] for row in found], 2)]
-        )
+        line = [titles[arm], str(len(found)), cell([average(row, "accuracy") for row in found]), "", ""]
+        line += [
+            cell([average(row, PASS) for row in found]),
+            "",
+            cell([row["curves"]["reward"][-1] for row in found], 2),
+        ]
+        if arm != BASE:
+            accuracy = compare(arm, "accuracy", rows)
+            line[3], line[6] = difference(accuracy), difference(compare(arm, PASS, rows))
+            line[4] = "" if accuracy is None or math.isnan(accuracy.p) else f"{accuracy.p:.3f}"
+        lines.append(line)
         curves.append(
             [titles[arm], *(cell([average(row, "accuracy", i) for row in found]) for i in range(len(evaluations)))]
         )
