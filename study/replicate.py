@@ -76,18 +76,22 @@ class Size(NamedTuple):
     steps: int
     held_out: int  # puzzles for each number of people
     max_new_tokens: int
+    max_len: int  # tokens of prompt and answer
     save_steps: int
     flags: str = ""
     sleep: int = 1  # the launch script's SLEEP
 
 
-FULL = Size(people=(3, 4, 5, 6, 7), prompts=64, steps=400, held_out=100, max_new_tokens=1536, save_steps=20)
+FULL = Size(
+    people=(3, 4, 5, 6, 7), prompts=64, steps=400, held_out=100, max_new_tokens=1536, max_len=2560, save_steps=20
+)
 TOY = Size(
     people=(2, 3),
     prompts=8,
     steps=2,
     held_out=4,
     max_new_tokens=64,
+    max_len=512,
     save_steps=1,
     flags="--ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo --train.micro_batch_size 16",
     sleep=0,
@@ -115,7 +119,7 @@ class Experiment(NamedTuple):
             --vllm.num_engines {gpus}
             --rollout.batch_size {size.prompts} --rollout.n_samples_per_prompt {SAMPLES}
             --rollout.temperature {TEMPERATURE} --rollout.max_new_tokens {size.max_new_tokens}
-            --data.max_len {1024 + size.max_new_tokens}
+            --data.max_len {size.max_len}
             --train.batch_size {size.prompts * SAMPLES // arm.mini_batches} --train.num_episodes {self.epochs}
             --train.seed {seed + 1}
             --eval.n_samples_per_prompt {SAMPLES} --eval.temperature {TEMPERATURE}
