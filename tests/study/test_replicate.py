@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -176,30 +177,25 @@ def test_what_the_page_says_of_three_seeds():
 def test_the_toy_survives_two_kills(tmp_path):
     """All arms on the real stack. It is killed between two runs, and within one, and goes on."""
     command = [sys.executable, "-m", "study.replicate", "--toy", "--seeds=1", "--out", str(tmp_path)]
-
-    def begin(name: str) -> subprocess.Popen:
-        with open(tmp_path / name, "w", encoding="utf-8") as output:
-            return subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
-
-    def killed_when(process: subprocess.Popen, holds) -> None:
-        while not holds():
-            assert process.poll() is None, "it ended before it could be killed"
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-    def is_in_step_2(arm: str) -> bool:
-        """Tell whether a run has saved step 1, and nothing has come of step 2."""
-        saved = tmp_path / f"{arm}-0" / "checkpoints" / "_actor" / "latest"
-        return saved.exists() and saved.read_text() == "global_step1"
-
-    killed_when(begin("first.txt"), lambda: (tmp_path / "rows.jsonl").exists())
-    killed_when(begin("second.txt"), lambda: is_in_step_2("double-steps"))
-    last = begin("third.txt")
-    assert last.wait() == 0, (tmp_path / "third.txt").read_text("utf-8")
+    # Killed within the second run once it has saved its first step.
+    saved = tmp_path / "double-steps-0" / "checkpoints" / "_actor" / "latest"
+    moments = [(tmp_path / "rows.jsonl").exists, lambda: saved.exists() and saved.read_text() == "global_step1"]
+    for start, is_moment in enumerate([*moments, lambda: False]):
+        with open(tmp_path / f"start{start}.txt", "w", encoding="utf-8") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
+        try:
+            while process.poll() is None and not is_moment():
+                time.sleep(0.1)
+            status = process.poll()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = (tmp_path / f"start{start}.txt").read_text("utf-8")
+        assert status == (0 if start == len(moments) else None), said
     made = rows(tmp_path)
     assert [row["arm"] for row in made] == list(replicate.ARMS)
     assert all(row["evaluated_at"] == [0, 1, 2] for row in made)
     logs = sorted((tmp_path / "double-steps-0").glob("start*.log"))
     assert re.search(r"resumes from \S*global_step1", logs[-1].read_text("utf-8", errors="replace"))
-    assert (tmp_path / "table.md").read_text("utf-8").count("missing") == 0
+    assert "missing" not in (tmp_path / "table.md").read_text("utf-8")
