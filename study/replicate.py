@@ -37,7 +37,8 @@ from arlopti_openrlhf.cli.processes import InUse, lock
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
-from study import replicate_report, scheduler
+from study import scheduler
+from study.replicate_report import BASE, of_arm, write_report
 from study.runs import HELD_OUT_BY, ROOT
 from study.stored import sha256, write_whole
 from study.summary import CURVES, MEASURES, NORMS, along, median_and_max, step_seconds, thinned
@@ -59,7 +60,7 @@ class Arm(NamedTuple):
 
 
 ARMS = {
-    replicate_report.BASE: Arm("GRPO", "none"),
+    BASE: Arm("GRPO", "none"),
     "double-steps": Arm("GRPO, twice as many steps", "none", mini_batches=4),
     "ar": Arm("AR (α = 0.3)", "ar"),
     "ar-mean-one": Arm("AR (α = 0.3), mean weight one", "ar", flags="--algo.token_method_normalize"),
@@ -156,25 +157,19 @@ def plan(arms: Sequence[str], seeds: int, rows: Sequence[dict], measured: Mappin
         measured: the seconds of a step, of arms with runs that go on. An arm without any takes the others' mean.
         x: the experiment.
     """
-    seconds = {arm: fmean(row["seconds"]["step"] for row in of) for arm in arms if (of := _rows_of(arm, rows))}
+    seconds = {arm: fmean(row["seconds"]["step"] for row in of) for arm in arms if (of := of_arm(arm, rows))}
     seconds |= measured
     lines = [["arm", "done", "hours a run", "hours to go"]]
     total = 0.0
     for arm in arms:
-        done = len(_rows_of(arm, rows))
+        done = len(of_arm(arm, rows))
         line = [ARMS[arm].title, f"{done} of {seeds}"]
         if seconds:
             hours = x.hours(seconds.get(arm, fmean(seconds.values())))
             total += hours * (seeds - done)
             line += [f"{'' if arm in seconds else 'about '}{hours:.2f}", f"{hours * (seeds - done):.2f}"]
-        else:
-            line += ["not known before its first steps", ""]
-        lines.append(line)
+        lines.append(line if seconds else [*line, "not known before its first steps", ""])
     return markdown_table([*lines, ["all", "", "", f"{total:.2f}" if seconds else ""]])
-
-
-def _rows_of(arm: str, rows: Sequence[dict]) -> list[dict]:
-    return [row for row in rows if row["arm"] == arm]
 
 
 def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment) -> dict:
@@ -316,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(summarize(arm, seed, read_scalars(folder / "tensorboard"), x))
             write_whole("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # at 3B those of a run take a hundred gigabytes
-            replicate_report.write({name: arm.title for name, arm in ARMS.items()}, rows, out)
+            write_report({name: arm.title for name, arm in ARMS.items()}, rows, out)
     print((out / "table.md").read_text("utf-8"), end="")
     held.close()
 

@@ -22,6 +22,11 @@ class Noise(NamedTuple):
     band: float
 
 
+def of_arm(arm: str, rows: Sequence[dict]) -> list[dict]:
+    """Return the rows of an arm."""
+    return [row for row in rows if row["arm"] == arm]
+
+
 def average(row: dict, measure: str, evaluation: int = -1) -> float:
     """Return a measure of one evaluation, as a mean over the numbers of people. -1 is the one after training."""
     return fmean(values[evaluation] for values in row["held_out"][measure].values())
@@ -43,33 +48,23 @@ def noise(arms: Sequence[Sequence[float]]) -> Noise | None:
 
 def compare(arm: str, measure: str, rows: Sequence[dict]) -> PairedTest | None:
     """Test an arm's measure after training against that of `BASE`, paired by seed."""
-    values, baseline = (
-        {row["seed"]: average(row, measure) for row in rows if row["arm"] == name} for name in (arm, BASE)
-    )
-    return paired_test(values, baseline)
+    values, base = ({row["seed"]: average(row, measure) for row in of_arm(name, rows)} for name in (arm, BASE))
+    return paired_test(values, base)
 
 
 def table(titles: Mapping[str, str], rows: Sequence[dict]) -> str:
     """Return the tables of accuracy and pass@8 after training, and of accuracy after each epoch, with the noise."""
-    of = {arm: [row for row in rows if row["arm"] == arm] for arm in titles}
-    lines = [["after training", "seeds", "accuracy", "minus GRPO's", "p", PASS, "minus GRPO's", "reward"]]
-    evaluations = max((row["evaluated_at"] for row in rows), key=len)
-    curves = [["accuracy after epoch", *(str(epoch) for epoch in range(len(evaluations)))]]
+    of = {arm: of_arm(arm, rows) for arm in titles}
+    lines = [["after training", "seeds", "accuracy", "minus GRPO's", PASS, "minus GRPO's", "reward"]]
+    epochs = range(len(rows[0]["evaluated_at"]))
+    curves = [["accuracy after epoch", *map(str, epochs)]]
     for arm, found in of.items():
-        line = [titles[arm], str(len(found)), cell([average(row, "accuracy") for row in found]), "", ""]
-        line += [
-            cell([average(row, PASS) for row in found]),
-            "",
-            cell([row["curves"]["reward"][-1] for row in found], 2),
-        ]
-        if arm != BASE:
-            accuracy = compare(arm, "accuracy", rows)
-            line[3], line[6] = difference(accuracy), difference(compare(arm, PASS, rows))
-            line[4] = "" if accuracy is None or math.isnan(accuracy.p) else f"{accuracy.p:.3f}"
-        lines.append(line)
-        curves.append(
-            [titles[arm], *(cell([average(row, "accuracy", i) for row in found]) for i in range(len(evaluations)))]
-        )
+        line = [titles[arm], str(len(found))]
+        for measure in ("accuracy", PASS):
+            against = "" if arm == BASE else difference(compare(arm, measure, rows))
+            line += [cell([average(row, measure) for row in found]), against]
+        lines.append([*line, cell([row["curves"]["reward"][-1] for row in found], 2)])
+        curves.append([titles[arm], *(cell([average(row, "accuracy", i) for row in found]) for i in epochs)])
     after = {arm: [average(row, "accuracy") for row in found] for arm, found in of.items()}
     said = [_said("the runs of GRPO", noise([after[BASE]])), _said("all arms", noise(list(after.values())))]
     return "\n".join([markdown_table(lines), *said, markdown_table(curves)])
@@ -84,7 +79,7 @@ def _said(where: str, found: Noise | None) -> str:
     )
 
 
-def write(titles: Mapping[str, str], rows: Sequence[dict], out: Path) -> None:
+def write_report(titles: Mapping[str, str], rows: Sequence[dict], out: Path) -> None:
     """Write the tables and the picture of the rows that there are."""
     head = "± is the 95% half-width over seeds (Student's). Differences are paired by seed.\n\n"
     (out / "table.md").write_text(head + table(titles, rows), "utf-8")
@@ -95,16 +90,13 @@ def write(titles: Mapping[str, str], rows: Sequence[dict], out: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for axis, measure in zip(axes, ("accuracy", PASS), strict=True):
-        found = noise([[average(row, measure) for row in rows if row["arm"] == BASE]])
-        for arm, title in titles.items():
-            of_arm = [row for row in rows if row["arm"] == arm]
-            if not of_arm:
-                continue
-            steps = of_arm[0]["evaluated_at"]
-            mean = [fmean(average(row, measure, i) for row in of_arm) for i in range(len(steps))]
-            axis.plot(steps, mean, marker="o", markersize=3, label=f"{title}, n = {len(of_arm)}")
-            if arm == BASE and found:
-                low, high = ([value + sign * found.band for value in mean] for sign in (-1, 1))
+        of_base = noise([[average(row, measure) for row in of_arm(BASE, rows)]])
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            found, steps = of_arm(arm, rows), rows[0]["evaluated_at"]
+            mean = [fmean(average(row, measure, i) for row in found) for i in range(len(steps))]
+            axis.plot(steps, mean, marker="o", markersize=3, label=f"{titles[arm]}, n = {len(found)}")
+            if arm == BASE and of_base:
+                low, high = ([value + sign * of_base.band for value in mean] for sign in (-1, 1))
                 axis.fill_between(steps, low, high, color="0.5", alpha=0.15, label="noise, from GRPO's runs")
         axis.set(title=f"held-out {measure}, mean over seeds", xlabel="step")
         axis.grid(alpha=0.3)
