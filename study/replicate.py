@@ -84,7 +84,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(
-    people=(3, 4, 5, 6, 7), prompts=64, steps=400, held_out=100, max_new_tokens=1536, max_len=2560, save_steps=20
+    people=(3, 4, 5, 6, 7), prompts=64, steps=400, held_out=100, max_new_tokens=1536, max_len=2560, save_steps=25
 )
 TOY = Size(
     people=(2, 3),
@@ -175,19 +175,20 @@ def plan(arms: Sequence[str], seeds: int, rows: Sequence[dict], measured: Mappin
 def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment) -> dict:
     """Return a run's row: held-out measures at each evaluation, curves of the training, and what made it."""
     sources = [f"kk_{people}ppl" for people in x.size.people]
-    evaluations = sorted(scalars[f"eval/{sources[0]}/accuracy"])
+    steps = range(0, x.size.steps + 1, x.size.steps // x.epochs)
+
+    def along_epochs(name: str) -> list[float | None]:
+        # A run that was cut off after a checkpoint, and before that step's evaluation, lacks this evaluation.
+        return [round(scalars[name][step], 4) if step in scalars[name] else None for step in steps]
+
     return {
         "arm": arm,
         "seed": seed,
         "configuration": x.configuration(arm, seed),
-        "evaluated_at": evaluations,
+        "evaluated_at": list(steps),
         # {measure: {source: [its value at each evaluation]}}
         "held_out": {
-            measure: {
-                source: [round(scalars[f"eval/{source}/{measure}"][step], 4) for step in evaluations]
-                for source in sources
-            }
-            for measure in MEASURES
+            measure: {source: along_epochs(f"eval/{source}/{measure}") for source in sources} for measure in MEASURES
         },
         "curves": {short: thinned(along(scalars, name)) for name, short in _CURVES.items() if name in scalars},
         "grad_norms": {s: median_and_max(scalars[name].values()) for name, s in NORMS.items() if name in scalars},

@@ -27,9 +27,15 @@ def of_arm(arm: str, rows: Sequence[dict]) -> list[dict]:
     return [row for row in rows if row["arm"] == arm]
 
 
-def average(row: dict, measure: str, evaluation: int = -1) -> float:
-    """Return a measure of one evaluation, as a mean over the numbers of people. -1 is the one after training."""
-    return fmean(values[evaluation] for values in row["held_out"][measure].values())
+def average(row: dict, measure: str) -> float:
+    """Return a measure after training, as a mean over the numbers of people."""
+    return fmean(values[-1] for values in row["held_out"][measure].values())
+
+
+def curve(row: dict, measure: str) -> list[float | None]:
+    """Return a measure at each evaluation, as a mean over the numbers of people; None where it was lost."""
+    found = zip(*row["held_out"][measure].values(), strict=True)
+    return [None if None in values else fmean(values) for values in found]
 
 
 def noise(arms: Sequence[Sequence[float]]) -> Noise | None:
@@ -56,15 +62,15 @@ def table(titles: Mapping[str, str], rows: Sequence[dict]) -> str:
     """Return the tables of accuracy and pass@8 after training, and of accuracy after each epoch, with the noise."""
     of = {arm: of_arm(arm, rows) for arm in titles}
     lines = [["after training", "seeds", "accuracy", "minus GRPO's", PASS, "minus GRPO's", "reward"]]
-    epochs = range(len(rows[0]["evaluated_at"]))
-    curves = [["accuracy after epoch", *map(str, epochs)]]
+    curves = [["accuracy after epoch", *map(str, range(len(rows[0]["evaluated_at"])))]]
     for arm, found in of.items():
         line = [titles[arm], str(len(found))]
         for measure in ("accuracy", PASS):
             against = "" if arm == BASE else difference(compare(arm, measure, rows))
             line += [cell([average(row, measure) for row in found]), against]
         lines.append([*line, cell([row["curves"]["reward"][-1] for row in found], 2)])
-        curves.append([titles[arm], *(cell([average(row, "accuracy", i) for row in found]) for i in epochs)])
+        if found:
+            curves.append([titles[arm], *map(cell, zip(*(curve(row, "accuracy") for row in found), strict=True))])
     after = {arm: [average(row, "accuracy") for row in found] for arm, found in of.items()}
     said = [_said("the runs of GRPO", noise([after[BASE]])), _said("all arms", noise(list(after.values())))]
     return "\n".join([markdown_table(lines), *said, markdown_table(curves)])
@@ -93,7 +99,9 @@ def write_report(titles: Mapping[str, str], rows: Sequence[dict], out: Path) -> 
         of_base = noise([[average(row, measure) for row in of_arm(BASE, rows)]])
         for arm in dict.fromkeys(row["arm"] for row in rows):
             found, steps = of_arm(arm, rows), rows[0]["evaluated_at"]
-            mean = [fmean(average(row, measure, i) for row in found) for i in range(len(steps))]
+            of_seeds = zip(*(curve(row, measure) for row in found), strict=True)
+            known = [[value for value in values if value is not None] for values in of_seeds]
+            mean = [fmean(values) if values else math.nan for values in known]
             axis.plot(steps, mean, marker="o", markersize=3, label=f"{titles[arm]}, n = {len(found)}")
             if arm == BASE and of_base:
                 low, high = ([value + sign * of_base.band for value in mean] for sign in (-1, 1))
