@@ -19,7 +19,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 help:
 	@echo "make setup       .venv with the whole CPU stack (Python 3.11 and its headers, a C++ compiler)"
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
-	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, runs survive five and eight faults"
+	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, runs survive five and eight faults, study.replicate as a toy"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
 	@echo "make lint        set up, then ruff (rules and format), mypy, import-linter, and hadolint"
 	@echo "make chaos       set up, then inject faults into tiny trainings, one by one; ARGS=--nemesis SEED=1 draws eight for one run"

@@ -23,7 +23,7 @@ from study.summary import step_seconds, summarize
 _Context = SpawnContext | ForkServerContext
 _FRESH, _PREPARED = SpawnContext(), ForkServerContext()  # the second's processes need not import what trains
 # Of all runs. Ray's cluster hands them on to its workers.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "ignore",
     "HF_HUB_OFFLINE": "1",
@@ -60,7 +60,7 @@ class Scheduler:
         Returns:
             The exit status: 1 if a run failed or the study was stopped, else 0.
         """
-        os.environ.update(_ENVIRONMENT)
+        os.environ.update(ENVIRONMENT)
         _PREPARED.set_forkserver_preload(["study.in_process"])
         if not all(run.is_in_process for run in open_runs):
             self._start_cluster()
@@ -129,7 +129,7 @@ class Scheduler:
         out.mkdir(parents=True)
         log = out / "train.log"
         flags = runs.flags(run, inputs, out)
-        start, commit = time.time(), _commit()
+        start, at = time.time(), commit()
         if run.is_in_process:
             self._call(_PREPARED, train_in_process, flags, log, what=str(log))
         else:
@@ -140,8 +140,8 @@ class Scheduler:
         scalars = read_scalars(out / "tensorboard")
         return summarize(run, scalars) | {
             "seconds": {"run": round(seconds, 1), "warm_start": made["seconds"]} | step_seconds(scalars),
-            "commit": commit,
-            "machine": _machine() | {"parallel": self.parallel},
+            "commit": at,
+            "machine": machine() | {"parallel": self.parallel},
             "warm_start_sha256": warm_start,
         }
 
@@ -257,12 +257,13 @@ def _git(*arguments: str) -> str:
     return result.stdout.strip()
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the checkout's commit, with a + if there are changes to it beside results."""
     changes = _git("status", "-s", "-uno", "--", ".", ":!study/results")
     return _git("rev-parse", "--short=12", "HEAD") + ("+" if changes else "")
 
 
-def _machine() -> dict:
+def machine() -> dict:
+    """Return the processor's name and its number of cores."""
     names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count()}

@@ -109,6 +109,12 @@ def test_reinforce_with_the_kl_loss_of_the_authors_scripts(tmp_path):
     assert args["algo.kl.use_loss"] and args["algo.kl.estimator"] == "k3"
 
 
+@pytest.mark.parametrize(("variables", "sleeps"), [({}, True), ({"SLEEP": "0"}, False)])
+def test_models_sleep_unless_they_cannot(variables, sleeps, tmp_path):
+    args = parse(ROOT / "examples/scripts/train_kk.sh", tmp_path, **variables)
+    assert args["vllm.enable_sleep"] is args["ds.enable_sleep"] is sleeps
+
+
 @pytest.mark.parametrize(("name", "value"), [("ALGO", "ppo"), ("METHOD", "AR")])
 def test_kk_refuses_unknown_values_in_one_line(name, value, tmp_path):
     done = launch(ROOT / "examples/scripts/train_kk.sh", tmp_path, **{name: value})

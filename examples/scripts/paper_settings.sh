@@ -56,9 +56,9 @@ paper_flags=(
 hybrid_flags=(
   --train.colocate_all
   --vllm.gpu_memory_utilization 0.6
-  --vllm.enable_sleep
-  --ds.enable_sleep
 )
+# Whatever does not work gives its memory to the others. SLEEP=0 turns that off, as for a CPU, where vLLM cannot sleep.
+[ "${SLEEP:-1}" = 0 ] || hybrid_flags+=(--vllm.enable_sleep --ds.enable_sleep)
 
 run_flags=(
   --actor.model_name_or_path "$MODEL"

@@ -1,0 +1,205 @@
+"""The replication plans, goes on with what is not done, and its tables equal arithmetic by hand. A script trains."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from arlopti_openrlhf.cli import train_ppo_ray
+from study import replicate, replicate_report
+from study.summary import CURVES, MEASURES, NORMS
+
+ROOT = Path(__file__).parents[2]
+
+# Writes down its arguments, and either fails once, as where it was killed, or leaves what a run leaves.
+PYTHON = """#!/bin/sh
+printf '%s\\0' "$@" > "$OUT.argv"
+if rm "$OUT.fails" 2>/dev/null; then echo "no memory"; exit 7; fi
+for i in 1 2 3 4 5; do echo "(pid=1) Global step $i: {'a': 0, 'timing/step_total': $i.5}"; done
+cp -r LOG "$OUT/tensorboard"
+mkdir -p "$OUT/$(basename "$OUT")" "$OUT/checkpoints" && touch "$OUT/$(basename "$OUT")/config.json"
+"""
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Path:
+    """Write the TensorBoard log of a run of five steps, each of 36 s, with an evaluation after each epoch."""
+    folder = tmp_path_factory.mktemp("log")
+    with SummaryWriter(str(folder)) as writer:
+        for step in range(1, 6):
+            for name in (*CURVES, *NORMS, *(f"train/timing/{n}" for n in ("step_total", "generation", "ppo_train"))):
+                writer.add_scalar(name, 36.0, step)
+        for step in range(6):
+            for people in (3, 4, 5, 6, 7):
+                for measure in MEASURES:
+                    writer.add_scalar(f"eval/kk_{people}ppl/{measure}", step / 10 + people / 100, step)
+    return folder
+
+
+@pytest.fixture
+def start(log, tmp_path, monkeypatch):
+    """Return start(*flags), which runs the command with the script above for `python`, in tmp_path/out."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(PYTHON.replace("LOG", shlex.quote(str(log))))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    return lambda *flags: replicate.main(["--out", str(tmp_path / "out"), "--steps=5", *flags])
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_it_goes_on_where_it_was_ended(start, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "double-steps-0.fails").touch()
+    arms = ("--arms", "grpo", "double-steps", "--seeds=2")
+    with pytest.raises(SystemExit, match="(?s)no memory.*double-steps-0 ended with status 7 .*the same command again"):
+        start(*arms)
+    assert [(row["arm"], row["seed"]) for row in rows(out)] == [("grpo", 0)]
+    said = capsys.readouterr().out
+    # The median of 2.5, 3.5 and 4.5 s. A run has 5 steps, and 6 evaluations of 500 x 8 answers, as in 46.875 steps.
+    assert "| GRPO | 0 of 2 | not known before its first steps |  |" in said
+    assert f"| GRPO | 0 of 2 | {3.5 * 51.875 / 3600:.2f} | {3.5 * 51.875 / 1800:.2f} |" in said
+    (out / "grpo-0.argv").unlink()
+    start(*arms)
+    assert [(row["arm"], row["seed"]) for row in rows(out)] == [
+        *[("grpo", 0), ("double-steps", 0)],
+        *[("grpo", 1), ("double-steps", 1)],
+    ]
+    assert not (out / "grpo-0.argv").exists()
+    assert len(list((out / "double-steps-0").glob("start*.log"))) == 2
+    assert not (out / "grpo-0" / "checkpoints").exists()
+    row = rows(out)[0]
+    assert row["held_out"]["accuracy"]["kk_3ppl"] == [0.03, 0.13, 0.23, 0.33, 0.43, 0.53]
+    assert row["versions"]["openrlhf"] and row["commit"] and row["machine"]["cores"]
+    assert row["configuration"]["held_out_by"] == "structure" and len(row["puzzles_sha256"]["test"]) == 16
+    assert rows(out)[0]["puzzles_sha256"] == rows(out)[1]["puzzles_sha256"] != rows(out)[2]["puzzles_sha256"]
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    start("--dry-run", *arms)
+    hours = 36 * 51.875 / 3600
+    assert f"| GRPO | 2 of 2 | {hours:.2f} | 0.00 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        start("--dry-run", "--gpus=8")
+    assert "has a run with other settings, grpo-0" in capsys.readouterr().err
+
+
+def test_a_run_that_ended_between_its_model_and_its_row_is_not_trained_again(start, tmp_path):
+    out = tmp_path / "out"
+    start("--arms", "ar", "--seeds=1")
+    (out / "rows.jsonl").unlink()
+    (out / "ar-0.argv").unlink()
+    start("--arms", "ar", "--seeds=1")
+    assert len(rows(out)) == 1 and not (out / "ar-0.argv").exists()
+
+
+def test_every_arm_is_what_it_is_called(start, tmp_path):
+    """Flags of the script and of the command together, by the real parser."""
+    start("--seeds=1")
+    found = {}
+    for arm in replicate.ARMS:
+        module_flag, module, *argv = (tmp_path / "out" / f"{arm}-0.argv").read_text().split("\0")[:-1]
+        assert (module_flag, module) == ("-m", "arlopti_openrlhf.cli.train_ppo_ray")
+        found[arm] = vars(train_ppo_ray.parse(argv))
+    names = ("algo.ar.alpha", "algo.token_method_normalize", "algo.lopti.eta", "train.batch_size")
+    assert {arm: tuple(args[name] for name in names) for arm, args in found.items()} == {
+        "grpo": (0, False, None, 256),
+        "double-steps": (0, False, None, 128),
+        "ar": (0.3, False, None, 256),
+        "ar-mean-one": (0.3, True, None, 256),
+        "lopti": (0, False, 0.5, 256),
+        "both": (0.3, False, 0.5, 256),
+    }
+    for args in found.values():
+        assert (args["rollout.batch_size"], args["rollout.n_samples_per_prompt"]) == (64, 8)
+        assert (args["rollout.temperature"], args["rollout.max_new_tokens"]) == (0.7, 1536)
+        assert (args["train.num_episodes"], args["eval.steps"], args["train.seed"]) == (5, 1, 1)
+        assert args["ckpt.load_enable"] and args["vllm.enable_sleep"] and args["actor.num_gpus_per_node"] == 4
+    # Nothing else tells the arms apart, but where they are.
+    own = {*names, "ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir", "logger.wandb.run_name"}
+    common = [{name: value for name, value in args.items() if name not in own} for args in found.values()]
+    assert all(args == common[0] for args in common)
+
+
+def test_steps_that_make_no_whole_epochs_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        replicate.main(["--steps=7", "--dry-run"])
+    assert "argument --steps: 7 is no multiple of 5, the number of epochs" in capsys.readouterr().err
+
+
+def row(arm: str, seed: int, accuracy: float) -> dict:
+    curve: dict = {"kk_3ppl": [0.1, accuracy], "kk_4ppl": [0.1, accuracy]}
+    held_out = {"accuracy": curve, "pass@8": {source: [0.8, 0.9] for source in curve}}
+    return {"arm": arm, "seed": seed, "evaluated_at": [0, 80], "held_out": held_out, "curves": {"reward": [-1.0, 1.0]}}
+
+
+def test_the_tables_by_hand():
+    accuracies = {"grpo": (0.36, 0.40, 0.44), "ar": (0.51, 0.55, 0.56), "lopti": (0.50,)}
+    made = [row(arm, seed, accuracy) for arm, of in accuracies.items() for seed, accuracy in enumerate(of)]
+    made[-1]["held_out"]["accuracy"]["kk_3ppl"][0] = None  # lost by a kill
+    text = replicate_report.table({"grpo": "GRPO", "ar": "AR", "lopti": "Lopti", "both": "Both"}, made)
+    # GRPO: mean 0.40, s = 0.04, 4.303 · 0.04 / √3 = 0.099.
+    assert "| GRPO | 3 | 0.400 ± 0.099 |  | 0.900 ± 0.000 |  | 1.00 ± 0.00 |" in text
+    # AR: differences 0.15, 0.15 and 0.12: mean 0.14, s = 0.0173, 4.303 · 0.0173 / √3 = 0.043.
+    assert "| AR | 3 | 0.540 ± 0.066 | +0.140 ± 0.043 | 0.900 ± 0.000 | +0.000 ± 0.000 |" in text
+    assert "| Lopti | 1 | 0.500 | +0.140 | 0.900 |" in text and "| Both | 0 | missing | missing |" in text
+    # Between two arms without a difference: t · s · √(2/3), of GRPO's runs 4.303 · 0.04 · 0.816 = 0.141.
+    assert "runs of GRPO: a standard deviation of 0.040 between seeds (2 degrees of freedom)" in text
+    assert "differ by up to 0.141 by chance" in text
+    # With AR's, whose s² is 0.0007: √((0.0016 + 0.0007) / 2) = 0.0339, and 2.776 · 0.0339 · 0.816 = 0.077.
+    assert "all arms: a standard deviation of 0.034 between seeds (4 degrees of freedom)" in text
+    assert "differ by up to 0.077 by chance" in text
+    assert "| AR | 0.100 ± 0.000 | 0.540 ± 0.066 |" in text and "| Lopti | - | 0.500 |" in text
+
+
+def test_what_the_page_says_of_three_seeds():
+    """A standard deviation of 3 points, then of 6: by three pairs alone, and by all six arms together."""
+    page = (ROOT / "docs" / "reproduce.md").read_text("utf-8")
+    for points in (3, 6):
+        values = [-points, 0, points]  # whose standard deviation is `points`
+        alone, together = (replicate_report.noise([values] * arms).band for arms in (1, 6))
+        assert f"| {points} points | ± {alone:.1f} | ± {together:.1f} |" in page
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_the_toy_survives_two_kills(tmp_path):
+    """All arms on the real stack. It is killed between two runs, and within one, and goes on."""
+    command = [sys.executable, "-m", "study.replicate", "--toy", "--seeds=1", "--out", str(tmp_path)]
+    # Killed within the second run once it has saved its first step.
+    saved = tmp_path / "double-steps-0" / "checkpoints" / "_actor" / "latest"
+    moments = [(tmp_path / "rows.jsonl").exists, lambda: saved.exists() and saved.read_text() == "global_step1"]
+    for start, is_moment in enumerate([*moments, lambda: False]):
+        with open(tmp_path / f"start{start}.txt", "w", encoding="utf-8") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
+        try:
+            while process.poll() is None and not is_moment():
+                time.sleep(0.1)
+            status = process.poll()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = (tmp_path / f"start{start}.txt").read_text("utf-8")
+        assert status == (0 if start == len(moments) else None), said
+    made = rows(tmp_path)
+    assert [row["arm"] for row in made] == list(replicate.ARMS)
+    for row in made:
+        # What is killed between the checkpoint of step 1 and its evaluation lacks that.
+        first, second, last = row["held_out"]["accuracy"]["kk_2ppl"]
+        assert None not in (first, last) and (second is not None or row["arm"] == "double-steps")
+    logs = sorted((tmp_path / "double-steps-0").glob("start*.log"))
+    assert re.search(r"resumes from \S*global_step1", logs[-1].read_text("utf-8", errors="replace"))
+    assert "missing" not in (tmp_path / "table.md").read_text("utf-8")
