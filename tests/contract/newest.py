@@ -42,7 +42,7 @@ def difference(entry: tuple, source: str | None) -> str:
         assert source is not None, "the module is gone"
         kind(source, name, expected)
     except AssertionError as error:
-        return f"{'.'.join(filter(None, (module, name)))}: {error}. {who} depends on it"
+        return f"{'.'.join(filter(None, (module, name)))}: {error}. Who depends on it: {who}"
     return ""
 
 
@@ -60,10 +60,9 @@ def read(archive: Path) -> dict[str, str]:
     return {names[name]: source.decode("utf-8", "replace") for name, source in files.items()}
 
 
-def report(archive: Path) -> tuple[str, list[str]]:
-    """Return a line on a package's version, and the differences to the contract in it."""
-    package, version = re.match(r"(.+?)-(\d[^-]*?)(-|\.tar)", archive.name).groups()
-    package = package.replace("_", "-")
+def report(package: str, archive: Path) -> tuple[str, list[str]]:
+    """Return a line on the version of a package in an archive, and the differences to the contract in it."""
+    version = archive.name.split("-")[1].removesuffix(".tar.gz")
     entries = [entry for entry in CONTRACT if entry[1].partition(".")[0] == package.partition("-")[0]]
     sources = read(archive)
     differences = [line for entry in entries if (line := difference(entry, sources.get(entry[1])))]
@@ -81,7 +80,7 @@ def main() -> int:
             done = subprocess.run([*command, "--dest", folder, package], capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"make upstream: {package} could not be fetched:\n{done.stdout}{done.stderr}")
-            head, differences = report(next(Path(folder).iterdir()))
+            head, differences = report(package, next(Path(folder).iterdir()))
         print(head, *differences, sep="\n  ", flush=True)
         status = status or bool(differences)
     return status

@@ -107,8 +107,8 @@ def test_what_differs_is_found_by_kind(old, new, differ):
     [
         ("host, port, name=None", ""),
         ("host, port, name=None, timeout=30", ""),
-        ("host, port, name, timeout=30", "m.f: takes (host port name …), not (host port …). ours depends on it"),
-        ("port, host", "m.f: takes (port host …), not (host port …). ours depends on it"),
+        ("host, port, name, timeout=30", "m.f: takes (host port name …), not (host port …). Who depends on it: ours"),
+        ("port, host", "m.f: takes (port host …), not (host port …). Who depends on it: ours"),
     ],
 )
 def test_a_function_that_we_call_may_get_more_parameters_with_defaults(parameters, line):
