@@ -25,7 +25,7 @@ help:
 	@echo "make chaos       set up, then inject faults into tiny trainings, one by one; ARGS=--nemesis SEED=1 draws eight for one run"
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server or data; ARGS='--seconds 600'"
-	@echo "make upstream    set up, then look what the newest OpenRLHF, vLLM, transformers, Ray and DeepSpeed move of what the code depends on"
+	@echo "make upstream    set up, then say what the newest OpenRLHF, vLLM, Ray, ... move of what the code depends on"
 	@echo "make docs        build the documentation into site/ (its packages go into .venv-docs)"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 

@@ -1,4 +1,6 @@
-"""Holds the contract against the newest published versions, of which nothing is installed or imported: `make upstream`.
+"""The contract with what we build on, held against the newest published versions by `make upstream`.
+
+Nothing of them is installed or imported.
 
 `method`, `ops` and `cpu_and_grading` are the contract, by the room that depends on it. The functions that we restate
 are listed in the package (`ops.preflight.upstream`), because a start compares them too. A difference says what is

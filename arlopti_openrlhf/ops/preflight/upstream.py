@@ -41,7 +41,7 @@ RESTATED = (
 
 
 def check() -> Iterator[Finding]:
-    """Yield a finding where OpenRLHF is missing or has a function that we do not restate, or a version is not tested."""
+    """Yield a finding where OpenRLHF is missing, a version is not tested, or a function that we restate has moved."""
     findings = [finding for package in TESTED for finding in _compare_version(package)]
     yield from findings
     if any(finding.is_fatal for finding in findings):
