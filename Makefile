@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test long quickstart lint chaos modes fuzz docs clean
+.PHONY: help setup test long quickstart lint chaos modes fuzz upstream docs clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -25,6 +25,7 @@ help:
 	@echo "make chaos       set up, then inject faults into tiny trainings, one by one; ARGS=--nemesis SEED=1 draws eight for one run"
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server or data; ARGS='--seconds 600'"
+	@echo "make upstream    set up, then say what the newest OpenRLHF, vLLM, Ray, ... move of what the code depends on"
 	@echo "make docs        build the documentation into site/ (its packages go into .venv-docs)"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
@@ -78,6 +79,9 @@ modes: setup
 
 fuzz: setup
 	@.venv/bin/python -m fuzz.run --seed $(SEED) $(ARGS)
+
+upstream: setup
+	@PYTHONPATH=tests .venv/bin/python -m contract.newest
 
 # An environment of its own: what builds the site is not what is trained with. It reads the sources, and imports none.
 docs: $(DOCS)

@@ -1,4 +1,7 @@
-"""`make setup` says in one line what the machine lacks, and until it can build a new .venv keeps the old one."""
+"""`make setup` says in one line what the machine lacks, and keeps the old .venv until it can build a new one.
+
+A workflow calls a target that is there.
+"""
 
 import shutil
 import subprocess
@@ -6,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("bash", "make", "cat", "cut", "sha256sum", "uname", "rm", "touch", "tail", "grep")
@@ -68,3 +72,12 @@ def test_nothing_is_missing(machine):
     """It then goes on, and here fails when it makes the new environment."""
     script(machine, "python3.11", f'[[ "$1" == -m ]] && exit 7; exec {sys.executable} "$@"')
     assert "needs" not in setup(machine) and not (machine / ".venv").exists()
+
+
+def test_the_weekly_workflow_calls_a_target():
+    workflow = yaml.load((ROOT / ".github/workflows/upstream.yml").read_text("utf-8"), yaml.BaseLoader)
+    [schedule] = workflow["on"]["schedule"]
+    minute, hour, *days, weekday = schedule["cron"].split()
+    assert minute.isdigit() and hour.isdigit() and days == ["*", "*"] and weekday in "0123456"
+    [command] = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert command == "make upstream" and "\nupstream: setup\n" in (ROOT / "Makefile").read_text("utf-8")

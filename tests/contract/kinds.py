@@ -1,59 +1,61 @@
-"""The kinds of entries. Each compares source text alone with what is expected there.
+"""The kinds of entries. Each compares a module's source alone with what is expected there.
 
 An entry is `(kind, module, name, expected, who)`:
 
-- kind: `signature` where we call or override a function, `text` where we count on a statement, `fields` where we count
-  on a class's fields, `body` where we restate a function.
+- kind: `signature` where we call or override a function, `text` where we count on statements, `fields` where we count
+  on a class's fields, `body` where we restate a function, its parameters included.
 - module, name: the function or class, as in "Class.method". An empty name is the whole module.
+- expected: what the kind says. "…" stands for anything.
 - who: what of ours depends on it, as `module.Class.method` without the package's name, and after a colon how.
 """
 
 import ast
 import functools
 
-from arlopti_openrlhf.ops.preflight.upstream import Function, digest, find, find_source
+from arlopti_openrlhf.ops.preflight.upstream import Function, digest, find
+
+parsed = functools.cache(ast.parse)
 
 
-def signature(module: str, name: str, expected: str) -> None:
-    """Expects the names of a function's parameters, in their order."""
-    found = parameters(find_function(module, name))
-    assert found == expected, f"takes ({found}), not ({expected})"
+def signature(source: str, name: str, expected: str) -> None:
+    """Expects the names of a function's parameters, in their order. " …" at the end stands for any with defaults."""
+    function = find_function(source, name)
+    found = parameters(function).split()
+    if expected.endswith(" …"):
+        needed = len(found) - len(function.args.defaults)
+        found[max(needed, len(expected.split()) - 1) :] = "…"
+    assert found == expected.split(), f"takes ({' '.join(found)}), not ({expected})"
 
 
-def text(module: str, name: str, expected: str) -> None:
-    """Expects a text in the source. White space does not count."""
-    source = find_source(module).read_text("utf-8")
+def text(source: str, name: str, expected: str) -> None:
+    """Expects each of the texts between " … " in the source, in any order. White space does not count."""
     if name:
-        node = find_node(module, name)
+        node = find_node(source, name)
         source = "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
-    assert squeeze(expected) in squeeze(source), f"no longer holds `{expected}`"
+    for part in expected.split(" … "):
+        assert squeeze(part) in squeeze(source), f"no longer holds `{part}`"
 
 
-def fields(module: str, name: str, expected: str) -> None:
+def fields(source: str, name: str, expected: str) -> None:
     """Expects the annotated fields of a class, in their order."""
-    found = [ast.unparse(node.target) for node in find_node(module, name).body if isinstance(node, ast.AnnAssign)]
+    found = [ast.unparse(node.target) for node in find_node(source, name).body if isinstance(node, ast.AnnAssign)]
     assert found == expected.split(), f"has the fields ({' '.join(found)}), not ({expected})"
 
 
-def body(module: str, name: str, expected: str) -> None:
-    """Expects the digest of a function's body. After a change there, change ours alike, and then the digest."""
-    found = digest(find_function(module, name))
-    assert found == expected, f"has another body ({found}, not {expected})"
+def body(source: str, name: str, expected: str) -> None:
+    """Expects the digest of a function. After a change there, change ours alike, and then the digest."""
+    found = digest(find_function(source, name))
+    assert found == expected, f"is another function ({found}, not {expected})"
 
 
-@functools.cache
-def parsed(module: str) -> ast.Module:
-    return ast.parse(find_source(module).read_text("utf-8"))
-
-
-def find_node(module: str, name: str) -> ast.ClassDef | Function:
-    node = find(parsed(module), name)
+def find_node(source: str, name: str) -> ast.ClassDef | Function:
+    node = find(parsed(source), name)
     assert node, "is gone"
     return node
 
 
-def find_function(module: str, name: str) -> Function:
-    node = find_node(module, name)
+def find_function(source: str, name: str) -> Function:
+    node = find_node(source, name)
     assert isinstance(node, Function), "is no function"
     return node
 

