@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 366, 316
 # A drawing has a background of its own: it follows the system's colours where the page may not.
 STYLE = """
 text { fill: #1d2a3d; } .paper, .on { fill: #ffffff; } .small { font-size: 11px; fill: #526079; }
-.title { font-weight: bold; } .axis { stroke: #8a94a6; fill: none; } .grpo { stroke: #8a94a6; stroke-dasharray: 4 3; fill: none; }
+.title { font-weight: bold; } .axis, .grpo { stroke: #8a94a6; fill: none; } .grpo { stroke-dasharray: 4 3; }
 .ar { stroke: #b35f00; fill: none; } .low { fill: #c2413b; } .high { fill: #3567b0; } .all { fill: #6b7890; }
 .model { fill: #d5dbe6; } .nothing { fill: none; stroke: #c3cad6; }
 @media (prefers-color-scheme: dark) {

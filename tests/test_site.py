@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
 
 import pytest
 import yaml
@@ -20,12 +21,16 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
 PYTHON = ROOT / ".venv-docs/bin/python"
 
 
-@pytest.fixture(scope="module")
-def hooks():
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+def module_of_docs(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    return module_of_docs("hooks")
 
 
 def entries(nav: list | dict, title: str = "") -> Iterator[tuple[str, str]]:
@@ -66,6 +71,37 @@ def test_links_alone_are_rewritten(hooks):
     page = type("Page", (), {"file": type("File", (), {"src_uri": "index.md"})})
     assert hooks.on_page_markdown(text, page, None, None) == (
         "[a](flags.md#x) [b](https://x.org/docs/y.md) [c](#here) ![d](quickstart.png) `docs/flags.md`"
+    )
+
+
+def test_the_drawings_are_what_their_script_draws():
+    drawings = module_of_docs("drawings")
+    for name in ("methods", "update"):
+        assert (ROOT / f"docs/{name}.svg").read_text("utf-8") == getattr(drawings, name)(), "python docs/drawings.py"
+
+
+def test_the_home_page_begins_with_the_drawings():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    pictures = re.findall(r"!\[[^\]]+\]\((\S+)\)", readme)
+    assert pictures == ["docs/methods.svg", "docs/update.svg"]
+    assert readme.index(pictures[-1]) < readme.index("## Two commands")
+
+
+def test_a_tree_of_files_keeps_its_depth_and_its_code(hooks):
+    assert hooks.tree("a/\n  b.py   does `c` & d\n").splitlines() == [
+        '<div class="tree">',
+        '<code style="margin-left: 0ch">a/</code><span></span>',
+        '<code style="margin-left: 2ch">b.py</code><span>does <code>c</code> &amp; d</span>',
+        "</div>",
+    ]
+
+
+def test_the_cells_of_a_table_know_their_column(hooks):
+    shown = (
+        "<table><thead><tr><th>flag</th><th></th></tr></thead><tr><td><code>--a 1</code></td><td>b</td></tr></table>"
+    )
+    assert hooks.on_page_content(shown, None, None, None).split("</thead>")[1] == (
+        '<tr><td data-label="flag"><code><span>--a</span> <span>1</span></code></td><td>b</td></tr></table>'
     )
 
 
@@ -112,6 +148,14 @@ def test_no_page_loads_anything_from_elsewhere(site):
         loaded.feed(page.read_text("utf-8"))
         assert loaded.addresses
         assert not [address for address in loaded.addresses if address.startswith(("http:", "https:", "//"))], page
+
+
+def test_the_home_page_has_cards_for_the_table_of_links(site):
+    page = (site / "index.html").read_text("utf-8")
+    [cards] = re.findall(r'<div class="grid cards">(.*?)</div>', page, re.S)
+    rows = re.findall(r"^\| .* \| \[.*\.md\).* \|$", (ROOT / "README.md").read_text("utf-8"), re.M)
+    assert cards.count("<li>") == len(rows) > 10 and 'href="getting_started.html"' in cards
+    assert "you want to" not in page
 
 
 def test_the_api_has_the_public_functions(site):
@@ -171,10 +215,18 @@ def test_the_search_finds_flags_as_one_types_them(address, tmp_path):
         assert found("--algo.lopti.zeta") == []
 
 
+# Of each table that is wider than its frame: whether the first column stays where it is when the rest scrolls.
+FIRST_COLUMNS = """[...document.querySelectorAll(".md-typeset__scrollwrap")].filter(f => f.scrollWidth > f.clientWidth).map(frame => {
+  const cell = frame.querySelector("td"), before = cell.getBoundingClientRect().left
+  frame.scrollLeft = 1000
+  return frame.scrollLeft > 0 && Math.abs(cell.getBoundingClientRect().left - before) < 20
+})"""
+
+
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_browser_shows_it_from_the_disk(site, width, tmp_path):
-    """A wide table may scroll inside its frame, but never the page."""
+    """A wide table may scroll inside its frame, under its first column, but never the page."""
     with browser.chromium(tmp_path) as page:
         for name in ("index", "flags", "study", "architecture", "api/methods"):
             page.open(site / f"{name}.html", width, dark=False)
@@ -182,5 +234,7 @@ def test_a_browser_shows_it_from_the_disk(site, width, tmp_path):
             assert page.evaluate("document.querySelector('h1').innerText")
             broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
             assert page.evaluate(broken) == []
+            tables = page.evaluate(FIRST_COLUMNS)
+            assert all(stays for stays in tables) and (name != "study" or len(tables) > 5), name
         elsewhere = [request for request in page.requests if not request.startswith(("file:", "data:", "blob:"))]
         assert not elsewhere
