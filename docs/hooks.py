@@ -1,5 +1,6 @@
 """Make pages of the site from files that lie elsewhere in the repository, and lead links to them there."""
 
+import html
 import posixpath
 import re
 from pathlib import Path
@@ -16,6 +17,8 @@ PAGES = {
 TABLES = {str(path.relative_to(ROOT)): path.name for path in sorted((ROOT / "study/results").glob("*.csv"))}
 _SOURCES = {page: file for file, page in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()(?!#|\w+:)([^)#\s]+)")
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.M | re.S)
+_LINKS_BY_PURPOSE = re.compile(r"^\| you want to \| read \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", re.M)
 
 
 def page_link(link: str, page: str) -> str:
@@ -41,7 +44,45 @@ def on_files(files, config):
     return files
 
 
+def cards(rows: str) -> str:
+    """Return the rows of README.md's table of links, | purpose | links |, as cards."""
+    pairs = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
+    texts = [f"-   **{links}**\n\n    {purpose[0].upper()}{purpose[1:]}" for purpose, links in pairs]
+    return "\n\n".join(['<div class="grid cards" markdown>', *texts, "</div>\n"])
+
+
+def tree(lines: str) -> str:
+    """Return a tree of files, which has two blanks for each folder, with texts that can go on below themselves."""
+    parts = []
+    for line in lines.splitlines():
+        name, _, text = line.strip().partition(" ")
+        text = re.sub("`(.*?)`", r"<code>\1</code>", html.escape(text.strip()))
+        parts.append(f'<code style="margin-left: {len(line) - len(line.lstrip())}ch">{name}</code><span>{text}</span>')
+    return "\n".join(['<div class="tree">', *parts, "</div>\n"])
+
+
+def table(found: re.Match) -> str:
+    """Return an HTML table whose cells know the title of their column, and whose code breaks between words alone."""
+    titles = [re.sub("<.*?>", "", title) for title in re.findall("<th(?: [^>]*)?>(.*?)</th>", found[0], re.S)]
+    cells = iter(range(found[0].count("<td")))
+
+    def cell(td: re.Match) -> str:
+        title = titles[next(cells) % len(titles)]
+        words = re.sub("(?<=<code>)[^<]+", lambda code: re.sub(r"\S+", r"<span>\g<0></span>", code[0]), td[2])
+        label = f' data-label="{title}"' if title else ""
+        return f"<td{label}{td[1] or ''}>{words}</td>"
+
+    return re.sub("<td( [^>]*)?>(.*?)</td>", cell, found[0], flags=re.S)
+
+
 def on_page_markdown(markdown, page, config, files):
-    """Rewrite the links of a page, and keep figures with their intervals on one line. MkDocs calls it."""
-    markdown = markdown.replace(" ± ", "\u00a0±\u00a0")
+    """Rewrite the links of a page, and lay out what Markdown cannot. MkDocs calls it."""
+    markdown = markdown.replace(" ± ", "\u00a0±\u00a0")  # figures stay on one line with their intervals
+    markdown = _LINKS_BY_PURPOSE.sub(lambda match: cards(match[1]), markdown)
+    markdown = _BLOCK.sub(lambda match: match[0] if match[1] else tree(match[2]), markdown)
     return _LINK.sub(lambda match: page_link(match[1], page.file.src_uri), markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Prepare tables for narrow screens. MkDocs calls it."""
+    return re.sub("<table>.*?</table>", table, html, flags=re.S)

@@ -1,6 +1,8 @@
 """The documents name only what exists, their links resolve, and the citation and the changelog are of this version."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,14 @@ def test_the_citation_is_valid_and_of_this_version():
     (paper,) = citation["references"]
     assert {"type", "title", "authors"} <= paper.keys() and paper["doi"].endswith("2505.12929")
     assert [author["family-names"] for author in paper["authors"]][0] == "Yang" and len(paper["authors"]) == 7
+
+
+def test_the_packages_metadata_are_the_citations():
+    command = [sys.executable, "setup.py", "--author", "--version", "--license", "--url", "--classifiers"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    citation = yaml.safe_load(text_of("CITATION.cff"))
+    assert said[:3] == [citation["authors"][0]["name"], citation["version"], citation["license"]]
+    assert "Typing :: Typed" in said and "http" not in "".join(said)  # there is no URL yet
 
 
 def test_the_changelog_has_this_version():

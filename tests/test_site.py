@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
 
 import pytest
 import yaml
@@ -20,12 +21,16 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
 PYTHON = ROOT / ".venv-docs/bin/python"
 
 
-@pytest.fixture(scope="module")
-def hooks():
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+def module_of_docs(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    return module_of_docs("hooks")
 
 
 def entries(nav: list | dict, title: str = "") -> Iterator[tuple[str, str]]:
@@ -66,6 +71,37 @@ def test_links_alone_are_rewritten(hooks):
     page = type("Page", (), {"file": type("File", (), {"src_uri": "index.md"})})
     assert hooks.on_page_markdown(text, page, None, None) == (
         "[a](flags.md#x) [b](https://x.org/docs/y.md) [c](#here) ![d](quickstart.png) `docs/flags.md`"
+    )
+
+
+def test_the_drawings_are_what_their_script_draws():
+    drawings = module_of_docs("drawings")
+    for name in ("methods", "update"):
+        assert (ROOT / f"docs/{name}.svg").read_text("utf-8") == getattr(drawings, name)(), "python docs/drawings.py"
+
+
+def test_the_home_page_begins_with_the_drawings():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    pictures = re.findall(r"!\[[^\]]+\]\((\S+)\)", readme)
+    assert pictures == ["docs/methods.svg", "docs/update.svg"]
+    assert readme.index(pictures[-1]) < readme.index("## Two commands")
+
+
+def test_a_tree_of_files_keeps_its_depth_and_its_code(hooks):
+    assert hooks.tree("a/\n  b.py   does `c` & d\n").splitlines() == [
+        '<div class="tree">',
+        '<code style="margin-left: 0ch">a/</code><span></span>',
+        '<code style="margin-left: 2ch">b.py</code><span>does <code>c</code> &amp; d</span>',
+        "</div>",
+    ]
+
+
+def test_the_cells_of_a_table_know_their_column(hooks):
+    shown = (
+        "<table><thead><tr><th>flag</th><th></th></tr></thead><tr><td><code>--a 1</code></td><td>b</td></tr></table>"
+    )
+    assert hooks.on_page_content(shown, None, None, None).split("</thead>")[1] == (
+        '<tr><td data-label="flag"><code><span>--a</span> <span>1</span></code></td><td>b</td></tr></table>'
     )
 
 
@@ -114,6 +150,14 @@ def test_no_page_loads_anything_from_elsewhere(site):
         assert not [address for address in loaded.addresses if address.startswith(("http:", "https:", "//"))], page
 
 
+def test_the_home_page_has_cards_for_the_table_of_links(site):
+    page = (site / "index.html").read_text("utf-8")
+    [cards] = re.findall(r'<div class="grid cards">(.*?)</div>', page, re.S)
+    rows = re.findall(r"^\| .* \| \[.*\.md\).* \|$", (ROOT / "README.md").read_text("utf-8"), re.M)
+    assert cards.count("<li>") == len(rows) > 10 and 'href="getting_started.html"' in cards
+    assert "you want to</th>" not in page
+
+
 def test_the_api_has_the_public_functions(site):
     assert "advantage_weights" in (site / "api/token_update.html").read_text("utf-8")
     assert "reward_func" in (site / "api/rewards.html").read_text("utf-8")
@@ -129,14 +173,16 @@ def test_a_pages_title_is_the_navigations(hooks):
 SEARCH = """new Promise(resolve => {
   document.querySelector("#__search").click()
   const input = document.querySelector(".md-search__input")
+  const ask = query => { input.value = query; input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true})) }
+  const said = () => document.querySelector(".md-search-result__meta").innerText
+  const address = link => new URL(link.href).pathname
+  const found = () => [...document.querySelectorAll(".md-search-result__item > a")].map(address)
   input.dispatchEvent(new FocusEvent("focus"))
-  input.value = "WORD"
+  ask("")
   const looking = setInterval(() => {
-    input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}))
-    const said = document.querySelector(".md-search-result__meta").innerText
-    const found = [...document.querySelectorAll(".md-search-result__item > a")].map(a => new URL(a.href).pathname)
-    if (found.length || /^No match/.test(said)) { clearInterval(looking); resolve(found) }
-  }, 100)
+    if (!input.value) { if (/^Type/.test(said())) ask("QUERY") }
+    else if (found().length || /^No match/.test(said())) { clearInterval(looking); resolve(found()) }
+  }, 50)
 })"""
 
 
@@ -155,31 +201,34 @@ def address(request, site) -> Iterator[str]:
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium")
 def test_the_search_finds_flags_as_one_types_them(address, tmp_path):
-    found = {}
+    flags = ("--algo.lopti.eta", "algo.lopti.eta", "lopti.eta", "--algo.lop", "--algo.lopti.eta=0.5", "--dry-run")
     with browser.chromium(tmp_path) as page:
-        for query in (
-            "--algo.lopti.eta",
-            "algo.lopti.eta",
-            "lopti.eta",
-            "--algo.lop",
-            "--algo.lopti.eta=0.5",
-            "--dry-run",
-            "--ckpt.load_enable",
-            "write a token method",
-            "--algo.lopti.nothing",
-        ):
-            page.open(f"{address}/index.html", 1280, dark=False)
-            found[query] = [Path(link).name for link in page.evaluate(SEARCH.replace("WORD", query))]
-    assert found.pop("--algo.lopti.nothing") == []
-    assert found.pop("write a token method")[0] == "token_methods.html"
-    assert "long_runs.html" in found.pop("--ckpt.load_enable")
-    assert all("flags.html" in pages[:2] for pages in found.values()), found
+        page.open(f"{address}/index.html", 1280, dark=False)
+
+        def found(query: str) -> list[str]:
+            return [Path(link).name for link in page.evaluate(SEARCH.replace("QUERY", query))]
+
+        for flag in flags:
+            assert "flags.html" in found(flag)[:2], flag
+        assert "long_runs.html" in found("--ckpt.load_enable")
+        assert found("write a token method")[0] == "token_methods.html"
+        assert found("--algo.lopti.zeta") == []
+
+
+# Of each table that is wider than its frame: whether the first column stays where it is when the rest scrolls.
+FIRST_COLUMNS = """[...document.querySelectorAll(".md-typeset__scrollwrap")]
+  .filter(frame => frame.scrollWidth > frame.clientWidth)
+  .map(frame => {
+    const cell = frame.querySelector("td"), before = cell.getBoundingClientRect().left
+    frame.scrollLeft = 1000
+    return frame.scrollLeft > 0 && Math.abs(cell.getBoundingClientRect().left - before) < 20
+  })"""
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_browser_shows_it_from_the_disk(site, width, tmp_path):
-    """A wide table may scroll inside its frame, but never the page."""
+    """A wide table may scroll inside its frame, under its first column, but never the page."""
     with browser.chromium(tmp_path) as page:
         for name in ("index", "flags", "study", "architecture", "api/methods"):
             page.open(site / f"{name}.html", width, dark=False)
@@ -187,5 +236,7 @@ def test_a_browser_shows_it_from_the_disk(site, width, tmp_path):
             assert page.evaluate("document.querySelector('h1').innerText")
             broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
             assert page.evaluate(broken) == []
+            tables = page.evaluate(FIRST_COLUMNS)
+            assert all(stays for stays in tables) and (name != "study" or len(tables) > 5), name
         elsewhere = [request for request in page.requests if not request.startswith(("file:", "data:", "blob:"))]
         assert not elsewhere
