@@ -194,7 +194,7 @@ class Training:
         return self.maker.compute_advantages_and_returns(batches)
 
     def evaluate(self, held_out: Sequence[Row]) -> dict[str, float]:
-        """Return each source's measures with their intervals, by the names of `ops.rollouts.evaluation`."""
+        """Return each source's measures with their intervals, by the names of `ops.rollouts.samples`."""
         measures = {}
         for source, rows in groupby(sorted(held_out, key=_source), key=_source):
             responses = list(self._responses(list(rows), sampling_of(source, self.args.eval.sampling), source))

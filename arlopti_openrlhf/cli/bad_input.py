@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from arlopti_openrlhf.ops.preflight import model
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.local_model import local_folder
+from arlopti_openrlhf.ops.preflight.model import local_folder
 from arlopti_openrlhf.ops.preflight.reward import defined_names
 
 

@@ -21,7 +21,7 @@ from arlopti_openrlhf.cli import command_line, config_file, method_checks, run_f
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.lifecycle import credentials
-from arlopti_openrlhf.ops.preflight import check, combinations
+from arlopti_openrlhf.ops.preflight import check, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 from arlopti_openrlhf.ops.preflight.upstream import check as check_openrlhf
@@ -80,7 +80,7 @@ def train(args: SimpleNamespace) -> None:
         from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
         from arlopti_openrlhf.ops.health import guard
         from arlopti_openrlhf.ops.lifecycle import closing, driver, heartbeat, watch
-        from arlopti_openrlhf.ops.rollouts import engine, evaluation, lora_reference, prompts, reward_client
+        from arlopti_openrlhf.ops.rollouts import engine, experience_maker, prompts, reward_client, samples
         from arlopti_openrlhf.update import policy_actor
 
         policy_actor.install()
@@ -91,15 +91,15 @@ def train(args: SimpleNamespace) -> None:
         reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
         engine.install()
         prompts.install()
-        evaluation.install(args.eval.sampling)
+        samples.install(args.eval.sampling)
         controller.install()
         checkpoints.install()
         heartbeat.install()  # after all other changes to the actors
         # Last, because it binds the policy's Ray actor when it is imported.
         from openrlhf.cli import train_ppo_ray as upstream
 
-        if args.algo.kl.init_coef > 0 and not combinations.loads_reference(args):
-            lora_reference.install(upstream)
+        if args.algo.kl.init_coef > 0 and not values.loads_reference(args):
+            experience_maker.install_reference(upstream)
         text = partial(closing.text, args, log=console.log if console else None)
         run = driver.Driver(console, text, args.train.stall_minutes)
         with run.ending():
@@ -134,7 +134,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _check_flags(given: SimpleNamespace) -> list[Finding]:
     """Return what cannot go together in the nested arguments as the user gave them."""
-    return [*combinations.check(given), *method_checks.check_flags(given)]
+    return [*values.check_combinations(given), *method_checks.check_flags(given)]
 
 
 def _completed(flat: argparse.Namespace) -> argparse.Namespace:
@@ -151,7 +151,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     if args.ds.lora.rank and args.algo.kl.init_coef > 0:
         is_policy = "the policy without its adapter is the reference, and no second model is loaded"
         is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"
-        line = is_loaded if combinations.loads_reference(args) else is_policy
+        line = is_loaded if values.loads_reference(args) else is_policy
         lines.append(f"--ds.lora.rank {args.ds.lora.rank}: {line}.")
     for line in lines:
         print(f"arlopti_openrlhf: {line}", flush=True)

@@ -8,6 +8,9 @@ import json
 import math
 from typing import Any
 
+# What our own server calls itself at /health, by which the pre-flight knows it from any other.
+SERVER = "arlopti_openrlhf"
+
 
 def to_json(value: Any) -> str:
     """Return a value as JSON. Tensors and arrays become lists, and what JSON does not know becomes its text."""

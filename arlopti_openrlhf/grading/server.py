@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 
 from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
-from arlopti_openrlhf.grading.reward_files import SERVER
+from arlopti_openrlhf.grading.reward_answers import SERVER
 
 log = logging.getLogger("arlopti_openrlhf.rewards")
 

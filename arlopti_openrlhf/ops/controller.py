@@ -18,8 +18,7 @@ from arlopti_openrlhf.ops.checkpoints import process_state
 from arlopti_openrlhf.ops.checkpoints.files import newest_published
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import awake, credentials, progress, stopping
-from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker
-from arlopti_openrlhf.ops.rollouts.lora_reference import ReferenceInPolicy
+from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
 from arlopti_openrlhf.patching import plain_class, replaced_attribute
 
 logger = init_logger(__name__)

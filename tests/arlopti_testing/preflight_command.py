@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from arlopti_openrlhf.cli import command_line, method_checks, train_ppo_ray
-from arlopti_openrlhf.ops.preflight import batches, combinations, placement, values
+from arlopti_openrlhf.ops.preflight import batches, placement, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 # A run that nothing is wrong with.
@@ -46,7 +46,7 @@ def findings(argv: list[str]) -> list[Finding]:
     checked = command_line.check(flat)
     update = method_checks.describe_update(checked.args)
     return [
-        *combinations.check(given),
+        *values.check_combinations(given),
         *method_checks.check_flags(given),
         *checked.findings,
         *values.check(checked.args),

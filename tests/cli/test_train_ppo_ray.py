@@ -10,7 +10,7 @@ from arlopti_testing import cpu_seconds
 
 from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
 from arlopti_openrlhf.cli.method_checks import is_selective
-from arlopti_openrlhf.ops.preflight import combinations
+from arlopti_openrlhf.ops.preflight import values
 from arlopti_openrlhf.ops.preflight.batches import models_by_ranks
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 
@@ -142,7 +142,7 @@ def test_a_refusal_takes_seconds_and_imports_nothing_heavy(flags, status, said):
 )
 def test_with_lora_the_policy_is_its_own_reference(flags, is_loaded, said, capsys):
     args = nested(flags.split())
-    assert combinations.loads_reference(args) == is_loaded
+    assert values.loads_reference(args) == is_loaded
     assert models_by_ranks(args) == {8: ["actor", *(["ref"] if is_loaded else []), "reward"]}
     out = capsys.readouterr().out
     assert said in out if said else "reference" not in out

@@ -36,7 +36,7 @@ ENTRIES = (
     (text, COMMAND, "train", "remote_rm_url=args.reward.remote_url,",
      "cli.train_ppo_ray: kk and math reach the engines as they are"),
     (text, COMMAND, "", 'args.reward.remote_url = args.reward.remote_url.split(",")',
-     "ops.preflight.combinations.check"),
+     "ops.preflight.values.check_combinations"),
     (text, COMMAND, "train",
      "args.actor.num_nodes * args.actor.num_gpus_per_node == args.vllm.num_engines * args.vllm.tensor_parallel_size … "
      "args.actor.num_nodes == args.ref.num_nodes and args.actor.num_gpus_per_node == args.ref.num_gpus_per_node … "
@@ -71,7 +71,7 @@ ENTRIES = (
      "self prompt label sampling_params max_length hf_tokenizer llm_engine images",
      "ops.rollouts.reward_client.RewardExecutor.execute"),
     (signature, TRAINER, "compute_eval_metrics", "eval_dataloader samples_list n_samples_per_prompt",
-     "ops.rollouts.evaluation.compute_eval_metrics"),
+     "ops.rollouts.samples.compute_eval_metrics"),
     (signature, SAMPLES, "SamplesGenerator.generate_eval_samples", "self **generate_kwargs",
      "ops.rollouts.samples.SamplesGenerator"),
     (signature, TRAINER, "BasePPOTrainer.save_logs_and_checkpoints", "self global_step logs_dict client_states",
@@ -122,8 +122,8 @@ ENTRIES = (
     (text, AGENT, "SingleTurnAgentExecutor.__init__",
      'if self.reward_endpoints and self.reward_endpoints[0].endswith(".py"):',
      "ops.rollouts.reward_client.RewardExecutor: tells files from servers alike"),
-    (text, TRAINER, "", "logs = compute_eval_metrics(", "ops.rollouts.evaluation.install"),
-    (text, ASYNC, "", "logs = compute_eval_metrics(", "ops.rollouts.evaluation.install"),
+    (text, TRAINER, "", "logs = compute_eval_metrics(", "ops.rollouts.samples.install"),
+    (text, ASYNC, "", "logs = compute_eval_metrics(", "ops.rollouts.samples.install"),
     (text, TRAINER, "PPOTrainer.fit",
      "self.save_best_checkpoint(eval_logs, global_step, client_states) pbar.update(prompts_consumed) if is_exhausted: "
      "break # Close trackers if self.wandb_logger: self.wandb_logger.close()",
@@ -173,26 +173,26 @@ ENTRIES = (
     # A LoRA run, whose policy is its own reference
     (text, COMMAND, "train",
      "if args.algo.kl.init_coef > 0: ref_model = RayActorGroup( args.ref.num_nodes, args.ref.num_gpus_per_node, "
-     "ReferenceModelActor,", "ops.rollouts.lora_reference.install"),
+     "ReferenceModelActor,", "ops.rollouts.experience_maker.install_reference"),
     (text, COMMAND, "train",
      "if ref_model is not None: refs.extend(ref_model.async_init_model_from_pretrained(strategy, "
      "args.actor.model_name_or_path))",
-     "ops.rollouts.lora_reference.install: a run may have none, and its weights are the policy's"),
+     "ops.rollouts.experience_maker.install_reference: a run may have none, and its weights are the policy's"),
     (text, MAKER, "RemoteExperienceMaker.make_experience",
      "base_action_log_probs_ref = self._dispatch_forward( self.initial_model_group,",
-     "ops.rollouts.lora_reference.ReferenceInPolicy"),
+     "ops.rollouts.experience_maker.ReferenceInPolicy"),
     (text, MAKER, "RemoteExperienceMaker._dispatch_forward",
      'ref = group.async_run_method_batch(method_name="forward", **kwargs)',
-     "ops.rollouts.lora_reference.ReferenceInPolicy.async_run_method_batch"),
+     "ops.rollouts.experience_maker.ReferenceInPolicy.async_run_method_batch"),
     (text, MAKER, "RemoteExperienceMaker._dispatch_forward",
      'ray.get(group.async_run_method(method_name="empty_cache"))',
-     "ops.rollouts.lora_reference.ReferenceInPolicy.async_run_method"),
+     "ops.rollouts.experience_maker.ReferenceInPolicy.async_run_method"),
     (text, ACTOR, "Actor.__init__",
      "lora_config = LoraConfig( task_type=TaskType.CAUSAL_LM, r=lora_rank, lora_alpha=lora_alpha, "
      'target_modules=target_modules, lora_dropout=lora_dropout, bias="none", )',
-     "ops.rollouts.lora_reference: nothing of the base model is trained"),
+     "ops.rollouts.experience_maker: nothing of the base model is trained"),
     (text, ACTOR, "Actor.__init__", 'if "norm" in name: module = module.to(torch.float32)',
-     "ops.preflight.combinations.loads_reference: in 4 bits policy and reference differ"),
+     "ops.preflight.values.loads_reference: in 4 bits policy and reference differ"),
     # Saving, resuming and the trackers. OpenRLHF saves and loads through its strategy alone, so a subclass of it does.
     (signature, STRATEGY, "DeepspeedStrategy.load_ckpt",
      "self model load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only",

@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from arlopti_openrlhf import learning_rate
 from arlopti_openrlhf.ops.checkpoints import files, process_state
-from arlopti_openrlhf.ops.checkpoints.rank_agreement import everywhere, on_rank_0, say, share
+from arlopti_openrlhf.ops.checkpoints.process_state import everywhere, on_rank_0, say, share
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
 from arlopti_openrlhf.patching import replaced_attribute

@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """An evaluation's metrics, under the names of `ops.rollouts.evaluation.compute_eval_metrics`."""
+    """An evaluation's metrics, under the names of `ops.rollouts.samples.compute_eval_metrics`."""
 
     step: int
     metrics: dict[str, float]

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from arlopti_openrlhf.ops.preflight.combinations import loads_reference, rollout_samples
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.memory import Update
+from arlopti_openrlhf.ops.preflight.values import loads_reference, rollout_samples
 
 
 def check(args: SimpleNamespace, update: Update) -> Iterator[Finding]:

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 from arlopti_openrlhf.ops.preflight import (
     batches,
-    clusters,
     data,
-    disk,
     images,
     machine,
     memory,
@@ -25,8 +23,8 @@ from arlopti_openrlhf.ops.preflight.finding import Check, Finding
 THOROUGH: tuple[Check, ...] = (
     placement.check,
     machine.check,
-    clusters.check,
-    disk.check,
+    placement.check_cluster,
+    machine.check_disk,
     model.check,
     images.check,
     data.check,

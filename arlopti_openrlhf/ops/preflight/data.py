@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from arlopti_openrlhf.ops.preflight import images, probe
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
-from arlopti_openrlhf.ops.preflight.local_model import is_offline, load_tokenizer, local_folder
+from arlopti_openrlhf.ops.preflight.model import is_offline, load_tokenizer, local_folder
 from arlopti_openrlhf.ops.preflight.rows import NotChecked, Row, Unreadable, read_rows
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
-from arlopti_openrlhf.ops.preflight.local_model import local_folder, read_json
+from arlopti_openrlhf.ops.preflight.model import local_folder, read_json
 from arlopti_openrlhf.ops.preflight.rows import Row
 
 _MOST = "data.max_images_per_prompt"

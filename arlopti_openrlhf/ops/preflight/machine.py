@@ -1,4 +1,4 @@
-"""Checks what the run needs of this machine besides GPUs: packages, folders, open files, shared memory."""
+"""Checks what the run needs of this machine besides GPUs: packages, folders, open files, shared memory, disk."""
 
 import importlib.metadata
 import importlib.util
@@ -12,15 +12,18 @@ from types import SimpleNamespace
 
 from packaging.requirements import Requirement
 
-from arlopti_openrlhf.ops.preflight import disk
-from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
-from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.checkpoints.files import size_of
+from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
+from arlopti_openrlhf.ops.preflight.model import model_size
+from arlopti_openrlhf.ops.preflight.placement import starts_cluster
 
 # What OpenRLHF pins, and what a run is made of.
 _PACKAGES = ("torch", "ray", "vllm", "deepspeed", "transformers")
 # Linux's default. With one rank of a tiny model, vLLM's engine has 102 open files, and Ray's raylet 75.
 _OPEN_FILES = 1024
 _SHARED_MEMORY = 1 << 30  # bytes; NCCL and Ray's object store take it, and Docker gives 64 MiB
+_MODEL = 2  # bytes of a parameter in bf16
+_OPTIMIZER = 12  # bytes of a parameter: its fp32 copy and Adam's two moments
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
@@ -90,10 +93,53 @@ def _check_own_cluster() -> Iterator[Finding]:
 def _why_not_writable(folder: Path) -> str | None:
     """Return why the folder cannot be made or written to, or None."""
     try:
-        there = disk.nearest(folder)
+        there = nearest(folder)
         if not there.is_dir():
             return f"{there} is a file"
         with tempfile.TemporaryFile(dir=there):
             return None
     except OSError as error:
         return f"nothing can be written there: {error.strerror or error}"
+
+
+def check_disk(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield a finding where what the run keeps, or what it keeps while it writes, does not fit."""
+    sizes = [model_size(name) for name in (args.actor.model_name_or_path, args.critic.model_name_or_path) if name]
+    parameters = [size.parameters for size in sizes if size]
+    if not parameters or len(parameters) < len(sizes) or not starts_cluster():
+        return  # the size of the model is unknown, or the disk is another machine's
+    copies = _MODEL * (2 if args.train.enable_ema else 1) + (0 if args.ds.lora.rank else _OPTIMIZER)
+    one, final = 0 if args.ckpt.disable_ds else copies * sum(parameters), _MODEL * parameters[0]
+    saves = args.ckpt.save_steps > 0 or args.ckpt.save_minutes is not None
+    evaluates = args.eval.dataset and args.eval.steps != -1 and args.ckpt.best_metric_key != "none"
+    # Without any asked for, a signal still saves one.
+    number = max(1, (args.ckpt.max_num if saves else 0) + (1 if evaluates else 0))
+    kept = min(number * one, args.ckpt.max_mem * 2**30 + one)
+
+    folder, output = Path(args.ckpt.path), Path(args.ckpt.output_dir)
+    # A resumed run replaces what it has written before.
+    free = shutil.disk_usage(nearest(folder)).free + size_of(folder / "_actor") + size_of(folder / "_critic")
+    what = f"{number} checkpoints of {in_words(one)}"
+    if nearest(folder).stat().st_dev == nearest(output).stat().st_dev:
+        kept += final
+        what += f" and the model, {in_words(final)}"
+    elif final > (free_for_model := shutil.disk_usage(nearest(output)).free):
+        problem = f"the model takes about {in_words(final)}, and {in_words(free_for_model)} are free"
+        yield Finding.of(args, "ckpt.output_dir", problem, "choose another disk")
+        return
+    needed = kept + (one if saves else 0)
+    if needed > free:
+        while_it_writes = "" if kept > free else ", writes the next one in addition"
+        problem = f"the run keeps about {in_words(kept)} ({what}){while_it_writes}, and {in_words(free)} are free"
+        remedy = "free some, choose another disk, or lower --ckpt.max_num"
+        yield Finding.of(args, "ckpt.path", problem, remedy, is_fatal=kept > free)
+    elif saves and args.ckpt.save_hf and (room := int((free - needed) // final)) < 100:
+        each = f"each checkpoint adds a model of about {in_words(final)}, which is never removed"
+        remedy = "remove old ones during the run, or leave it out"
+        yield Finding.of(args, "ckpt.save_hf", f"{each}, and there is room for {room}", remedy, is_fatal=False)
+
+
+def nearest(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    path = folder.absolute()
+    return next(there for there in (path, *path.parents) if there.exists())

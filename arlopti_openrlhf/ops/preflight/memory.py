@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
-from arlopti_openrlhf.ops.preflight.clusters import starts_cluster
-from arlopti_openrlhf.ops.preflight.combinations import loads_reference
 from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
-from arlopti_openrlhf.ops.preflight.local_model import ModelSize, model_size
+from arlopti_openrlhf.ops.preflight.model import ModelSize, model_size
+from arlopti_openrlhf.ops.preflight.placement import starts_cluster
+from arlopti_openrlhf.ops.preflight.values import loads_reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

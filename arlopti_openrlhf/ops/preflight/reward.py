@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES, SERVER
+from arlopti_openrlhf.grading.reward_answers import SERVER
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import TimedOut
 from arlopti_openrlhf.ops.preflight import data, probe
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -90,7 +91,7 @@ def _check_servers(urls: list[str]) -> Iterator[Finding]:
     """
     import httpx  # which transformers has imported by then
 
-    away = {}
+    away: dict[str, Exception] = {}
     patient = httpx.HTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
     # The run asks without a proxy, too.
     with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS, follow_redirects=True) as client:
@@ -105,9 +106,9 @@ def _check_servers(urls: list[str]) -> Iterator[Finding]:
                 away[server] = error
             else:
                 yield from _check_path(client, url, answer)
-    for server, error in away.items():
+    for server, cause in away.items():
         is_fatal = len(away) == len(set(map(_without_secrets, urls)))
-        yield Finding(_FLAG, server, f"no answer: {error}", "start the server first, or correct the URL", is_fatal)
+        yield Finding(_FLAG, server, f"no answer: {cause}", "start the server first, or correct the URL", is_fatal)
 
 
 def _check_path(client: "httpx.Client", url: str, health: "httpx.Response") -> Iterator[Finding]:

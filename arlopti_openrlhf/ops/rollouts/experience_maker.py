@@ -1,10 +1,13 @@
-"""Turns samples into experience as OpenRLHF does, but for equal rewards and for metrics that some samples lack."""
+"""Turns samples into experience as OpenRLHF does, but for equal rewards, missing metrics and the reference of LoRA."""
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray import launcher
 from openrlhf.utils.logging_utils import init_logger
 
 from arlopti_openrlhf.patching import replaced_attribute
@@ -90,3 +93,36 @@ def equal_groups(experiences: Sequence[Experience], group_size: int) -> list[tor
     groups = in_order.reshape(-1, group_size)
     is_equal = (groups == groups[:, :1]).all(dim=-1)
     return list(is_equal[index // group_size].split(sizes))
+
+
+class ReferenceInPolicy:
+    """Stands for the group of reference actors. It has the two methods that OpenRLHF's experience maker calls.
+
+    Args:
+        policy: OpenRLHF's group of policy actors.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def async_run_method_batch(self, method_name: str, **kwargs) -> list:
+        """Return what the policy's actors do in a reference's place. `forward` is the one method that they have so."""
+        return self._policy.async_run_method_batch(method_name=f"{method_name}_reference", **kwargs)
+
+    def async_run_method(self, method_name: str) -> list:
+        """Return what the policy's actors do. `empty_cache` is the one method that OpenRLHF calls so."""
+        return self._policy.async_run_method(method_name=method_name)
+
+
+def install_reference(cli: ModuleType) -> None:
+    """Make `train` of `openrlhf.cli.train_ppo_ray` start no reference actors, as `Controller` then sees.
+
+    The name in that module alone is rebound, because Ray pickles groups by the name in `launcher`.
+    """
+
+    def make_group(num_nodes: int, num_gpus_per_node: int, ray_actor_type: Any, **kwargs) -> Any:
+        if ray_actor_type is cli.ReferenceModelActor:
+            return None
+        return launcher.RayActorGroup(num_nodes, num_gpus_per_node, ray_actor_type, **kwargs)
+
+    vars(cli)["RayActorGroup"] = make_group

@@ -87,7 +87,7 @@ def test_a_run_that_can_start(fitting):
     before = cpu_seconds.of_children()
     done = run(fitting)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert "estimated peak memory per GPU of the actor: 0.0 GiB" in done.stdout
+    assert "estimated peak memory per GPU of the actor: 5 MiB (weights 0 MiB" in done.stdout
     assert "the run can start. Nothing has been started." in done.stdout
     assert cpu_seconds.of_children() - before < 60  # 5 s on an idle core
 

@@ -8,7 +8,7 @@ import pytest
 from arlopti_testing.preflight_command import changed
 
 from arlopti_openrlhf.ops.preflight import data
-from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
+from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
 

@@ -11,7 +11,7 @@ from arlopti_testing.preflight_command import arguments, changed
 
 from arlopti_openrlhf.cli import method_checks
 from arlopti_openrlhf.ops.preflight import data, images, model, rows
-from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
+from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 # As a vision-language model's: contents are a text, or a list of parts.
 TEMPLATE = (

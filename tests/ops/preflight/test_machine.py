@@ -1,18 +1,19 @@
-"""What the machine lacks is found: folders, disk, memory, a cluster that does not answer."""
+"""What the machine lacks is found: folders, disk, memory, GPUs, a cluster that does not answer."""
 
 import json
 import re
 import resource
 import shutil
+import socket
 from types import SimpleNamespace
 
 import pytest
 from arlopti_testing.preflight_command import arguments
 
 from arlopti_openrlhf.cli.method_checks import describe_update
-from arlopti_openrlhf.ops.preflight import disk, machine, memory, placement
+from arlopti_openrlhf.ops.preflight import machine, memory, placement
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.local_model import model_size
+from arlopti_openrlhf.ops.preflight.model import model_size
 
 QWEN_7B = {
     "model_type": "qwen2",
@@ -82,7 +83,7 @@ def test_the_tiny_models_size_is_its_weights(tiny_model):
 def test_disk_for_the_checkpoints_asked_for(qwen, monkeypatch, free, max_num, save_steps, verdict):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, used=0, free=free * GIB))
     args = arguments(f"--actor.model_name_or_path {qwen} --ckpt.max_num {max_num} --ckpt.save_steps {save_steps}")
-    found = list(disk.check(args))
+    found = list(machine.check_disk(args))
     assert [finding.is_fatal for finding in found] == verdict
     assert all(finding.flag == "--ckpt.path" and f"{free}.0 GiB are free" in finding.problem for finding in found)
 
@@ -90,7 +91,9 @@ def test_disk_for_the_checkpoints_asked_for(qwen, monkeypatch, free, max_num, sa
 def test_small_sizes_are_in_mib(tiny_model, monkeypatch):
     """A model of 0.1M parameters takes 0.2 MiB, and a checkpoint of it 1.4."""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, used=0, free=3 << 20))
-    (finding,) = disk.check(arguments(f"--actor.model_name_or_path {tiny_model} --ckpt.max_num 3 --ckpt.save_steps 1"))
+    (finding,) = machine.check_disk(
+        arguments(f"--actor.model_name_or_path {tiny_model} --ckpt.max_num 3 --ckpt.save_steps 1")
+    )
     assert re.search(r"keeps about [4-9] MiB \(3 checkpoints of [12] MiB and .*, and 3 MiB are free", finding.problem)
     guess = str(estimate(f"--actor.model_name_or_path {tiny_model} --vllm.gpu_memory_utilization 0.5"))
     assert re.match(r"\d+\.\d GiB \(weights 0 MiB, .* vllm 40\.0 GiB\)", guess)
@@ -99,7 +102,7 @@ def test_small_sizes_are_in_mib(tiny_model, monkeypatch):
 def test_copies_that_nobody_removes(qwen, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, used=0, free=480 * GIB))
     args = arguments(f"--actor.model_name_or_path {qwen} --ckpt.save_steps 1 --ckpt.save_hf")
-    (finding,) = disk.check(args)
+    (finding,) = machine.check_disk(args)
     # 480 - 4 x 99.3 - 14.2 = 68.6 GiB, and each copy takes 14.2
     assert finding.flag == "--ckpt.save_hf" and "room for 4" in finding.problem and not finding.is_fatal
 
@@ -213,3 +216,42 @@ def test_more_gpus_than_there_are(monkeypatch):
     assert "asks for 8 GPUs, and this machine has 4" in finding.problem
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # a cluster may have them
     assert not list(placement.check(arguments(four.format(8))))
+
+
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """cluster(`ray start`'s address, RAY_ADDRESS) returns the findings. {} stands for an address that answers."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def run(started: str, named: str) -> list[str]:
+            (tmp_path / "ray" / "ray_current_cluster").write_text(started.format(address))
+            monkeypatch.setenv("RAY_ADDRESS", named.format(address))
+            found = list(placement.check_cluster(SimpleNamespace()))
+            assert all(finding.is_fatal for finding in found)
+            return [str(finding).replace(address, "HERE") for finding in found]
+
+        yield run
+
+
+@pytest.mark.parametrize(
+    ("started", "named", "problem"),
+    [
+        ("{}", "", "runs on this machine, at HERE; RAY_ADDRESS=HERE joins it, RAY_ADDRESS=local starts one for this"),
+        (NOBODY, "", None),
+        ("{}", "local", None),
+        ("{}", "auto", None),
+        (NOBODY, "{}", None),
+        (NOBODY, "ray://{}", None),
+        ("{}", f"ray://{NOBODY}", f"RAY_ADDRESS ray://{NOBODY}: no Ray cluster answers there"),
+    ],
+)
+def test_what_the_run_would_join(cluster, started, named, problem):
+    found = cluster(started, named)
+    assert len(found) == (problem is not None)
+    assert all(problem in line and "\n" not in line for line in found)

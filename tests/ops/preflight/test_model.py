@@ -12,7 +12,7 @@ from arlopti_testing.preflight_command import changed
 from huggingface_hub import constants
 
 from arlopti_openrlhf.ops.preflight import model
-from arlopti_openrlhf.ops.preflight.local_model import load_tokenizer
+from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 
 @pytest.fixture

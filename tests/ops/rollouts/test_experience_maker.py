@@ -3,16 +3,20 @@
 from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
+from openrlhf.cli import train_ppo_ray as upstream
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ray import launcher
 from openrlhf.utils.config import hierarchize
 
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.ops import controller
+from arlopti_openrlhf.ops.controller import Controller
 from arlopti_openrlhf.ops.rollouts import experience_maker
-from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker
+from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
 from arlopti_openrlhf.patching import plain_class
 
 GROUP, LENGTH = 8, 5
@@ -169,3 +173,46 @@ def test_metrics_that_all_samples_have_stay_as_they_are():
     before = [dict(sample.info) for sample in samples]
     make_maker(ExperienceMaker).split_rollout_samples(samples)
     assert all(sample.info[name] is info[name] for sample, info in zip(samples, before, strict=True) for name in info)
+
+
+class Policy:
+    """Stands for the group of policy actors, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple] = []
+
+    def async_run_method_batch(self, method_name, **kwargs):
+        self.asked.append((method_name, kwargs))
+        return ["result"]
+
+    def async_run_method(self, method_name):
+        self.asked.append((method_name, {}))
+        return [None]
+
+
+@pytest.mark.parametrize("is_colocated", [False, True])
+def test_the_experience_makers_calls_go_to_the_policy(is_colocated, monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda refs: refs)
+    policy = Policy()
+    samples = {"sequences": [1], "action_mask": [2]}
+    assert ExperienceMaker._dispatch_forward(None, ReferenceInPolicy(policy), is_colocated, **samples) == ["result"]
+    assert policy.asked == [("forward_reference", samples), ("empty_cache", {})][: 1 + is_colocated]
+
+
+def test_upstream_starts_no_reference_and_all_other_groups(monkeypatch):
+    made = []
+    monkeypatch.setattr(upstream, "RayActorGroup", upstream.RayActorGroup)
+    monkeypatch.setattr(launcher, "RayActorGroup", lambda *args, **kwargs: made.append((args, kwargs)))
+    experience_maker.install_reference(upstream)
+    assert upstream.RayActorGroup(1, 2, upstream.ReferenceModelActor, pg=None) is None and not made
+    upstream.RayActorGroup(1, 2, upstream.PolicyModelActor, pg=None, num_gpus_per_actor=1)
+    assert made == [((1, 2, upstream.PolicyModelActor), {"pg": None, "num_gpus_per_actor": 1})]
+
+
+@pytest.mark.parametrize(
+    "group, coefficient, expected", [(None, 0.1, ReferenceInPolicy), (None, 0.0, type(None)), ("group", 0.1, str)]
+)
+def test_the_policy_stands_in_where_a_reference_is_needed_and_there_is_none(group, coefficient, expected):
+    args = SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(init_coef=coefficient)))
+    controller = SimpleNamespace(args=args, actor_model_group=Policy(), reference_model_group=group)
+    assert type(Controller._reference(controller)) is expected
