@@ -30,6 +30,9 @@ def place(tmp_path, tiny_model) -> Path:
         (tmp_path / "cut" / name).symlink_to(Path(tiny_model) / name)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("of the user")
+    (tmp_path / "finished").mkdir()
+    for name in ("quickstart.log", "summary.json", "curves.png"):
+        (tmp_path / "finished" / name).touch()
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA))
     (tmp_path / "torn.jsonl").write_text(json.dumps(DATA[0]) + '\n{"prompt": ')
     (tmp_path / "unlabelled.jsonl").write_text('{"prompt": "Hi", "datasource": "kk_2ppl"}\n')
@@ -118,6 +121,7 @@ def refused(place, monkeypatch, capsys):
         ("serve_rewards --grader kk --host 192.0.2.1", "argument --port: cannot listen on 192.0.2.1:5000"),
         ("serve_rewards --grader kk --token-file no", "argument --token-file: "),
         ("quickstart --out file", "argument --out: file: {}/file is a file, not a folder"),
+        ("quickstart --out finished", "finished holds a finished quickstart: give --force to replace it, or another"),
         ("quickstart --out .", "argument --out: . holds something other than an earlier quickstart"),
     ],
 )
