@@ -1,9 +1,12 @@
 """While vLLM or a training starts, its log is kept for the case of a failure, and a clock runs."""
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 from contextlib import suppress
 
 import pytest
@@ -46,6 +49,8 @@ with tqdm(total=100, desc="training") as bar, ticking(bar):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_bar_ticks_on_a_terminal(is_terminal):
     outer, inner = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
     process = subprocess.Popen([sys.executable, "-c", TICKING], stderr=inner)
     os.close(inner)
     parts = []
