@@ -27,8 +27,8 @@ _FROM_WORKER = re.compile(r"^\((?:\S+ )?pid=\d+(?:, ip=\S+)?\) ")
 _FROM_RAY = re.compile(r"^\((?:raylet|autoscaler)\b.*\b(?:warning|error)\b", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[\d*m")
 # What a run waits for at first, with the times of a small model on two cores.
-_RAY = "waiting for OpenRLHF's imports and for Ray, usually XX s"
-_MODELS = "waiting for the models in vLLM and DeepSpeed, usually XX s, and minutes for large ones"
+_RAY = "waiting for OpenRLHF's imports and for Ray, usually half a minute"
+_MODELS = "waiting for the models in vLLM and DeepSpeed, usually half a minute, and minutes for large ones"
 _OURS = "arlopti_openrlhf: "
 _LOGGED = re.compile(r"^(WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \w+\.py:\d+\] ")  # as OpenRLHF's loggers write
 
