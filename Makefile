@@ -107,6 +107,10 @@ $(STACK):
 		echo "make setup: needs Linux on x86-64, for which $(LOCK) has wheels, and this is $$(uname -sm)" >&2
 		exit 1
 	fi
+	if [[ "$(CURDIR)" == *[[:space:]]* ]]; then
+		echo "make setup: $(CURDIR) has a space in its path, which the linker of DeepSpeed's ops cannot take: move it" >&2
+		exit 1
+	fi
 	python=
 	for candidate in python3.11 python3 python; do
 		if $$candidate -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then

@@ -68,6 +68,17 @@ def test_what_is_missing_is_said_before_the_old_environment_goes(machine, tool, 
     assert (machine / ".venv").exists()
 
 
+def test_a_path_with_a_space_is_refused_before_anything_is_downloaded(machine):
+    """PyTorch's build gives the linker its paths without quotes."""
+    clone = machine / "with space"
+    clone.mkdir()
+    for name in ("Makefile", "requirements", ".venv", "bin"):
+        (machine / name).rename(clone / name)
+    line = setup(clone)
+    assert line.startswith(f"make setup: {clone} has a space in its path") and "\n" not in line
+    assert (clone / ".venv").exists()
+
+
 def test_nothing_is_missing(machine):
     """It then goes on, and here fails when it makes the new environment."""
     script(machine, "python3.11", f'[[ "$1" == -m ]] && exit 7; exec {sys.executable} "$@"')

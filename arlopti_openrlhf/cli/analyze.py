@@ -39,13 +39,13 @@ def main() -> None:
     # Everything that can be wrong is looked at before the first model is loaded, and most of it in a second.
     check_out(parser, args.out)
     try:
-        named = expand_models(args.model)
-        check_models(parser, "--model", list(named.values()))
-        rows = read_rows(args.data) if named else []
         labels = [label for label, _ in args.runs]
         if len(set(labels)) < len(labels):
             raise ValueError(f"--runs: a label is given twice; list its seeds as LABEL=DIR,DIR: {', '.join(labels)}")
-        logs = {label: [curves.find_log(folder) for folder in folders] for label, folders in args.runs}
+        runs = {label: [curves.read_run(folder) for folder in folders] for label, folders in args.runs}
+        named = expand_models(args.model)
+        check_models(parser, "--model", list(named.values()))
+        rows = read_rows(args.data) if named else []
 
         from arlopti_openrlhf import cpu  # imports PyTorch
 
@@ -78,8 +78,8 @@ def main() -> None:
     # Figures of all models and of the training runs.
     if words:
         figures[""]["fig5"] = words
-    if logs:
-        figures[""] |= curves.curves({label: [curves.read_run(log) for log in seeds] for label, seeds in logs.items()})
+    if runs:
+        figures[""] |= curves.curves(runs)
     write(figures[""], args.out)
     write_json(summaries, args.out / "summary.json")
     # The summary, for the terminal and, if asked for, as a page.

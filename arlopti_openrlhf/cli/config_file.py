@@ -9,18 +9,26 @@ The file names flags without their dashes. Parts of a name may be nested:
     ds.packing_samples: true
     actor.eps_clip_low_high: [0.2, 0.24]
 
-A run keeps the values of all its flags in such a file, next to its checkpoints.
+A run keeps the values of all its flags in such a file, next to its checkpoints, with absolute paths.
 """
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf.cli.bad_input import Parser
+from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 
 FLAG = "--config"
 KEPT = "config.yaml"  # in --ckpt.path
+# Flags with paths: of what the run reads, where a name may stand for something else, and of what it writes.
+_READ = (
+    *(f"{model}.model_name_or_path" for model in ("actor", "critic", "reward")),
+    *("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.token_method"),
+)
+_WRITTEN = ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir")
 _SWITCHES = {"true": True, "false": False}
 
 
@@ -54,10 +62,11 @@ def keep(flat: argparse.Namespace, folder: Path) -> None:
 
 
 def text(flat: argparse.Namespace) -> str:
-    """Return the content of such a file. A flag without a value is left out."""
+    """Return the content of such a file. A flag without a value is left out, and paths are absolute."""
     import yaml
 
-    values = {key: _plain(value) for key, value in vars(flat).items() if value is not None and key != "config"}
+    given = {key: _plain(value) for key, value in vars(flat).items() if value is not None and key != "config"}
+    values = {key: _from_anywhere(key, value) for key, value in given.items()}
     return yaml.safe_dump(values, sort_keys=True, allow_unicode=True)
 
 
@@ -113,6 +122,17 @@ def _words(key: str, value: Any, parser: Parser) -> list[str]:
     if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
         raise ValueError(f"{key}: takes one value, not a list")
     return [f"{flag}={part}" for part in values]
+
+
+def _from_anywhere(key: str, value: Any) -> Any:
+    """Return a flag's plain value with its relative paths made absolute."""
+    if isinstance(value, list):
+        return [_from_anywhere(key, part) for part in value]
+    if key in _WRITTEN:
+        return value and os.path.abspath(value)
+    if key not in _READ or (key == "reward.remote_url" and value in REWARD_FILES):
+        return value
+    return ",".join(os.path.abspath(part) if os.path.exists(part) else part for part in value.split(","))
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from arlopti_openrlhf.cli.bad_input import Parser, check_out
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
+from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
 PEOPLE = (2, 3)
@@ -52,11 +53,17 @@ def main() -> None:
     check_out(parser, out)
     if out.exists() and not (out / "quickstart.log").exists() and {path.name for path in out.iterdir()} - {_LOCK}:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
-    out.mkdir(parents=True, exist_ok=True)
+    if (out / "summary.json").exists() and not args.force:
+        parser.error(
+            f"argument --out: {out} holds a finished quickstart: give --force to replace it, or another --seed"
+        )
     try:
+        out.mkdir(parents=True, exist_ok=True)
         held = lock(out / _LOCK)
     except InUse as process:
         parser.error(f"argument --out: another quickstart writes to {out}, process {process}: wait, or give another")
+    except OSError as error:  # such as a full disk
+        parser.error(f"argument --out: {out / _LOCK} cannot be written: {error.strerror}")
 
     # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
     from arlopti_openrlhf import cpu
@@ -70,8 +77,12 @@ def main() -> None:
     memory = PeakMemory()
     for name in ("data", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
         shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("summary.json", "curves.png"):
+        (out / name).unlink(missing_ok=True)
     log = Log(out / "quickstart.log")
     print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
+    if args.reduced:
+        print("--reduced tests the set-up. Its few steps teach the policy nothing.")
 
     # The five steps, each shown as it begins.
     files = write_puzzles(out / "data", size, seed)
@@ -96,7 +107,7 @@ def main() -> None:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(quickstart_results.sample_answers(*records))
-    print(quickstart_results.report(summary, out, f"pass@{EVAL_SAMPLES}"))
+    print(quickstart_results.report(summary, out, f"pass@{EVAL_SAMPLES}", args.reduced))
     held.close()
 
 
@@ -105,9 +116,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="arlopti quickstart", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the puzzles, the weights and sampling (default: 0)")
-    folder = "folder for everything; replaces an earlier quickstart there (default: outputs/quickstart-SEED)"
-    add("--out", type=Path, help=folder)
-    add("--reduced", action="store_true", help="a few steps of everything, to test the set-up")
+    add("--out", type=Path, help="folder for everything (default: outputs/quickstart-SEED)")
+    add("--force", action="store_true", help="replace a finished quickstart in that folder")
+    add("--reduced", action="store_true", help="a few steps of everything, which test the set-up and teach nothing")
     return parser
 
 
@@ -139,6 +150,7 @@ def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) 
     flags = [f"--model={model}", f"--data={data}", f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1"]
     flags += ["--greedy", f"--max-new-tokens={MAX_NEW_TOKENS}"]
     with tqdm(total=100, desc=f"{title} (vLLM)", unit="%") as bar:
+        bar.set_postfix_str("starting vLLM, usually half a minute")
         _run("evaluate", flags, log, bar, r"Processed prompts: +(\d+)%")
         bar.update(bar.total - bar.n)
     return folder / f"{model.name}.responses.jsonl"
@@ -147,9 +159,9 @@ def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) 
 def train(out: Path, files: Files, size: Size, seed: int, log: Log) -> None:
     """Train the model in `out` with GRPO + AR + Lopti."""
     with tqdm(total=size.steps, desc="4/5 GRPO + AR + Lopti", unit="step") as bar:
-        bar.set_postfix_str("starting Ray, vLLM and DeepSpeed")
+        bar.set_postfix_str("starting Ray, vLLM and DeepSpeed, usually a minute")
         progress = r"Global step (\d+): .*'rollout/reward_mean': (?P<reward>-?[\d.]+)"
-        _run("train_ppo_ray", training_flags(out, files, size, seed), log, bar, progress)
+        _run("train", training_flags(out, files, size, seed), log, bar, progress)
 
 
 def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> None:
@@ -157,11 +169,11 @@ def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> 
 
     def advance(line: str) -> None:
         if match := re.search(progress, line):
-            if match.groupdict():
-                bar.set_postfix(match.groupdict(), refresh=False)
+            bar.set_postfix(match.groupdict(), refresh=False)
             bar.update(max(int(match[1]) - bar.n, 0))
 
-    log.run([sys.executable, "-m", f"arlopti_openrlhf.cli.{command}", *flags], advance)
+    with ticking(bar):
+        log.run([sys.executable, "-m", "arlopti_openrlhf", command, *flags], advance)
 
 
 def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:

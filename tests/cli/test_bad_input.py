@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from httpx import ConnectError
 from huggingface_hub.errors import HFValidationError
+from torch.utils.tensorboard import SummaryWriter
 
 from arlopti_openrlhf.cli import bad_input, main
 from arlopti_openrlhf.cli.processes import InUse, lock
@@ -30,6 +31,14 @@ def place(tmp_path, tiny_model) -> Path:
         (tmp_path / "cut" / name).symlink_to(Path(tiny_model) / name)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("of the user")
+    with SummaryWriter(tmp_path / "other_log") as writer:
+        writer.add_scalar("loss", 1.0, 1)
+    for folder, file in (("full", "train.jsonl"), ("full_lock", "quickstart.lock")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).symlink_to("/dev/full")
+    (tmp_path / "finished").mkdir()
+    for name in ("quickstart.log", "summary.json", "curves.png"):
+        (tmp_path / "finished" / name).touch()
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA))
     (tmp_path / "torn.jsonl").write_text(json.dumps(DATA[0]) + '\n{"prompt": ')
     (tmp_path / "unlabelled.jsonl").write_text('{"prompt": "Hi", "datasource": "kk_2ppl"}\n')
@@ -78,6 +87,11 @@ def refused(place, monkeypatch, capsys):
         ("analyze --model model --data no.jsonl --out o", "No such file or directory: 'no.jsonl'"),
         ("analyze --model model --data torn.jsonl --out o", "torn.jsonl, line 2: "),
         ("analyze --runs A=empty --out o", "empty: no TensorBoard log"),
+        ("analyze --model ./nowhere --data no --runs A=empty --out o", "empty: no TensorBoard log"),  # looked at first
+        (
+            "analyze --runs A=other_log --out o",
+            "other_log: its TensorBoard log has no curve of a training run, such as",
+        ),
         ("evaluate --model model --data data.jsonl --out file", "{}/file is a file, not a folder"),
         ("evaluate --model org/name --data data.jsonl --out o", "argument --model org/name: neither a folder nor in"),
         ("evaluate --model cut --data data.jsonl --out o", "argument --model cut: it has no weights"),
@@ -100,6 +114,7 @@ def refused(place, monkeypatch, capsys):
         ),
         ("analyze --model model --data half.parquet --out o", "half.parquet, row 2: a row has no label"),
         ("prepare_data --generate --out file", "{}/file is a file, not a folder"),
+        ("prepare_data --generate --train 1 --out full", "No space left on device: 'full/train.jsonl'"),
         ("prepare_data --from data.jsonl --out empty", "argument --out: empty is a folder, not a file"),
         ("prepare_data --from data.jsonl --out file/x.jsonl", "{}/file is a file, not a folder"),
         ("prepare_data --from no.parquet --out o.jsonl", "argument --from: no.parquet: No such file or directory"),
@@ -118,6 +133,8 @@ def refused(place, monkeypatch, capsys):
         ("serve_rewards --grader kk --host 192.0.2.1", "argument --port: cannot listen on 192.0.2.1:5000"),
         ("serve_rewards --grader kk --token-file no", "argument --token-file: "),
         ("quickstart --out file", "argument --out: file: {}/file is a file, not a folder"),
+        ("quickstart --out full_lock", "argument --out: full_lock/quickstart.lock cannot be written: "),
+        ("quickstart --out finished", "finished holds a finished quickstart: give --force to replace it, or another"),
         ("quickstart --out .", "argument --out: . holds something other than an earlier quickstart"),
     ],
 )

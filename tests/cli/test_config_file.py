@@ -87,6 +87,7 @@ def test_a_file_that_is_not_there(capsys):
 def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
     monkeypatch.setenv(credentials.WANDB, "")
     words = ["--logger.wandb.key", "secret", "--reward.clip_range", "-5", "5", "--vllm.num_engines", "1"]
+    words += ["--ckpt.path", "/a/b", "--ckpt.output_dir", "/a"]  # relative ones become absolute
     (tmp_path / "run.yaml").write_text(FLAGS, encoding="utf-8")
     first = command_line.parse(["--config", str(tmp_path / "run.yaml"), *words])
     credentials.hide(first)
@@ -96,6 +97,29 @@ def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
     again = command_line.parse(["--config", str(kept)])
     assert same(first) == same(again) and "secret" not in text
     assert yaml.safe_load(text)["ds.lora.target_modules"] == "all-linear" and text == config_file.text(first)
+
+
+def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypatch):
+    """Paths are absolute there. Names of the hub, of rewards and of methods stay names, also beside such a folder."""
+    for name in ("model", "kk", "elsewhere"):
+        (tmp_path / name).mkdir()
+    for name in ("a.jsonl", "b.jsonl", "method.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    words = "--actor.model_name_or_path model --reward.model_name_or_path org/name --data.prompt_dataset a.jsonl,org/d"
+    words += " --eval.dataset b.jsonl --reward.remote_url kk --algo.token_method ar method.py --ckpt.path ckpt"
+    kept = yaml.safe_load(config_file.text(command_line.parse(words.split())))
+    expected = {
+        "actor.model_name_or_path": f"{tmp_path}/model",
+        "reward.model_name_or_path": "org/name",
+        "data.prompt_dataset": f"{tmp_path}/a.jsonl,org/d",
+        "eval.dataset": f"{tmp_path}/b.jsonl",
+        "reward.remote_url": "kk",
+        "algo.token_method": ["ar", f"{tmp_path}/method.py"],
+        "ckpt.path": f"{tmp_path}/ckpt",
+        "ckpt.output_dir": f"{tmp_path}/ckpt",
+    }
+    assert {name: kept[name] for name in expected} == expected
 
 
 def same(flat: argparse.Namespace) -> dict:

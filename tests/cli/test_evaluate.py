@@ -25,6 +25,7 @@ def test_a_model(make_model, tmp_path):
     command += ["--data", str(data), "--out", str(out)]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert "INFO" not in result.stdout + result.stderr  # vLLM's log
     assert "| Knights and Knaves | 2 people |" in result.stdout and "| Others | sums |" in result.stdout
     assert result.stdout.endswith((out / "table.md").read_text())
     records = [json.loads(line) for line in (out / "base.responses.jsonl").read_text().splitlines()]

@@ -39,9 +39,12 @@ def test_results_as_numbers_text_and_picture(tmp_path):
     assert before["all"]["accuracy"] == 0.25 and after["all"]["accuracy"] == 0.5 and after["all"]["greedy"] == 0
     assert before["all"]["ci95"] == 0  # every puzzle has the same share of right answers
     summary = {"seed": 4, "minutes": 1.0, "peak_rss_gib": 2.0, "before": before, "after": after}
-    text = report(summary | {"overall": {"before": before["all"], "after": after["all"]}}, tmp_path, "pass@8")
+    whole = summary | {"overall": {"before": before["all"], "after": after["all"]}}
+    text = report(whole, tmp_path, "pass@8")
     assert "Sampled accuracy changed by +0.250" in text and "kk_3ppl         1" in text
     assert "SEED=5 make quickstart" in text
+    reduced = report(whole, tmp_path, "pass@8", is_reduced=True)
+    assert "The set-up works. So few steps teach nothing" in reduced and "standard errors" not in reduced
     curves = {"train/rollout/reward_mean": {1: -1.0, 2: 1.0}, "train/lopti/low_share": {1: 0.1, 2: 0.1}}
     plot(curves, before, after, tmp_path / "curves.png")  # a short run may have no other curve
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -54,8 +54,14 @@ def read_run(folder: str | Path) -> dict[str, Series]:
     """Return every finite scalar of the run logged in `folder`, and the policy's entropy as "train/entropy".
 
     A value that is not finite is left out, with a message. DeepSpeed logs such a gradient norm as -1.
+
+    Raises:
+        ValueError: as `find_log`, or the log has no curve of a training run.
     """
     scalars = read_scalars(folder)
+    patterns = [pattern for panels in FIGURES.values() for *_, pattern in panels]
+    if not any(re.fullmatch(pattern, name) for name in scalars for pattern in patterns):
+        raise ValueError(f"{folder}: its TensorBoard log has no curve of a training run, such as {patterns[0]}")
     for name, series in scalars.items():
         wrong = [s for s, v in series.items() if not math.isfinite(v) or (name.endswith("actor_grad_norm") and v < 0)]
         if wrong:

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arlopti_openrlhf.lab.scoring import offline
 from arlopti_openrlhf.lab.scoring.inputs import Row
+from arlopti_openrlhf.lab.scoring.waiting import quiet
 
 
 class Sampled(NamedTuple):
@@ -63,8 +64,9 @@ def sample(
 
 
 def _sample(model: str, prompts: list, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[Sampled]:
-    engine = offline.load_engine(model, seed)
-    answered = offline.generate(engine, prompts, [(n, temperature)] * len(prompts), max_new_tokens)
+    with quiet():
+        engine = offline.load_engine(model, seed)
+        answered = offline.generate(engine, prompts, [(n, temperature)] * len(prompts), max_new_tokens)
     return [
         Sampled(text, list(output.prompt_token_ids), [(o.text, list(o.token_ids)) for o in output.outputs])
         for text, output in answered

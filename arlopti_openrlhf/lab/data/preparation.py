@@ -116,11 +116,14 @@ def write_rows(rows: Sequence[Row], path: str | Path) -> None:
     """Write rows as JSON lines, or as parquet where the path ends in ".parquet". The same rows give the same bytes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import pandas as pd
+    try:
+        if path.suffix == ".parquet":
+            import pandas as pd
 
-        pd.DataFrame(rows).to_parquet(path, index=False)
-    else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            pd.DataFrame(rows).to_parquet(path, index=False)
+        else:
+            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    except OSError as error:  # that of a full disk does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     counts = Counter(row["datasource"] for row in rows)
     print(f"{path}: {', '.join(f'{source} {count}' for source, count in sorted(counts.items())) or 'no rows'}")

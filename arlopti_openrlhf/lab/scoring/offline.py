@@ -11,11 +11,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
 from arlopti_openrlhf.grading import kk_reward, sources
 from arlopti_openrlhf.lab.scoring.inputs import Row, encode, natural_key
+from arlopti_openrlhf.lab.scoring.waiting import quiet, ticking
 
 _CHUNK = 4096  # responses that are generated before they are written
 
@@ -59,18 +62,19 @@ def evaluate(name: str, model: str, rows: Sequence[Row], settings: Settings, out
     if done:
         print(f"{name}: {len(jobs) - len(open_jobs)} of {len(jobs)} problems are answered already", flush=True)
     # Generate in chunks. Every chunk is graded and written before the next one begins.
-    engine = load_engine(model, settings.seed) if open_jobs else None
-    while open_jobs:
-        totals = accumulate(job.n for job in open_jobs)
-        size = next((i for i, total in enumerate(totals, start=1) if total >= _CHUNK), len(open_jobs))
-        chunk, open_jobs = open_jobs[:size], open_jobs[size:]
-        prompts = [rows[job.row]["prompt"] for job in chunk]
-        answered = generate(engine, prompts, [(job.n, job.temperature) for job in chunk], settings.max_new_tokens)
-        with open(path, "a", encoding="utf-8") as file:
-            for job, (prompt, output) in zip(chunk, answered, strict=True):
-                record = _graded(rows[job.row], job, prompt, output.outputs) | {"key": keys[job]}
-                done[record["key"]] = record
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    with quiet():
+        engine = load_engine(model, settings.seed) if open_jobs else None
+        while open_jobs:
+            totals = accumulate(job.n for job in open_jobs)
+            size = next((i for i, total in enumerate(totals, start=1) if total >= _CHUNK), len(open_jobs))
+            chunk, open_jobs = open_jobs[:size], open_jobs[size:]
+            prompts = [rows[job.row]["prompt"] for job in chunk]
+            answered = generate(engine, prompts, [(job.n, job.temperature) for job in chunk], settings.max_new_tokens)
+            with open(path, "a", encoding="utf-8") as file:
+                for job, (prompt, output) in zip(chunk, answered, strict=True):
+                    record = _graded(rows[job.row], job, prompt, output.outputs) | {"key": keys[job]}
+                    done[record["key"]] = record
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     # The measures are those of all jobs, answered now or earlier.
     records = [(job, done[keys[job]]) for job in jobs]
@@ -144,12 +148,14 @@ def load_engine(model: str, seed: int):
 
     An engine does not give back all the memory that it holds, so several models take a process each.
     """
-    cpu.enable()
-    from vllm import LLM
+    name = f"vLLM loads {model}, which usually takes half a minute"
+    with tqdm(desc=name, bar_format="{desc}: {elapsed}", disable=None) as bar, ticking(bar):
+        cpu.enable()
+        from vllm import LLM
 
-    # Few CPUs have bf16 instructions, so float32 is the fast type there.
-    dtype = "float32" if cpu.uses_cpu() else "auto"
-    return LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
+        # Few CPUs have bf16 instructions, so float32 is the fast type there.
+        dtype = "float32" if cpu.uses_cpu() else "auto"
+        return LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
 
 
 def generate(

@@ -26,6 +26,9 @@ _END = 1.0  # seconds that the last lines get, which may wait for Ray or for the
 _FROM_WORKER = re.compile(r"^\((?:\S+ )?pid=\d+(?:, ip=\S+)?\) ")
 _FROM_RAY = re.compile(r"^\((?:raylet|autoscaler)\b.*\b(?:warning|error)\b", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[\d*m")
+# What a run waits for at first, with the times of a small model on two cores.
+_RAY = "waiting for OpenRLHF's imports and for Ray, usually half a minute"
+_MODELS = "waiting for the models in vLLM and DeepSpeed, usually half a minute, and minutes for large ones"
 _OURS = "arlopti_openrlhf: "
 _LOGGED = re.compile(r"^(WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \w+\.py:\d+\] ")  # as OpenRLHF's loggers write
 
@@ -97,10 +100,9 @@ class Console:
             is_last = self._ended.wait(_POLL)
             with suppress(Exception):  # Ray starts or ends: the run continues
                 self._show_lines(is_last)
-                if not is_last and ray.is_initialized():
-                    self._show(progress.read())
-        if self._bar is not None:
-            self._bar.close()
+                if not is_last:
+                    self._show(progress.read() if ray.is_initialized() else Progress())
+        self._close_bar()
 
     def _show_lines(self, is_last: bool) -> None:
         """Show what the file has new for the user. A line counts once its end is there."""
@@ -116,13 +118,15 @@ class Console:
         """Show how far the run is."""
         before, self._shown = self._shown, found
         if found.prompts is None:
+            self._show_waiting()
             return
         if not self._terminal.isatty():
             if found.step and found.step != before.step:
                 share = f"{found.step.prompts} of {found.prompts.total} prompts"
                 self._print(f"step {found.step.number}, {share}: {_figures(found)}")
             return
-        if self._bar is None:
+        if self._bar is None or self._bar.total is None:
+            self._close_bar()
             self._bar = tqdm(
                 total=found.prompts.total,
                 initial=found.prompts.at_start,
@@ -138,6 +142,17 @@ class Console:
             self._bar.set_postfix_str(_figures(found), refresh=False)
             self._bar.update(found.step.prompts - self._bar.n)
         self._bar.refresh()
+
+    def _show_waiting(self) -> None:
+        """Show what the run waits for before it has prompts, and for how long it has waited."""
+        if self._bar is None and self._terminal.isatty():
+            self._bar = tqdm(file=self._terminal, bar_format="{desc}: {elapsed}", leave=False)
+        if self._bar is not None and self._bar.total is None:
+            self._bar.set_description_str(_MODELS if ray.is_initialized() else _RAY)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
     def _print(self, text: str) -> None:
         tqdm.write(text, file=self._terminal)

@@ -125,9 +125,10 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding(_ACTOR, None, "there is no policy to train", "give a folder or a name")
         return
     flags = {actor: _ACTOR}
-    flags.setdefault(args.critic.model_name_or_path, "--critic.model_name_or_path")
     if not args.reward.remote_url:  # a source of rewards leaves no work to the model
         flags.setdefault(args.reward.model_name_or_path, "--reward.model_name_or_path")
+    # Last, because a critic that the user has not named is one of the others.
+    flags.setdefault(args.critic.model_name_or_path, "--critic.model_name_or_path")
     for model, flag in flags.items():
         if not model or (args.use_ms and not Path(model).is_dir()):
             continue  # ModelScope has a cache of its own

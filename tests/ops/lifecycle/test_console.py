@@ -69,9 +69,10 @@ console._POLL = 0.05
 first = Evaluation(0, {"accuracy": 0.25})
 prompts = Prompts(64, 0)
 one = Progress(prompts, Step(1, 32, "reward 0.5"), first, first)
-seen = iter([Progress(), Progress(prompts), Progress(prompts, None, first, first), one])
+seen = iter([*[Progress()] * 30, Progress(prompts), Progress(prompts, None, first, first), one])
 last = Progress(prompts, Step(2, 64, "reward 0.75"), first, Evaluation(2, {"accuracy": 0.5}))
-console.ray.is_initialized = lambda: True
+starts = time.monotonic()
+console.ray.is_initialized = lambda: time.monotonic() > starts + 0.5
 console.progress.read = lambda: next(seen, last)
 with console.Console(__import__("pathlib").Path(sys.argv[1])) as shown:
     print("noise of Python")
@@ -79,7 +80,7 @@ with console.Console(__import__("pathlib").Path(sys.argv[1])) as shown:
     os.write(2, b"(A pid=1) arlopti_open")  # a line may come in parts
     time.sleep(0.2)
     os.write(2, b"rlhf: a word to the user\\n")
-    time.sleep(1)
+    time.sleep(3)
     shown.close("the last line")
     print("after it")
 """
@@ -103,6 +104,8 @@ def test_progress_is_shown_and_the_rest_is_kept(is_terminal, tmp_path):
     assert "arlopti_openrlhf: a word to the user" in text and str(log) in text
     assert text.rstrip().endswith("after it")
     if is_terminal:
+        assert "waiting for OpenRLHF's imports and for Ray" in text and "00:01" in text
+        assert "waiting for the models in vLLM and DeepSpeed" in text
         assert re.search(r"step 2 100%\|.*held out 0\.5, reward 0\.75", text)
     else:
         assert text.count("step 1, 32 of 64 prompts: held out 0.25, reward 0.5\n") == 1
