@@ -50,6 +50,23 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def reset_peak() -> None:
+    """Let `peak_gib` count from here on."""
+    if cpu.uses_cpu():
+        Path("/proc/self/clear_refs").write_text("5")
+    else:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib() -> float:
+    """Return the most memory that this process, or its GPU's tensors, have had, in GiB."""
+    if not cpu.uses_cpu():
+        return torch.cuda.max_memory_allocated() / 2**30
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

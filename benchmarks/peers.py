@@ -11,6 +11,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from hardware import type_of_products
@@ -105,8 +106,8 @@ def unshared_actor(actor) -> torch.nn.Module:
     from arlopti_openrlhf.forward.shared_prompt import pack
 
     class UnsharedActor(SelectiveActor):
-        def _lay_out(self, sequences, action_mask, attention_mask, share):
-            return pack(sequences, attention_mask, action_mask, share=False)
+        def lay_out(self, sequences, action_mask, attention_mask, *options):
+            return replace(pack(sequences, attention_mask, action_mask, share=False), by_segments=True)
 
     unshared = copy.copy(actor)
     unshared.__class__ = UnsharedActor

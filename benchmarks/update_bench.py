@@ -8,12 +8,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import peers
 import torch
-from hardware import free_port, synchronize
+from hardware import free_port, peak_gib, reset_peak, synchronize
 from operations import LOW_SHARE, PACKED, STOCK
 from rollouts import SAMPLES_PER_PROMPT, SHAPES, rollout
 
@@ -235,16 +234,9 @@ class Bench:
 
     def peak(self, variant: str, samples=None) -> float:
         """GiB that a step of this variant reaches."""
-        if cpu.uses_cpu():
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        else:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         self.step(variant, samples)
-        if not cpu.uses_cpu():
-            return torch.cuda.max_memory_allocated() / 2**30
-        status = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 2**20
+        return peak_gib()
 
     def describe(self) -> str:
         prompt = sum(s.sequences.shape[1] - s.action_mask.sum().item() for s in self.rollout)

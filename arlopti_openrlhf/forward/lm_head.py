@@ -26,7 +26,7 @@ _WIDTH = 128
 
 def selected_log_probs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     targets: Tensor,
     bias: Tensor | None = None,
     temperature: float = 1.0,
@@ -39,8 +39,11 @@ def selected_log_probs(
     computes the logits again, and only for positions with a gradient. A token that is clipped or outside the group
     costs nothing there. The hidden states' gradient is added up in float32.
 
+    Of a model that changes its head's logits (Granite, Gemma 2) these are there as a whole, and their gradient, in the
+    model's dtype. In float32 there is a block.
+
     Args:
-        hidden: (N, H) last hidden states that predict the targets.
+        hidden: (N, H) last hidden states that predict the targets, or without a weight the (N, V) logits.
         weight: (V, H) of the LM head.
         targets: (N,) token ids o.
         bias: (V,), if the head has one.
@@ -52,19 +55,6 @@ def selected_log_probs(
         (N,) log-probs, (N,) entropies in nats and (N,) Σ_{j≠o} P_j²; None for what was not asked for.
     """
     return _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, with_statistics)
-
-
-def log_probs_of_logits(
-    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool = False, with_statistics: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return what `selected_log_probs` does, of a model that changes its head's logits (Granite, Gemma 2).
-
-    The logits and their gradient are there as a whole, (N, V) each, in the model's dtype. In float32 there is a block.
-
-    Args:
-        logits: (N, V), as the model returns them. The other arguments are those of `selected_log_probs`.
-    """
-    return _SelectedLogProbs.apply(logits, None, None, targets, temperature, with_entropy, with_statistics)
 
 
 @torch.no_grad()
@@ -127,10 +117,7 @@ class _BlockSums(NamedTuple):
 
 
 class _SelectedLogProbs(torch.autograd.Function):
-    """Computes `selected_log_probs`, and keeps of the logits no more than their (N,) normalisers for the backward.
-
-    Without a weight, `hidden` are the (N, V) logits themselves.
-    """
+    """Computes `selected_log_probs`, and keeps of the logits no more than their (N,) normalisers for the backward."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_statistics):

@@ -1,6 +1,6 @@
 """The actor that computes what its action mask asks for: log-probs of the selected tokens, each prompt once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.utils import ModelOutput
 
 from arlopti_openrlhf.forward import packed_attention, self_check
-from arlopti_openrlhf.forward.lm_head import log_probs_of_logits, selected_log_probs
+from arlopti_openrlhf.forward.lm_head import selected_log_probs
 from arlopti_openrlhf.forward.shared_prompt import PackedBatch, pack
 from arlopti_openrlhf.patching import replaced_attribute
 
@@ -88,7 +88,7 @@ class SelectiveActor(Actor):
             sequences,
             attention_mask,
             layout,
-            self.check(sequences, attention_mask),
+            self.check(sequences, attention_mask).fuses_head,
             return_entropy,
             return_statistics,
             return_aux_loss,
@@ -103,14 +103,28 @@ class SelectiveActor(Actor):
         return (log_probs, output) if return_output else log_probs
 
     def lay_out(
-        self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, with_aux_loss: bool = False
+        self,
+        sequences: Tensor,
+        action_mask: Tensor,
+        attention_mask: Tensor,
+        with_aux_loss: bool = False,
+        shortcuts: Shortcuts | None = None,
     ) -> PackedBatch:
         """Return how `forward` computes a batch, of its arguments. It is on the CPU.
 
-        A batch that is there too can be laid out before it is copied, while the device works on another.
+        A batch that is there too can be laid out before it is copied, while the device works on another. The shortcuts
+        are those of `check`, if not given.
         """
-        shortcuts = self.check(sequences, attention_mask)
-        return self._lay_out(sequences, action_mask, attention_mask, _shares(shortcuts, with_aux_loss))
+        shortcuts = shortcuts or self.check(sequences, attention_mask)
+        # The experts' balancing loss counts every token.
+        share = shortcuts.reason_not_to_share is None and not with_aux_loss
+        packed = pack(sequences, attention_mask, action_mask, share=share)
+        if share or self.packing_samples:
+            return packed
+        # The model gets the padded batch. So the rows are those of its positions.
+        length, width = sequences.shape[1], action_mask.shape[1]
+        row, column = packed.places // max(width, 1), packed.places % max(width, 1)
+        return replace(packed, rows=row * length + length - width + column - 1)
 
     @torch.no_grad()
     def check(self, sequences: Tensor, attention_mask: Tensor | None = None) -> Shortcuts:
@@ -137,8 +151,8 @@ class SelectiveActor(Actor):
         sequences, action_mask, attention_mask = probe
 
         def computed(shortcuts: Shortcuts, **head) -> tuple[Tensor, ModelOutput]:
-            layout = self._lay_out(sequences, action_mask, attention_mask, _shares(shortcuts)).to(sequences.device)
-            return self._forward_selected(sequences, attention_mask, layout, shortcuts, **head)
+            layout = self.lay_out(sequences, action_mask, attention_mask, shortcuts=shortcuts).to(sequences.device)
+            return self._forward_selected(sequences, attention_mask, layout, shortcuts.fuses_head, **head)
 
         # Upstream's layout says what is right, and whether the model changes its head's logits. Granite scales them,
         # Gemma 2 caps them.
@@ -183,77 +197,52 @@ class SelectiveActor(Actor):
         """Return Hugging Face's model, without DeepSpeed's engine around it."""
         return getattr(self.model, "module", self.model)
 
-    def _lay_out(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, share: bool) -> PackedBatch:
-        """Return the packed batch, on the CPU, with the `rows` of the layout that the model gets."""
-        packed = pack(sequences, attention_mask, action_mask, share=share)
-        if share or self.packing_samples:
-            return packed
-        # The model gets the padded batch.
-        length, width = sequences.shape[1], action_mask.shape[1]
-        row, column = packed.places // max(width, 1), packed.places % max(width, 1)
-        return replace(packed, rows=row * length + length - width + column - 1)
-
     def _forward_selected(
         self,
         sequences,
         attention_mask,
         layout,
-        shortcuts,
+        fuses_head,
         with_entropy=False,
         with_statistics=False,
         with_aux_loss=False,
         whole_head=_whole_head,
     ) -> tuple[Tensor, ModelOutput]:
         """Return (N, 1 to 3) log-probs, entropies and Σ_{j≠o} P_j²; and the model's output."""
-        share = _shares(shortcuts, with_aux_loss)
-        inputs = _model_inputs(sequences, attention_mask, layout, share, self.packing_samples)
         head: nn.Module = self._causal_lm.get_output_embeddings()
+
+        def columns(states: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+            found = selected_log_probs(
+                states, weight, layout.targets, bias, self.temperature, with_entropy, with_statistics
+            )
+            return torch.stack([column for column in found if column is not None], dim=-1)
 
         def forward_head(hidden: Tensor) -> Tensor:
             hidden = hidden.flatten(0, 1).index_select(0, layout.rows)
-            if not shortcuts.fuses_head:
-                return whole_head(head, hidden[None])
-            return _stacked(
-                selected_log_probs(
-                    hidden, head.weight, layout.targets, head.bias, self.temperature, with_entropy, with_statistics
-                )
-            )
+            # In the shape of a model's output, (1, N, ...).
+            return columns(hidden, head.weight, head.bias)[None] if fuses_head else whole_head(head, hidden[None])
 
         # The head's own hooks still run: ZeRO-3 gathers its weight by them.
         with replaced_attribute(head, "forward", forward_head), _router_logits(self.hf_config, with_aux_loss):
-            output = self.model(**inputs)
-        result = output["logits"]
-        if share and not layout.was_attended:
+            output = self.model(**_model_inputs(sequences, attention_mask, layout, self.packing_samples))
+        if layout.by_segments and not layout.was_attended:
             reason = f"{type(self._causal_lm).__name__} does not call transformers' attention functions"
             packed_attention.install(self.hf_config._attn_implementation).refuse(reason)
-        if not shortcuts.fuses_head:
-            result = _stacked(
-                log_probs_of_logits(result[0], layout.targets, self.temperature, with_entropy, with_statistics)
-            )
-        return result[0], output
+        result = output["logits"][0]
+        return result if fuses_head else columns(result, None, None), output
 
 
-def _model_inputs(sequences: Tensor, attention_mask: Tensor, layout: PackedBatch, share: bool, packs: bool) -> dict:
+def _model_inputs(sequences: Tensor, attention_mask: Tensor, layout: PackedBatch, packs: bool) -> dict:
     """Return what the model is called with: the packed row, or as upstream the padded batch."""
-    if share or packs:
+    if layout.by_segments or packs:
         inputs = {"input_ids": layout.tokens, "attention_mask": None, "position_ids": layout.positions}
-        if share:
+        if layout.by_segments:
             mask = torch.empty_like(packed_attention.NO_MASK, device=layout.tokens.device)
             inputs |= {"attention_mask": mask, "packed_batch": layout}
         return inputs
     # As upstream numbers the positions of a padded batch.
     positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
     return {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}
-
-
-def _shares(shortcuts: Shortcuts, with_aux_loss: bool = False) -> bool:
-    """Return whether a forward pass shares prompts. The experts' balancing loss counts every token."""
-    return shortcuts.reason_not_to_share is None and not with_aux_loss
-
-
-def _stacked(columns: Iterable[Tensor | None]) -> Tensor:
-    """Return (1, N, 1 to 3) of the (N,) columns that are there, in the shape of a model's output."""
-    return torch.stack([column for column in columns if column is not None], dim=-1)[None]
 
 
 def _router_logits(config: PretrainedConfig, wanted: bool) -> AbstractContextManager:

@@ -40,6 +40,7 @@ class PackedBatch:
     query_starts: Tensor  # (segments + 1,) int32, where the queries of each segment start, and their number
     key_starts: Tensor  # (segments + 1,) int32, where its keys do
     longest: tuple[int, int]  # the most queries and the most keys of a segment
+    by_segments: bool  # whether a model attends by segments; else as upstream, to a packed or a padded batch
     was_attended: bool = False  # whether an attention layer of the model got the row; set by that layer
 
     def to(self, device: torch.device) -> "PackedBatch":
@@ -143,6 +144,7 @@ def pack(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, share: 
         rows=torch.where(position < shared, prefix_at, own_at) + position,
         targets=sequences[row, target],
         places=row * width + column,
+        by_segments=share,
         **_keys(segments),
     )
 

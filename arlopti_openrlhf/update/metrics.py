@@ -107,8 +107,12 @@ class UpdateMetrics:
         self.summed = ADDITIVE[1:] if args.actor.policy_loss_type == "gspo" else ADDITIVE
 
     def add(self, label: str, num_tokens: float, status: dict[str, float]) -> None:
-        """Add a pass: its name, the tokens that it updated over all ranks, and what `PassMetrics.reduce` returned."""
-        self.passes[label].append((num_tokens, status))
+        """Add a pass: its name, the tokens that it updated over all ranks, and what `PassMetrics.reduce` returned.
+
+        One without a token has taken no step, and does not count.
+        """
+        if num_tokens:
+            self.passes[label].append((num_tokens, status))
 
     def summary(self) -> dict[str, float]:
         """Return the rollout batch's metrics.

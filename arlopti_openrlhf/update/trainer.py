@@ -137,9 +137,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
                 order, desc=f"Train epoch [{epoch + 1}/{self.max_epochs}]", disable=not self.strategy.is_rank_0()
             )
             for i, (mini_batch, index) in enumerate(bar):
-                num_tokens, status = self._train_pass(mini_batch, index, kl_ctl, is_deferred and i == 0)
-                if num_tokens:
-                    metrics.add(self.token_weights.labels[index], num_tokens, status)
+                trained_pass = self._train_pass(mini_batch, index, kl_ctl, is_deferred and i == 0)
+                metrics.add(self.token_weights.labels[index], *trained_pass)
             if self.statistics is not None and self.methods:
                 self.statistics.add_left_out(self.token_weights.left_out(trained))
         return metrics.summary() | self.token_weights.metrics(trained, known, self.ranks)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arlopti_openrlhf.forward import lm_head
-from arlopti_openrlhf.forward.lm_head import log_probs_of_logits, selected_log_probs
+from arlopti_openrlhf.forward.lm_head import selected_log_probs
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
 
@@ -55,7 +55,7 @@ def test_values_and_gradients(monkeypatch, with_bias, with_entropy, block_elemen
         """The logits are there, as those of Granite and Gemma 2 are."""
         logits = torch.nn.functional.linear(hidden, weight, bias)
         kept = logits.clone()
-        results = log_probs_of_logits(logits, targets, temperature, with_entropy)
+        results = selected_log_probs(logits, None, targets, None, temperature, with_entropy)
         assert torch.equal(logits, kept)
         return results
 
@@ -122,7 +122,7 @@ def test_logits_keep_their_dtype_and_get_a_gradient_of_it():
     targets = torch.randint(0, 2500, (5,), generator=generator)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        log_probs, _, _ = log_probs_of_logits(logits, targets, 0.7)
+        log_probs, _, _ = selected_log_probs(logits, None, targets, None, 0.7)
     assert sum(x.numel() for x in kept if x.dtype == torch.float32) == 5
     log_probs.sum().backward()
     exact = logits.detach().double().requires_grad_()
