@@ -48,15 +48,21 @@ _LARGEST = 1e6  # weight of a made-up token, whose probability is at least 1e-3
 
 
 class _Rows(NamedTuple):
-    log_probs: Tensor  # log π_old, at the sampling temperature
+    log_probs: Tensor
     advantages: Tensor
-    mask: Tensor  # nonzero on response tokens
+    mask: Tensor
     entropies: Any = None
     rollout_log_probs: Any = None
 
 
 class Tokens(_Rows):
-    """What a token method sees of responses, (B, A) each."""
+    """What a token method sees of responses.
+
+    Attributes:
+        log_probs: (B, A) log π_old, at the sampling temperature.
+        advantages: (B, A).
+        mask: (B, A), nonzero on response tokens.
+    """
 
     __slots__ = ()
 

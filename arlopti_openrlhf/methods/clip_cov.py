@@ -32,8 +32,8 @@ def statistic(tokens: Tokens, *, share: float, low: float, high: float) -> Drawn
     check_range("high", high, low, torch.inf)
     mask = tokens.mask.bool()
     advantage, log_prob = (v[mask].double().mean().item() for v in (tokens.advantages, tokens.log_probs))
-    covariances = _covariances(tokens, advantage, log_prob)[mask]
-    candidates = covariances[(covariances > low) & (covariances < high)].sort().values
+    found = covariances(tokens, advantage, log_prob)[mask]
+    candidates = found[(found > low) & (found < high)].sort().values
     count = max(int(share * mask.sum().item()), 1)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(len(candidates)))
     return Drawn(advantage, log_prob, candidates[order[:count].to(candidates.device)])
@@ -48,10 +48,10 @@ def weigh(
     high: float = 5.0,  # the one below which they may
 ) -> Tensor:
     """Return 0 on the tokens drawn, else 1, (B, A)."""
-    covariances = _covariances(tokens, statistic.advantage, statistic.log_prob)
-    return ~torch.isin(covariances, statistic.covariances.to(covariances.device))
+    found = covariances(tokens, statistic.advantage, statistic.log_prob)
+    return ~torch.isin(found, statistic.covariances.to(found.device))
 
 
-def _covariances(tokens: Tokens, mean_advantage: float, mean_log_prob: float) -> Tensor:
-    """Return the covariances in float64. In float32 tokens of other A and π would often share one."""
+def covariances(tokens: Tokens, mean_advantage: float, mean_log_prob: float) -> Tensor:
+    """Return (A − mean A) · (ln π − mean ln π), (B, A) float64. In float32 tokens of other A and π often share one."""
     return (tokens.advantages.double() - mean_advantage) * (tokens.log_probs.double() - mean_log_prob)

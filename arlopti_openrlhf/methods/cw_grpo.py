@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from arlopti_openrlhf.methods.clip_cov import covariances
 from arlopti_openrlhf.token_method import Tokens
 
 
@@ -24,15 +25,16 @@ class Spread(NamedTuple):
 
     advantage: float  # mean
     log_prob: float  # mean
-    deviation: float = 0.0  # σ
+    deviation: float  # σ
     weight: float = 1.0  # mean of exp(−c² / 2σ²)
 
 
 def statistic(tokens: Tokens) -> Spread:
     """Return the means over all tokens, and σ."""
     mask = tokens.mask.bool()
-    spread = Spread(*(values[mask].double().mean().item() for values in (tokens.advantages, tokens.log_probs)))
-    spread = spread._replace(deviation=_contribution(tokens, spread)[mask].std(correction=0).item())
+    advantage, log_prob = (v[mask].double().mean().item() for v in (tokens.advantages, tokens.log_probs))
+    deviation = covariances(tokens, advantage, log_prob)[mask].std(correction=0).item()
+    spread = Spread(advantage, log_prob, deviation)
     return spread._replace(weight=weigh(tokens, spread)[mask].mean().item())
 
 
@@ -40,9 +42,5 @@ def weigh(tokens: Tokens, statistic: Spread) -> Tensor:
     """Return exp(−c² / 2σ²) over its mean, (B, A); 1 where all tokens have the same c."""
     if not statistic.deviation:
         return torch.ones_like(tokens.log_probs)
-    return (-(_contribution(tokens, statistic) / statistic.deviation).square() / 2).exp() / statistic.weight
-
-
-def _contribution(tokens: Tokens, spread: Spread) -> Tensor:
-    """Return c, what each token adds to the covariance, (B, A) float64."""
-    return (tokens.advantages.double() - spread.advantage) * (tokens.log_probs.double() - spread.log_prob)
+    c = covariances(tokens, statistic.advantage, statistic.log_prob)
+    return (-(c / statistic.deviation).square() / 2).exp() / statistic.weight

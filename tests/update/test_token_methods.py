@@ -195,11 +195,12 @@ def test_the_methods_that_read_entropies_are_all_in_the_table():
 @pytest.mark.parametrize("source", READING_ENTROPIES)
 def test_a_quantile_divides_the_tokens_of_a_method_that_reads_entropies(group, source):
     """The forward pass that gives the entropies gives log π_old too, and so the threshold."""
+    share = 0.6 if source == "gmts" else 0.9  # GMTS keeps none of the tenth of the highest probabilities here
     (whole,) = run(group, source).gradients
-    result = run(group, source, **{"algo.lopti.quantile": 0.9})
+    result = run(group, source, **{"algo.lopti.quantile": share})
     low, high = result.gradients
     assert relative_distance([a + b for a, b in zip(low, high, strict=True)], whole) < 1e-5
-    assert result.status["lopti/low_share"] == pytest.approx(0.9, abs=0.02)
+    assert result.status["lopti/low_share"] == pytest.approx(share, abs=0.02)
     assert_no_nan(result.status)
 
 
