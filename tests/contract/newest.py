@@ -57,9 +57,11 @@ def read(archive: Path) -> dict[str, str]:
         with tarfile.open(archive) as tar:
             members = [member for member in tar if member.isfile() and member.name.endswith(".py")]
             files = {member.name.partition("/")[2]: tar.extractfile(member).read() for member in members}
-    place = re.compile(r"^[^/]+\.data/(purelib|platlib)/")  # where a wheel of both kinds keeps its modules
-    names = {name: re.sub(r"(/__init__)?\.py$", "", place.sub("", name)).replace("/", ".") for name in files}
-    return {names[name]: source.decode("utf-8", "replace") for name, source in files.items()}
+    # Some wheels keep their modules in a folder of their own, which an installer leaves out.
+    no_name = r"^[^/]+\.data/(purelib|platlib)/|(/__init__)?\.py$"
+    return {
+        re.sub(no_name, "", path).replace("/", "."): text.decode("utf-8", "replace") for path, text in files.items()
+    }
 
 
 def report(package: str, archive: Path) -> tuple[str, list[str]]:

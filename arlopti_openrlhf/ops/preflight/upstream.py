@@ -21,13 +21,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 _ACTOR, _SAMPLES = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ppo_utils.samples_generator"
 _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
-# What we restate: module, function, digest of its statements, and what of ours restates it. Tests compare the two.
+# What we restate: module, function, digest, and what of ours restates it. Tests compare the two.
 # fmt: off
 RESTATED = (
-    (_ACTOR, "ActorPPOTrainer.ppo_train", "2a6c0407f46256f9",
-     "update.trainer.TokenUpdateTrainer._train"),
-    (_ACTOR, "ActorPPOTrainer.training_step", "9d43a53a95ebf483",
-     "update.step.micro_batch_loss"),
+    (_ACTOR, "ActorPPOTrainer.ppo_train", "2a6c0407f46256f9", "update.trainer.TokenUpdateTrainer._train"),
+    (_ACTOR, "ActorPPOTrainer.training_step", "9d43a53a95ebf483", "update.step.micro_batch_loss"),
     (_SAMPLES, "SamplesGenerator.generate_samples", "cc4539770eded89f",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
     (_SAMPLES, "SamplesGenerator._generate_vllm", "2982131ddc522973",
