@@ -8,7 +8,6 @@ from arlopti_openrlhf import interrupts
 if __name__ == "__main__":
     interrupts.answer()
 
-import argparse
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from arlopti_openrlhf.cli.bad_input import Parser, check_out
+from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
 from arlopti_openrlhf.lab.scoring.waiting import ticking
@@ -111,9 +110,9 @@ def main() -> None:
     held.close()
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the command's parser."""
-    parser = Parser(prog="arlopti quickstart", description=(__doc__ or "").splitlines()[0])
+    parser = command_parser("quickstart", __doc__)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the puzzles, the weights and sampling (default: 0)")
     add("--out", type=Path, help="folder for everything (default: outputs/quickstart-SEED)")
