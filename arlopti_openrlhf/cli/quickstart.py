@@ -172,7 +172,7 @@ def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> 
             bar.update(max(int(match[1]) - bar.n, 0))
 
     with ticking(bar):
-        log.run([sys.executable, "-m", "arlopti_openrlhf", command, *flags], advance)
+        log.run(f"arlopti {command}", [sys.executable, "-m", "arlopti_openrlhf", command, *flags], advance)
 
 
 def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
