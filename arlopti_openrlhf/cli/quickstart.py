@@ -54,7 +54,7 @@ def main() -> None:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
     if (out / "summary.json").exists() and not args.force:
         parser.error(
-            f"argument --out: {out} holds a finished quickstart: give --force to replace it, or another --seed"
+            f"argument --out: {out} holds a finished quickstart: give --force to replace it, or another folder"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -64,13 +64,6 @@ def main() -> None:
     except OSError as error:  # such as a full disk
         parser.error(f"argument --out: {out / _LOCK} cannot be written: {error.strerror}")
 
-    # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
-    from arlopti_openrlhf import cpu
-    from arlopti_openrlhf.lab import quickstart_results
-    from arlopti_openrlhf.lab.data import tiny_policy
-
-    if cpu.uses_cpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
     # A fresh folder, since evaluations and TensorBoard would continue what an earlier quickstart left.
     start = time.time()
     memory = PeakMemory()
@@ -82,6 +75,14 @@ def main() -> None:
     print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
     if args.reduced:
         print("--reduced tests the set-up. Its few steps teach the policy nothing.")
+
+    # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
+    from arlopti_openrlhf import cpu
+    from arlopti_openrlhf.lab import quickstart_results
+    from arlopti_openrlhf.lab.data import tiny_policy
+
+    if cpu.uses_cpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
 
     # The five steps, each shown as it begins.
     files = write_puzzles(out / "data", size, seed)
