@@ -40,6 +40,8 @@ def main() -> None:
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
+    if sys.stderr.isatty():
+        print("arlopti_openrlhf: checking flags, models, data, reward and machine", file=sys.stderr, flush=True)
     check.run(
         args,
         [*of_openrlhf, *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
