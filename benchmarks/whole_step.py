@@ -58,7 +58,7 @@ def main() -> None:
             flags += [f"--ckpt.path={folder}/checkpoints", *args.flags]
             start = time.monotonic()
             command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags]
-            Log(folder / "run.log").run(command, lambda line: None)
+            Log(folder / "run.log").run(variant, command, lambda line: None)
             run = seconds_by_phase(read_scalars(folder))
             total = sum(run["step"])
             runs[variant].append(run | {"start and end": [time.monotonic() - start - total], "load": os.getloadavg()})

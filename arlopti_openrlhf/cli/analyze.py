@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf.cli.arguments import integer, number
-from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
+from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.lab.analysis import curves
 from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
 
@@ -91,13 +91,9 @@ def main() -> None:
     print(f"{args.out}: {(time.time() - start) / 60:.1f} minutes" + (", report.html" if args.report else ""))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the command's parser."""
-    parser = Parser(
-        prog="arlopti analyze",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("analyze", __doc__)
     add = parser.add_argument_group("policies").add_argument
     add("--model", nargs="+", default=[], help="Hugging Face directories or names, or a directory of checkpoints")
     add("--data", nargs="+", default=[], help="files that prepare_data wrote")

@@ -40,6 +40,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
+def command_parser(word: str, text: str | None) -> Parser:
+    """Return the parser of `arlopti word`, with `text` as its help."""
+    return Parser(prog=f"arlopti {word}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def check_out(parser: argparse.ArgumentParser, out: Path, is_file: bool = False) -> None:
     """Refuse an --out, a folder or a file, that cannot be made or written. Nothing is made here."""
     if is_file and out.is_dir():

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
-from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out
+from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
 from arlopti_openrlhf.lab.scoring import tables
 from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
@@ -62,13 +62,9 @@ def main() -> None:
     print(tables.markdown(results), end="")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the command's parser."""
-    parser = Parser(
-        prog="arlopti evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("evaluate", __doc__)
     add = parser.add_argument
     add("--model", nargs="+", required=True, help="Hugging Face directories or names, or a directory of checkpoints")
     add("--data", nargs="+", required=True, help="files that prepare_data wrote")

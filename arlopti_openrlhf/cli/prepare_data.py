@@ -21,17 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
-from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, check_tokenizer
+from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, check_tokenizer, command_parser
 from arlopti_openrlhf.lab.data import knights_knaves, preparation, published
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the command's parser."""
-    parser = Parser(
-        prog="arlopti data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("data", __doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--generate", action="store_true", help="make new puzzles")

@@ -21,11 +21,11 @@ class Log:
         self.path = path
         path.write_text("", encoding="utf-8")
 
-    def run(self, command: Sequence[str], on_line: Callable[[str], None]) -> None:
-        """Run `python -m MODULE ...`, given as a list.
+    def run(self, name: str, command: Sequence[str], on_line: Callable[[str], None]) -> None:
+        """Run a command, given as a list.
 
         Raises:
-            SystemExit: the command fails; the message has the end of its output.
+            SystemExit: the command fails. The message has its name and the end of its output.
         """
         environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         with open(self.path, "a", encoding="utf-8") as log:
@@ -39,7 +39,7 @@ class Log:
                 on_line(line)
         if process.wait() != 0:
             tail = "".join(self.path.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
-            raise SystemExit(f"\n{tail}\n{command[2]} failed with status {process.returncode}: {self.path}")
+            raise SystemExit(f"\n{tail}\n{name} failed with status {process.returncode}: {self.path}")
 
 
 class InUse(Exception):

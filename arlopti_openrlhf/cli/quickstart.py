@@ -8,7 +8,6 @@ from arlopti_openrlhf import interrupts
 if __name__ == "__main__":
     interrupts.answer()
 
-import argparse
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from arlopti_openrlhf.cli.bad_input import Parser, check_out
+from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
 from arlopti_openrlhf.lab.scoring.waiting import ticking
@@ -55,7 +54,7 @@ def main() -> None:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
     if (out / "summary.json").exists() and not args.force:
         parser.error(
-            f"argument --out: {out} holds a finished quickstart: give --force to replace it, or another --seed"
+            f"argument --out: {out} holds a finished quickstart: give --force to replace it, or another folder"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -65,13 +64,6 @@ def main() -> None:
     except OSError as error:  # such as a full disk
         parser.error(f"argument --out: {out / _LOCK} cannot be written: {error.strerror}")
 
-    # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
-    from arlopti_openrlhf import cpu
-    from arlopti_openrlhf.lab import quickstart_results
-    from arlopti_openrlhf.lab.data import tiny_policy
-
-    if cpu.uses_cpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
     # A fresh folder, since evaluations and TensorBoard would continue what an earlier quickstart left.
     start = time.time()
     memory = PeakMemory()
@@ -83,6 +75,14 @@ def main() -> None:
     print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
     if args.reduced:
         print("--reduced tests the set-up. Its few steps teach the policy nothing.")
+
+    # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
+    from arlopti_openrlhf import cpu
+    from arlopti_openrlhf.lab import quickstart_results
+    from arlopti_openrlhf.lab.data import tiny_policy
+
+    if cpu.uses_cpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
 
     # The five steps, each shown as it begins.
     files = write_puzzles(out / "data", size, seed)
@@ -111,9 +111,9 @@ def main() -> None:
     held.close()
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the command's parser."""
-    parser = Parser(prog="arlopti quickstart", description=(__doc__ or "").splitlines()[0])
+    parser = command_parser("quickstart", __doc__)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the puzzles, the weights and sampling (default: 0)")
     add("--out", type=Path, help="folder for everything (default: outputs/quickstart-SEED)")
@@ -173,7 +173,7 @@ def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> 
             bar.update(max(int(match[1]) - bar.n, 0))
 
     with ticking(bar):
-        log.run([sys.executable, "-m", "arlopti_openrlhf", command, *flags], advance)
+        log.run(f"arlopti {command}", [sys.executable, "-m", "arlopti_openrlhf", command, *flags], advance)
 
 
 def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:

@@ -17,18 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer, number
-from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file
+from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file, command_parser
 from arlopti_openrlhf.grading.grader import Limits
 from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Return the command's parser."""
-    parser = Parser(
-        prog="arlopti serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("serve", __doc__)
     parser.add_argument(
         "--grader",
         action="append",

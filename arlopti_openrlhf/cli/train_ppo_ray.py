@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 from arlopti_openrlhf.cli import command_line, config_file, method_checks, run_folders, same_run
+from arlopti_openrlhf.cli.command_line import make_parser as make_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.lifecycle import credentials
@@ -39,6 +40,8 @@ def main() -> None:
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
+    if sys.stderr.isatty():
+        print("arlopti_openrlhf: checking flags, models, data, reward and machine", file=sys.stderr, flush=True)
     check.run(
         args,
         [*of_openrlhf, *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
@@ -51,7 +54,7 @@ def main() -> None:
             try:
                 config_file.keep(kept, Path(args.ckpt.path))
             except OSError as error:
-                _refuse(config_file.KEPT, error)
+                _refuse(f"--ckpt.path: {config_file.KEPT} cannot be written: {error}")
         train(args)
 
 
@@ -71,7 +74,7 @@ def train(args: SimpleNamespace) -> None:
     try:
         console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
     except OSError as error:
-        _refuse(LOG, error)
+        _refuse(f"--ckpt.path: {LOG} cannot be written: {error}")
     with console or nullcontext():
         cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
         # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
@@ -108,14 +111,9 @@ def train(args: SimpleNamespace) -> None:
             upstream.train(args)
 
 
-def _refuse(name: str, error: OSError) -> NoReturn:
-    print(f"arlopti train: error: argument --ckpt.path: {name} cannot be written: {error}", file=sys.stderr)
+def _refuse(problem: object) -> NoReturn:
+    print(f"arlopti train: error: argument {problem}", file=sys.stderr)
     sys.exit(2)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    return command_line.make_parser()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -127,8 +125,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     flat = command_line.parse(argv)
     for finding in _check_flags(command_line.hierarchize(flat)):
-        print(f"arlopti train: error: argument {finding}", file=sys.stderr)
-        raise SystemExit(2)
+        _refuse(finding)
     return _completed(flat)
 
 

@@ -11,7 +11,11 @@ from arlopti_openrlhf.cli.processes import Log, PeakMemory
 
 def test_every_line_is_logged_and_shown_as_it_comes(tmp_path):
     log, lines = Log(tmp_path / "log"), []
-    log.run([sys.executable, "-c", "print('1%', end='\\r'); print('2%', end='\\r'); print('done')"], lines.append)
+    log.run(
+        "command",
+        [sys.executable, "-c", "print('1%', end='\\r'); print('2%', end='\\r'); print('done')"],
+        lines.append,
+    )
     assert [line.strip() for line in lines] == ["1%", "2%", "done"]
     assert log.path.read_text("utf-8").endswith("1%\n2%\ndone\n")
 
@@ -19,8 +23,8 @@ def test_every_line_is_logged_and_shown_as_it_comes(tmp_path):
 def test_a_command_that_fails_ends_the_program_with_its_last_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "failing.py").write_text("for i in range(30): print('line', i)\nraise SystemExit(3)\n")
-    with pytest.raises(SystemExit, match=r"line 29\n\nfailing failed with status 3: .*log") as stop:
-        Log(tmp_path / "log").run([sys.executable, "-m", "failing"], lambda line: None)
+    with pytest.raises(SystemExit, match=r"line 29\n\narlopti train failed with status 3: .*log") as stop:
+        Log(tmp_path / "log").run("arlopti train", [sys.executable, "-m", "failing"], lambda line: None)
     assert "line 10" not in str(stop.value)
 
 

@@ -116,6 +116,7 @@ ENTRIES = (
     (text, CPP_EXTENSION, "_jit_compile", "if baton.try_acquire(): try: … finally: baton.release()",
      "cpu.patches._outlive_killed_builds"),
     (text, CPP_EXTENSION, "_run_ninja_build", "cwd=build_directory", "cpu.patches._find_builder"),
+    (text, "vllm.logger", "", '"stream": envs.VLLM_LOGGING_STREAM,', "lab.scoring.waiting.quiet"),
     (text, "vllm.plugins", "", 'DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"', "cpu.enable_in_vllm"),
     # The graders and the reward server
     (signature, MATH_VERIFY, "parse",

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -96,7 +96,7 @@ def _mean(series: Sequence[Series]) -> Series:
     return {step: fmean(s[step] for s in series) for step in sorted(steps)}
 
 
-def curves(runs: dict[str, Sequence[dict[str, Series]]]) -> dict[str, list[dict]]:
+def curves(runs: Mapping[str, Sequence[dict[str, Series]]]) -> dict[str, list[dict]]:
     """Make the data of Fig. 6-8.
 
     Args:
