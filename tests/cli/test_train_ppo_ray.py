@@ -11,8 +11,7 @@ from arlopti_testing import cpu_seconds
 from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
 from arlopti_openrlhf.cli.method_checks import is_selective
 from arlopti_openrlhf.ops.preflight import values
-from arlopti_openrlhf.ops.preflight.batches import models_by_ranks
-from arlopti_openrlhf.ops.preflight.placement import gpus_placed
+from arlopti_openrlhf.ops.preflight.placement import gpus_placed, models_by_ranks
 
 FITTING = ["--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8", "--train.batch_size", "64"]
 

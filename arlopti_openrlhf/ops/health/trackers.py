@@ -16,10 +16,9 @@ from typing import Any
 from openrlhf.trainer import ppo_trainer
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 
-from arlopti_openrlhf.ops.checkpoints.files import are_saved
+from arlopti_openrlhf.ops.checkpoints.files import RUN_FILE, are_saved
 from arlopti_openrlhf.patching import replaced_attribute
 
-RUN_FILE = "run.json"  # in --ckpt.path
 _REACH = 30  # seconds in which wandb must have started the run on its server, instead of wandb's 90
 _UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
 
