@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import ray
-from arlopti_testing import cpu_seconds
+from arlopti_testing.processes import cpu_seconds_of_children
 
 from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
 from arlopti_openrlhf.cli.method_checks import is_selective
@@ -111,13 +111,13 @@ finally:
     ],
 )
 def test_a_refusal_takes_seconds_and_imports_nothing_heavy(flags, status, said):
-    before = cpu_seconds.of_children()
+    before = cpu_seconds_of_children()
     command = [sys.executable, "-c", REFUSED, *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == status and said in done.stdout + done.stderr
     assert done.stderr.endswith("[]\n"), done.stderr
     assert "Traceback" not in done.stderr
-    assert cpu_seconds.of_children() - before < 10  # under 2 s on an idle core
+    assert cpu_seconds_of_children() - before < 10  # under 2 s on an idle core
 
 
 @pytest.mark.parametrize(

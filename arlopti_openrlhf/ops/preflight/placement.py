@@ -172,8 +172,7 @@ def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
     }
     by_ranks: dict[int, list[str]] = {}
     for name in filter(is_loaded.get, is_loaded):
-        group = vars(args)[name]
-        by_ranks.setdefault(group.num_nodes * group.num_gpus_per_node, []).append(name)
+        by_ranks.setdefault(_gpus(args, name), []).append(name)
     return by_ranks
 
 

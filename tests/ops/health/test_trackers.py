@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import wandb
-from arlopti_testing.ports import free_port
+from arlopti_testing.processes import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arlopti_openrlhf.cli import command_line, train_ppo_ray
