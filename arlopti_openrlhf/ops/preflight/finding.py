@@ -49,7 +49,7 @@ def first_of(problems: Sequence[str], others: str = "more") -> str:
 
 def in_words(size: float) -> str:
     """Return a number of bytes in GiB, or in MiB below one GiB."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 # A check looks at upstream's nested arguments, as its `train` gets them.
