@@ -82,7 +82,7 @@ def train(args: SimpleNamespace) -> None:
         from arlopti_openrlhf.ops import controller
         from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
         from arlopti_openrlhf.ops.health import guard
-        from arlopti_openrlhf.ops.lifecycle import closing, driver, heartbeat, watch
+        from arlopti_openrlhf.ops.lifecycle import driver, heartbeat, progress, watch
         from arlopti_openrlhf.ops.rollouts import engine, experience_maker, prompts, reward_client, samples
         from arlopti_openrlhf.update import policy_actor
 
@@ -103,7 +103,7 @@ def train(args: SimpleNamespace) -> None:
 
         if args.algo.kl.init_coef > 0 and not values.loads_reference(args):
             experience_maker.install_reference(upstream)
-        text = partial(closing.text, args, log=console.log if console else None)
+        text = partial(progress.closing_text, args, log=console.log if console else None)
         run = driver.Driver(console, text, args.train.stall_minutes)
         with run.ending():
             run.start(credentials.collect(args.logger.wandb.key, args.reward.remote_url))

@@ -1,4 +1,4 @@
-"""A vLLM engine that answers the same words to each prompt, and a tokenizer of bytes."""
+"""Engines without vLLM, which answer the same words to each prompt or the right sums, with tokenizer and problems."""
 
 from types import SimpleNamespace
 
@@ -18,3 +18,23 @@ class Engine:
         assert not sampling_params.detokenize  # nobody reads the text
         answer = SimpleNamespace(token_ids=list(b" answer"), finish_reason="stop", logprobs=None)
         return SimpleNamespace(outputs=[answer])
+
+
+def problems() -> list[dict]:
+    sums = [{"prompt": f"{i} + {i} = ", "label": str(2 * i), "datasource": "sums"} for i in range(6)]
+    label = "(1) Zoey is a knight\n(2) Liam is a knave"
+    puzzle = [{"role": "user", "content": "puzzle"}]
+    return sums + [{"prompt": puzzle, "label": label, "datasource": "kk_2ppl"} for _ in range(4)]
+
+
+def generate_right_sums(asked):
+    """Return a stand-in for `offline.generate` that answers every sum rightly and lists what it was asked."""
+
+    def generate(engine, prompts, sampling, max_new_tokens):
+        asked.extend(sampling)
+        for prompt, (n, _) in zip(prompts, sampling, strict=True):
+            number = prompt.split()[0] if isinstance(prompt, str) else 0
+            output = SimpleNamespace(text=f"\\boxed{{{2 * int(number)}}}", token_ids=[1, 2, 3], finish_reason="stop")
+            yield "prompt", SimpleNamespace(outputs=[output] * n)
+
+    return generate

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from arlopti_openrlhf.cli import command_line, method_checks, train_ppo_ray
-from arlopti_openrlhf.ops.preflight import batches, placement, values
+from arlopti_openrlhf.ops.preflight import placement, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 # A run that nothing is wrong with.
@@ -50,6 +50,6 @@ def findings(argv: list[str]) -> list[Finding]:
         *method_checks.check_flags(given),
         *checked.findings,
         *values.check(checked.args),
-        *batches.check(checked.args, update),
+        *placement.check_batches(checked.args, update),
         *placement.check(checked.args),
     ]

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-from arlopti_testing.ports import free_port
+from arlopti_testing.processes import free_port
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from arlopti_testing.evaluation_fakes import generate_right_sums, problems
+from arlopti_testing.engine_fakes import generate_right_sums, problems
 
 from arlopti_openrlhf.cli import evaluate
 from arlopti_openrlhf.lab.scoring import offline

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from arlopti_testing.processes import wait_until
 from arlopti_testing.reward_server import post, server
-from arlopti_testing.waiting import wait_until
 
 PROMPT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>"
 RIGHT = PROMPT + "</think><answer>(1) Zoey is a knight</answer>"

@@ -6,13 +6,12 @@ import sys
 
 import pytest
 import ray
-from arlopti_testing import cpu_seconds
+from arlopti_testing.processes import cpu_seconds_of_children
 
 from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
 from arlopti_openrlhf.cli.method_checks import is_selective
 from arlopti_openrlhf.ops.preflight import values
-from arlopti_openrlhf.ops.preflight.batches import models_by_ranks
-from arlopti_openrlhf.ops.preflight.placement import gpus_placed
+from arlopti_openrlhf.ops.preflight.placement import gpus_placed, models_by_ranks
 
 FITTING = ["--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8", "--train.batch_size", "64"]
 
@@ -122,13 +121,13 @@ finally:
     ],
 )
 def test_a_refusal_takes_seconds_and_imports_nothing_heavy(flags, status, said):
-    before = cpu_seconds.of_children()
+    before = cpu_seconds_of_children()
     command = [sys.executable, "-c", REFUSED, *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == status and said in done.stdout + done.stderr
     assert done.stderr.endswith("[]\n"), done.stderr
     assert "Traceback" not in done.stderr
-    assert cpu_seconds.of_children() - before < 10  # under 2 s on an idle core
+    assert cpu_seconds_of_children() - before < 10  # under 2 s on an idle core
 
 
 def test_the_checks_are_announced_on_a_terminal(monkeypatch, capsys):

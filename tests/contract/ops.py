@@ -46,10 +46,10 @@ ENTRIES = (
      "ops.preflight.placement.check: a model has no more ranks than its group has GPUs"),
     (text, LAUNCHER, "RayActorGroup.async_run_method_batch",
      "chunk_size = total_length // effective_actors if total_length % effective_actors != 0: chunk_size += 1",
-     "ops.preflight.batches.check"),
+     "ops.preflight.placement.check_batches"),
     (text, STRATEGY, "",
      'ds_config["train_batch_size"] = self.train_batch_size * self.ring_attn_size * self.ds_tensor_parallel_size',
-     "ops.preflight.batches.check"),
+     "ops.preflight.placement.check_batches"),
     # The controllers, the evaluation, the rewards and the advantages
     (text, AGENT, "SingleTurnAgentExecutor.execute",
      "if sampling_params.logprobs is not None and generation_output.logprobs is not None: … if self.reward_endpoints: "
@@ -170,6 +170,10 @@ ENTRIES = (
     (text, "vllm.v1.engine.core", "EngineCoreProc.pause_scheduler",
      'pause_state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW',
      "ops.rollouts.engine.RolloutRayActor.generate_in_order"),
+    (signature, ASYNC_LLM, "AsyncLLM.shutdown", "self timeout",
+     "ops.rollouts.engine.RolloutRayActor.__ray_shutdown__"),
+    (text, "ray.data._internal.execution.operators.actor_pool_map_operator", "", "def __ray_shutdown__(self):",
+     "ops.rollouts.engine.RolloutRayActor.__ray_shutdown__: Ray calls it, from compiled code"),
     # A LoRA run, whose policy is its own reference
     (text, COMMAND, "train",
      "if args.algo.kl.init_coef > 0: ref_model = RayActorGroup( args.ref.num_nodes, args.ref.num_gpus_per_node, "

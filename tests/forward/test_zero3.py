@@ -1,7 +1,7 @@
 """Two ranks whose model ZeRO-3 partitions: what the check finds out, all of them find out."""
 
 import torch
-from arlopti_testing.two_ranks import errors_on_two_ranks
+from arlopti_testing.processes import errors_on_two_ranks
 from transformers import AutoModelForCausalLM, NemotronConfig
 
 SHAPE = dict(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
-from arlopti_testing.two_ranks import errors_on_two_ranks
+from arlopti_testing.processes import errors_on_two_ranks
 from openrlhf.trainer.ray import ppo_actor
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM

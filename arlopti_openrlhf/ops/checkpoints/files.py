@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 MANIFEST = "manifest.json"
+RUN_FILE = "run.json"  # in --ckpt.path: the run's name and its id with wandb
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not whole
 _PROBE = _BLOCK = 1 << 20  # bytes
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what a manifest raises that is missing or torn

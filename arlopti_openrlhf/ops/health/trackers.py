@@ -16,10 +16,9 @@ from typing import Any
 from openrlhf.trainer import ppo_trainer
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 
-from arlopti_openrlhf.ops.checkpoints.files import are_saved
+from arlopti_openrlhf.ops.checkpoints.files import RUN_FILE, are_saved
 from arlopti_openrlhf.patching import replaced_attribute
 
-RUN_FILE = "run.json"  # in --ckpt.path
 _REACH = 30  # seconds in which wandb must have started the run on its server, instead of wandb's 90
 _UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
 
@@ -167,13 +166,14 @@ class ResumableTensorboard(TensorboardLogger):
 
 
 class ResumableWandb(WandbLogger):
-    """`WandbLogger` with four changes.
+    """`WandbLogger` with five changes.
 
     1. It continues the run `run_id` where there is one. The user's WANDB_RUN_ID comes first.
     2. The run's config is nested, so runs can be filtered by `algo.ar.alpha`. Of upstream's namespaces wandb
        keeps the text.
     3. Where wandb's server does not answer, or refuses the run, the run is kept on this machine.
     4. It logs histograms.
+    5. Closing it ends wandb's own process, which Ray would kill before wandb asks it to end: a traceback.
     """
 
     handle: Any  # upstream's: the module wandb
@@ -196,6 +196,10 @@ class ResumableWandb(WandbLogger):
             problem, folder = f"{type(error).__name__}: {error}", self.handle.run.settings.sync_dir
             _say(f"wandb: {settings.base_url}: {problem}. The run is kept here; send it later: wandb sync {folder}")
         self.handle.run.config.update(_nested(args), allow_val_change=True)
+
+    def close(self) -> None:
+        super().close()
+        self.handle.teardown()
 
     def reopen(self) -> None:
         """Do nothing, because the next entry may be logged as it is."""

@@ -7,7 +7,6 @@ from functools import partial
 from types import SimpleNamespace
 
 from arlopti_openrlhf.ops.preflight import (
-    batches,
     data,
     images,
     machine,
@@ -17,7 +16,7 @@ from arlopti_openrlhf.ops.preflight import (
     reward,
     values,
 )
-from arlopti_openrlhf.ops.preflight.finding import Check, Finding
+from arlopti_openrlhf.ops.preflight.finding import Check, Finding, Update
 
 # These look at files and at the machine, ask the reward function, and may import PyTorch.
 THOROUGH: tuple[Check, ...] = (
@@ -36,7 +35,7 @@ def run(
     args: SimpleNamespace,
     findings: Iterable[Finding],
     upstream_findings: Iterable[Finding],
-    update: memory.Update,
+    update: Update,
     own_checks: Iterable[Check] = (),
 ) -> None:
     """Check everything, and print one list. Warnings alone stop nothing.
@@ -51,7 +50,7 @@ def run(
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
-    findings = [*findings, *_run(values.check, args), *_run(partial(batches.check, update=update), args)]
+    findings = [*findings, *_run(values.check, args), *_run(partial(placement.check_batches, update=update), args)]
     findings += _news(upstream_findings, findings)
     # Skip the slow checks if the quick ones failed: most of their findings would be consequences.
     if args.dry_run or not any(finding.is_fatal for finding in findings):

@@ -1,9 +1,13 @@
-"""What a check of the pre-flight says."""
+"""What a check of the pre-flight gets and what it says."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,18 @@ class Finding:
         return f"{subject}{self.problem}; {self.remedy}"
 
 
+class Update(NamedTuple):
+    """How a run computes its update, as far as checks depend on it."""
+
+    # Each rollout batch is trained in whole optimizer steps, and DeepSpeed is told where each of them ends. OpenRLHF's
+    # own loop carries a rest over to the next rollout batch.
+    takes_whole_steps: bool
+    keeps_logits: bool  # of a micro-batch, for its backward pass
+    # From the model's configuration, whether gradients are checkpointed and whether logits are kept: the bytes that
+    # training has in memory per token of a micro-batch.
+    bytes_per_token: Callable[["PreTrainedConfig", bool, bool], float]
+
+
 def first_of(problems: Sequence[str], others: str = "more") -> str:
     """Return the first problem, and how many others there are."""
     return problems[0] + (f" (and {len(problems) - 1} {others})" if len(problems) > 1 else "")
@@ -33,7 +49,7 @@ def first_of(problems: Sequence[str], others: str = "more") -> str:
 
 def in_words(size: float) -> str:
     """Return a number of bytes in GiB, or in MiB below one GiB."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 # A check looks at upstream's nested arguments, as its `train` gets them.

@@ -2,29 +2,14 @@
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
+from arlopti_openrlhf.ops.preflight.finding import Finding, Update, in_words
 from arlopti_openrlhf.ops.preflight.model import ModelSize, model_size
 from arlopti_openrlhf.ops.preflight.placement import starts_cluster
 from arlopti_openrlhf.ops.preflight.values import loads_reference
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-
-class Update(NamedTuple):
-    """How a run computes its update, as far as checks depend on it."""
-
-    # Each rollout batch is trained in whole optimizer steps, and DeepSpeed is told where each of them ends. OpenRLHF's
-    # own loop carries a rest over to the next rollout batch.
-    takes_whole_steps: bool
-    keeps_logits: bool  # of a micro-batch, for its backward pass
-    # From the model's configuration, whether gradients are checkpointed and whether logits are kept: the bytes that
-    # training has in memory per token of a micro-batch.
-    bytes_per_token: Callable[["PreTrainedConfig", bool, bool], float]
 
 
 class Estimate(NamedTuple):

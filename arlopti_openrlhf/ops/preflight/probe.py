@@ -1,9 +1,9 @@
 """Asks a user's code, or a grader, in a process that can be killed (`grading.worker_pool`)."""
 
 import contextlib
-import importlib.util
 import io
 import json
+import runpy
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,18 +60,14 @@ def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tu
 def reward_problem(path: str, rows: Sequence[tuple[str, Any]]) -> str | None:
     """Return what keeps a reward file from grading prompts and labels, or None where it grades them.
 
-    It is loaded and called as upstream's `SingleTurnAgentExecutor` does, with one sample at a time.
+    It is loaded and called as in the run (`ops.rollouts.reward_process`), with one sample at a time.
     """
     # What it prints is not for the list of findings.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
-            spec = importlib.util.spec_from_file_location("reward_func", path)
-            assert spec and spec.loader  # the name ends in .py
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            function = runpy.run_path(path, run_name="reward_func").get("reward_func")
         except (Exception, SystemExit) as error:
             return f"its import fails: {_message(error, path)}"
-        function = getattr(module, "reward_func", None)
         if not callable(function):
             return "it has no function `reward_func`"
         for prompt, label in rows:

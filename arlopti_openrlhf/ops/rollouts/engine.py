@@ -21,12 +21,19 @@ def install() -> None:
 
 @ray.remote
 class RolloutRayActor(_RolloutRayActor):
-    """`RolloutRayActor` with two changes.
+    """`RolloutRayActor` with three changes.
 
     1. vLLM makes the result of a request once, when it is complete. Upstream lets it make one after each token, and
        takes the last. The tokens are the same.
     2. `generate_in_order`, for `--train.deterministic`.
+    3. It ends vLLM's processes before its own. Ray would kill those that this process has started, among them Python's
+       resource tracker, which vLLM's workers still need at their end: each would print a traceback.
     """
+
+    def __ray_shutdown__(self) -> None:
+        """End vLLM. Ray calls this when the actor is no longer needed, or could not be built."""
+        if hasattr(self, "llm"):
+            self.llm.shutdown()
 
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
         """Return upstream's result."""

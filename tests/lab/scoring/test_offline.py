@@ -2,7 +2,7 @@
 
 import json
 
-from arlopti_testing.evaluation_fakes import generate_right_sums, problems
+from arlopti_testing.engine_fakes import generate_right_sums, problems
 
 from arlopti_openrlhf.evaluation.sampling import parse_sampling
 from arlopti_openrlhf.grading.sources import grade

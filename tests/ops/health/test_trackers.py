@@ -7,9 +7,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import wandb
-from arlopti_testing.ports import free_port
+from arlopti_testing.processes import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arlopti_openrlhf.cli import command_line, train_ppo_ray
@@ -104,6 +105,7 @@ def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret
     config, settings = dict(run.config), (run.id, run.name, run.settings.resume)
     assert 0 < run.settings.init_timeout <= 60
     tracker.close_for_good()
+    assert not [child for child in psutil.Process().children() if "wandb" in child.name()]  # Ray would kill it
     kept = json.loads((tmp_path / "ckpt" / trackers.RUN_FILE).read_text())
     assert settings == (kept["wandb_id"], "mine", "allow")
     assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from arlopti_openrlhf.ops.lifecycle import closing, console, progress, stopping
+from arlopti_openrlhf.ops.lifecycle import console, progress, stopping
 from arlopti_openrlhf.ops.lifecycle.progress import Evaluation, Progress, Prompts, Step
 
 WORKER = "\x1b[36m(PolicyModelActor pid=71, ip=10.0.0.2)\x1b[0m "
@@ -269,7 +269,7 @@ def test_the_closing_text(tmp_path):
     found = Progress(
         Prompts(64, 0), Step(2, 64, ""), Evaluation(0, metrics(0.25, 0.5)), Evaluation(2, metrics(0.5, 0.75))
     )
-    assert closing.text(arguments(tmp_path), found, None).splitlines() == [
+    assert progress.closing_text(arguments(tmp_path), found, None).splitlines() == [
         "trained 2 steps",
         "held-out accuracy   step 0                   step 2",
         "kk_2ppl             0.250 (0.150 to 0.350)   0.500 (0.400 to 0.600)",
@@ -287,7 +287,7 @@ def test_the_closing_text_of_a_resumed_run_with_lora(tmp_path):
     (tmp_path / "run.json").write_text('{"run_name": "kept", "wandb_id": "1"}')
     args = arguments(tmp_path, lora_rank=8)
     args.logger.wandb.key = "WANDB_API_KEY"
-    assert closing.text(args, Progress(), tmp_path).splitlines() == [
+    assert progress.closing_text(args, Progress(), tmp_path).splitlines() == [
         "no step was trained",
         "not evaluated (--eval.steps)",
         "model:   final",

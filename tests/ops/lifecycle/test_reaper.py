@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from arlopti_testing.waiting import wait_until
+from arlopti_testing.processes import wait_until
 
 from arlopti_openrlhf.ops.lifecycle import reaper
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
-from arlopti_testing.waiting import wait_until
+from arlopti_testing.processes import wait_until
 from ray.experimental import internal_kv
 
 from arlopti_openrlhf.ops.lifecycle import heartbeat, watch

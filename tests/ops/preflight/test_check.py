@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from arlopti_testing import cpu_seconds
 from arlopti_testing.preflight_command import arguments
+from arlopti_testing.processes import cpu_seconds_of_children
 
 from arlopti_openrlhf.cli.method_checks import describe_update
 from arlopti_openrlhf.ops.preflight import check
@@ -84,12 +85,12 @@ def fitting(tiny_model, tiny_data, tmp_path_factory) -> str:
 
 
 def test_a_run_that_can_start(fitting):
-    before = cpu_seconds.of_children()
+    before = cpu_seconds_of_children()
     done = run(fitting)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert "estimated peak memory per GPU of the actor: 5 MiB (weights 0 MiB" in done.stdout
+    assert re.search(r"estimated peak memory per GPU of the actor: \d\.\d MiB \(weights 0\.2 MiB, ", done.stdout)
     assert "the run can start. Nothing has been started." in done.stdout
-    assert cpu_seconds.of_children() - before < 60  # 5 s on an idle core
+    assert cpu_seconds_of_children() - before < 60  # 5 s on an idle core
 
 
 def test_mistakes_of_every_kind_in_one_list(fitting, tmp_path):

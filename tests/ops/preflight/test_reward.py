@@ -8,9 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import uvicorn
-from arlopti_testing.ports import free_port
 from arlopti_testing.preflight_command import changed
-from arlopti_testing.waiting import wait_until
+from arlopti_testing.processes import free_port, wait_until
 
 from arlopti_openrlhf.grading.grader import Limits
 from arlopti_openrlhf.grading.server import RewardServer

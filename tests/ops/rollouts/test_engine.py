@@ -1,15 +1,19 @@
-"""vLLM gets its requests in their order, all of them before it begins."""
+"""vLLM gets its requests in their order, all of them before it begins, and a few samples come with their log-probs."""
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
+from arlopti_testing.engine_fakes import Engine, Tokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from arlopti_openrlhf.ops.rollouts import engine
+from arlopti_openrlhf.ops.rollouts.reward_client import EVERY, RewardExecutor
 
-Engine = engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
+Actor = engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 class Llm:
@@ -47,7 +51,7 @@ class Executor:
 
 
 def ask(labels: str) -> tuple[list, Llm]:
-    actor = object.__new__(Engine)
+    actor = object.__new__(Actor)
     actor.executor, actor._mm_pad_token_ids = Executor(), None
 
     async def run() -> list:
@@ -83,7 +87,7 @@ def test_vllm_makes_the_result_of_a_request_once():
 
 def test_the_callers_parameters_stay_as_they_are():
     """An agent uses its parameters for every turn."""
-    actor = object.__new__(Engine)
+    actor = object.__new__(Actor)
     actor._mm_pad_token_ids, parameters = None, SamplingParams()
 
     async def run():
@@ -93,3 +97,52 @@ def test_the_callers_parameters_stay_as_they_are():
 
     asyncio.run(run())
     assert actor.llm.kind == RequestOutputKind.FINAL_ONLY != parameters.output_kind
+
+
+class AskedEngine(Engine):
+    """Notes which log-probs it is asked for. Those of each token are -0.5."""
+
+    def __init__(self) -> None:
+        self.asked: list[int | None] = []
+
+    async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
+        self.asked.append(sampling_params.logprobs)
+        output = await super().generate(prompt_token_ids, sampling_params)
+        if sampling_params.logprobs is not None:
+            [answer] = output.outputs
+            answer.logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in answer.token_ids]
+        return output
+
+
+def outputs(*samples: SamplingParams) -> tuple[list[dict], list[int | None]]:
+    executor, engine = RewardExecutor(), AskedEngine()
+
+    async def run() -> list[dict]:
+        return [await executor.execute("prompt", "label", each, 100, Tokenizer(), engine) for each in samples]
+
+    return asyncio.run(run()), engine.asked
+
+
+def test_one_sample_in_so_many_is_asked_for():
+    params = SamplingParams(max_tokens=8)
+    assert outputs(*[params] * 2 * EVERY)[1] == [0, *[None] * (EVERY - 1)] * 2
+    assert params.logprobs is None  # it is shared with the other samples
+
+
+def test_a_seed_says_whether_its_sample_is_asked_for():
+    """Whatever an engine has sampled before."""
+    chosen, other = (SamplingParams(max_tokens=8, seed=3 * EVERY + i) for i in (0, 1))
+    assert outputs(other, chosen, chosen, other)[1] == [None, 0, 0, None]
+
+
+@pytest.mark.parametrize("changed, asked", [({"temperature": 0.7}, None), ({"logprobs": 1}, 1)])
+def test_what_is_not_comparable_is_left_alone(changed, asked):
+    [output], seen = outputs(SamplingParams(max_tokens=8, **changed))
+    assert seen == [asked] and (output["rollout_log_probs"] is None) == (asked is None)
+
+
+def test_the_others_have_nan():
+    params = SamplingParams(max_tokens=8)
+    chosen, other = (torch.tensor(output["rollout_log_probs"][1:2048]) for output in outputs(params, params)[0])
+    assert chosen.tolist() == [0] * 5 + [-0.5] * 7  # "prompt" has 6 tokens, and " answer" 7
+    assert other.dtype == torch.float32 and other.isnan().all() and other.shape == chosen.shape

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from arlopti_testing.engine_fakes import Engine, Tokenizer
-from arlopti_testing.waiting import wait_until
+from arlopti_testing.processes import wait_until
 from openrlhf.trainer.ppo_utils.experience import make_experience_batch, split_experience_batch
 from openrlhf.utils.config import hierarchize
 from vllm import SamplingParams
