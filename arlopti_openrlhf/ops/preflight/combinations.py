@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 _IMAGES, _DETERMINISTIC = "data.max_images_per_prompt", "train.deterministic"

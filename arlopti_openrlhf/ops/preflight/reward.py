@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import TimedOut
 from arlopti_openrlhf.ops.preflight import data, probe
 from arlopti_openrlhf.ops.preflight.finding import Finding
