@@ -49,6 +49,7 @@ def test_the_turn_is_the_response_where_the_query_starts_with_the_prompt(respons
     turn = kk_reward.assistant_turn(prompt + response, prompt)
     prefill = "<think>" if prompt.rstrip().endswith("<think>") else ""
     assert not prompt or turn.startswith(prefill) and turn.endswith(response)
+    assert isinstance(kk_reward.assistant_turn(response, prompt), str)  # of a query that does not start so
 
 
 @given(st.lists(texts(KK_PIECES), max_size=5))
