@@ -43,7 +43,7 @@ def attention(dtype: torch.dtype) -> dict[str, float]:
 
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = (x.repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in (key, value))
-        scores = (query @ key.mT * WIDTH**-0.5).masked_fill(~_visible(packed), -torch.inf)
+        scores = (query @ key.mT * WIDTH**-0.5).masked_fill(~visible(packed), -torch.inf)
         return (scores.softmax(-1) @ value).transpose(1, 2)
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _packed() -> PackedBatch:
     return pack(ids, mask, mask[:, 1:]).to(torch.cuda.current_device())
 
 
-def _visible(packed: PackedBatch) -> Tensor:
+def visible(packed: PackedBatch) -> Tensor:
     """Return the (L, L) matrix of what each token sees: its segment as far as itself, and its prefix."""
     spans = [slice(stop - s.length, stop) for s, stop in zip(packed.segments, packed.stops, strict=True)]
     sees = torch.zeros(packed.stops[-1], packed.stops[-1], dtype=torch.bool)

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from gpu_arithmetic import visible
 from hardware import machine, synchronize
 from rollouts import rollout, unpadded
 from torch import Tensor
@@ -108,7 +109,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         if args.layout == "segments":
             output = segment_attention(query, key, value, packed, WIDTH**-0.5)
         else:
-            sees = visible(ids, mask, actions) if args.layout == "matrix" else None
+            sees = visible(packed).to(query.device) if args.layout == "matrix" else None
             keys, values = (x.repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in (key, value))
             output = F.scaled_dot_product_attention(query, keys, values, attn_mask=sees, is_causal=sees is None)
         output.sum().backward()
@@ -128,19 +129,6 @@ def sequences(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
     actions = mask[:, 1:].clone()
     actions[:, : args.prompt - 1] = 0
     return ids, mask, actions
-
-
-def visible(ids: Tensor, mask: Tensor, actions: Tensor) -> Tensor:
-    """The (L, L) boolean matrix of a packed row: what each token sees of its own segment and of its prefix."""
-    packed = pack(ids, mask, actions)
-    spans = [range(stop - s.length, stop) for s, stop in zip(packed.segments, packed.stops, strict=True)]
-    sees = torch.zeros(packed.stops[-1], packed.stops[-1], dtype=torch.bool)
-    for segment, span in zip(packed.segments, spans, strict=True):
-        own = slice(span.start, span.stop)
-        sees[own, own] = torch.ones(len(span), len(span), dtype=torch.bool).tril()
-        if segment.prefix is not None:
-            sees[own, spans[segment.prefix].start : spans[segment.prefix].stop] = True
-    return sees.to(torch.cuda.current_device())
 
 
 def peak_memory(reset: bool = False) -> float:

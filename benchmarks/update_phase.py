@@ -29,12 +29,12 @@ from measurements import (  # noqa: E402
     floor,
     growth,
     seconds_of_reweighting,
+    seconds_of_statistics,
     summary,
     time_in_turn,
 )
 from operations import PACKED, STOCK  # noqa: E402
 from rollouts import SHAPES, make_model, unpadded  # noqa: E402
-from statistics_cost import seconds_of_statistics  # noqa: E402
 from update_bench import UNSHARED, VARIANTS, Bench, default_attention  # noqa: E402
 from update_tables import draw, growth_table, table  # noqa: E402
 

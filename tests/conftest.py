@@ -1,6 +1,7 @@
 """Gives the tests OpenRLHF on the CPU, a tiny model and tiny data, all made here."""
 
 import json
+import os
 import signal
 
 import pytest
@@ -15,8 +16,9 @@ cpu.enable()  # before any test imports openrlhf
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The same examples in each run, on a machine of any speed. `make fuzz` looks for new ones.
+# The same examples in each run, on a machine of any speed. `make fuzz` looks for new ones. Each may take 30 s.
 settings.register_profile("tests", derandomize=True, deadline=None, database=None)
+settings.register_profile("fuzz", max_examples=int(os.environ.get("EXAMPLES", "2000")), deadline=30_000)
 settings.load_profile("tests")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 
 from arlopti_openrlhf.cli import prepare_data, train_ppo_ray
 from arlopti_openrlhf.evaluation.sampling import sampling_of
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.grading import REWARD_FILES
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples/scripts").glob("train_*.sh"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf.cli.bad_input import Parser
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.grading import REWARD_FILES
 
 FLAG = "--config"
 KEPT = "config.yaml"  # in --ckpt.path

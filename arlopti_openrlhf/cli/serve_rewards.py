@@ -18,8 +18,8 @@ from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file, command_parser
+from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.grader import Limits
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 
 
 def make_parser() -> Parser:

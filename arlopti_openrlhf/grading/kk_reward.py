@@ -15,6 +15,7 @@ so the only rewards are 3, -0.5, -1 and -3. OpenRLHF loads the file by path (`--
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -225,10 +226,5 @@ def _prompt_end(query: str, prompt: str) -> int | None:
     start = "".join(query.split()).find(anchor)
     if start < 0:
         return None
-    left = start + len(anchor)
-    for word in re.finditer(r"\S+", query):
-        length = word.end() - word.start()
-        if left <= length:
-            return word.start() + left
-        left -= length
-    return None
+    places = (place for place, char in enumerate(query) if not char.isspace())
+    return next(islice(places, start + len(anchor) - 1, None)) + 1

@@ -1,5 +1,7 @@
 """The command makes, converts and drops rows as it says, and refuses the rest in one line."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -10,6 +12,9 @@ import datasets
 import huggingface_hub
 import pandas as pd
 import pytest
+from arlopti_testing.changed_inputs import VALUES, changed, with_other_values
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from arlopti_openrlhf.cli.prepare_data import main
 from arlopti_openrlhf.grading.kk_reward import grade
@@ -182,6 +187,40 @@ def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
     assert "(and 4 more)" in capsys.readouterr().err and not out.exists()
 
 
+MESSAGE = {"role": "user", "content": "What is 1 + 1?"}
+MATH_ROW = {"prompt": [MESSAGE], "label": "2", "datasource": "math"}
+VERL_ROW = {
+    "prompt": [{"role": "user", "content": TEXT}],
+    "reward_model": {"ground_truth": {"solution_text_format": SOLUTION}, "style": "rule"},
+    "names": ["Zoey", "Liam"],
+    "data_source": "kk_logic",
+}
+LINE = (
+    st.sampled_from([ROW, MATH_ROW, MATH_ROW | {"label": ["0.5", "0.6"]}, VERL_ROW]).flatmap(with_other_values)
+    | with_other_values(MESSAGE).map(lambda message: MATH_ROW | {"prompt": [message]})
+    | st.sampled_from(VALUES)
+).map(json.dumps) | changed(json.dumps(MATH_ROW))
+
+
+@settings(max_examples=settings().max_examples // 5)
+@given(st.lists(LINE, max_size=3))
+@example([json.dumps(MATH_ROW | {"prompt": [{"role": "user", "?content": "What is 1 + 1?"}]})])
+def test_rows_are_written_that_it_reads_again_or_the_file_is_refused_in_one_line(tmp_path_factory, lines):
+    folder = tmp_path_factory.mktemp("rows")
+    source, out, again = (folder / name for name in ("in.jsonl", "out.jsonl", "again.jsonl"))
+    source.write_bytes("".join(line + "\n" for line in lines).encode("utf-8", "surrogatepass"))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            main(["--from", str(source), "--out", str(out)])
+        except SystemExit as end:
+            assert end.code == 2 and said.getvalue().count("\n") == 1
+            return
+        main(["--from", str(out), "--out", str(again)])
+    # A label may meet the grader's time limit the second time.
+    assert set(again.read_text("utf-8").splitlines()) <= set(out.read_text("utf-8").splitlines())
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_rows_without_a_label(tmp_path, suffix):
     """A null, a missing key and the NaN in which pandas writes both are no labels. A row without a source has one."""
@@ -257,13 +296,6 @@ def test_training_puzzles_with_solutions_are_the_same_puzzles(tmp_path):
     assert (tmp_path / "plain/test.jsonl").read_bytes() == (tmp_path / "solved/test.jsonl").read_bytes()
     with pytest.raises(SystemExit):
         main(["--from", "x.parquet", "--solutions", "--out", str(tmp_path / "x.jsonl")])
-
-
-def test_train_and_test_share_no_puzzle_and_no_row_twice():
-    train = [row["prompt"][1]["content"] for row in generate_rows([2], 2000, held_out=False, seed=0)]
-    test = [row["prompt"][1]["content"] for row in generate_rows([2], 500, held_out=True, seed=1)]
-    assert len(set(train)) == 2000 and len(set(test)) == 500
-    assert not set(train) & set(test)
 
 
 def test_more_rows_continue_fewer():

@@ -1,6 +1,7 @@
 """The reward server answers OpenRLHF's client and bad input over HTTP, and loses nothing when graders are killed."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -18,8 +19,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from arlopti_testing.changed_inputs import VALUES, changed, with_other_values
 from arlopti_testing.processes import wait_until
 from arlopti_testing.reward_server import post, server
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from arlopti_openrlhf.grading import kk_reward, math_reward
+from arlopti_openrlhf.grading.grader import Limits, Refused
+from arlopti_openrlhf.grading.server import read_request
 
 PROMPT = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>"
 RIGHT = PROMPT + "</think><answer>(1) Zoey is a knight</answer>"
@@ -107,6 +115,71 @@ def test_openrlhfs_own_client(custom):
 def test_malformed_requests_are_refused(custom, body, status, field):
     refused, answer = post(custom.url + "/get_reward", body)
     assert refused == status and answer.get("field") == field and answer["error"]
+
+
+GRADERS = {"kk": kk_reward.reward_func, "math": math_reward.reward_func}
+REQUEST = {"query": [RIGHT, "\\boxed{1}"], "prompts": [PROMPT, None], "labels": [LABEL, LABEL]}
+
+
+@given(
+    st.sampled_from(list(GRADERS)),
+    st.sampled_from([REQUEST, {name: values[:1] for name, values in REQUEST.items()}, REQUEST | {"more": 1}])
+    .flatmap(with_other_values)
+    .map(json.dumps)
+    | st.tuples(*(st.sampled_from(VALUES) for _ in REQUEST)).map(
+        lambda items: json.dumps({name: [REQUEST[name][0], item] for name, item in zip(REQUEST, items, strict=True)})
+    )
+    | changed(json.dumps(REQUEST)),
+)
+def test_a_request_gets_what_the_reward_function_says_or_is_refused(custom, grader, text):
+    body = text.encode("utf-8", "surrogatepass")
+    try:
+        columns = read_request(body, Limits(batch=64))
+        answer = GRADERS[grader](*columns)
+    except (Refused, ValueError):
+        status, answer = post(f"{custom.url}/{grader}/get_reward", body)
+        assert status in (413, 422) and answer["error"]
+        return
+    extra_logs = {name: values.tolist() for name, values in answer.pop("extra_logs").items()}
+    parts = {name: values.tolist() for name, values in answer.items()}
+    if len(columns[0]) == 1:
+        extra_logs, parts = ({name: values[0] for name, values in part.items()} for part in (extra_logs, parts))
+    status, found = post(f"{custom.url}/{grader}/get_reward", body)
+    # A busy machine may hold a comparison up, here or there.
+    assume(not any("1" in str(logs.get("timed_out")) for logs in (extra_logs, found["extra_logs"])))
+    assert (status, found) == (200, parts | {"extra_logs": extra_logs})
+
+
+def exchange(server, sent: bytes, seconds: float) -> bytes:
+    """Send bytes, and return what comes back within the time."""
+    parts = []
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1])), 20) as client:
+            client.sendall(sent)
+            client.settimeout(seconds)
+            while part := client.recv(2**16):
+                parts.append(part)
+    return b"".join(parts)
+
+
+BODY = json.dumps(ask(RIGHT))
+POST = "POST /kk/get_reward HTTP/1.1\r\nHost: x\r\n"
+SENT = [
+    f"{POST}Content-Length: {len(BODY)}\r\n\r\n{BODY}",
+    f"{POST}Transfer-Encoding: chunked\r\n\r\n2\r\n[]\r\n0\r\n\r\n",
+    "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET /ready HTTP/1.0\r\n\r\n",
+]
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(st.sampled_from(SENT).flatmap(changed))
+def test_any_bytes_get_an_answer_or_an_end_without_a_traceback(custom, sent):
+    before = custom.log.read_text().count("Traceback")
+    answer = exchange(custom, sent.encode("utf-8", "surrogatepass"), seconds=0.05)
+    assert not answer or re.match(rb"HTTP/1\.1 (100|200|400|404|405|413|422|431|503) ", answer)
+    health = exchange(custom, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", seconds=20)
+    assert health.startswith(b"HTTP/1.1 200 ") and custom.poll() is None
+    assert custom.log.read_text().count("Traceback") == before
 
 
 def test_unknown_paths(custom):

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -195,10 +194,10 @@ def baton(tmp_path):
         baton.release()
 
 
-def start(code: str) -> subprocess.Popen:
-    """A process that runs `code` up to its first print."""
+def start(code: str, until: str = "ready") -> subprocess.Popen:
+    """A process that runs `code` until it prints that."""
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    while (line := process.stdout.readline()) and line != "ready\n":
+    while (line := process.stdout.readline()) and line != f"{until}\n":
         pass
     assert line
     return process
@@ -244,32 +243,24 @@ def test_the_compiler_of_a_killed_build_is_waited_for(baton, tmp_path, capfd):
     assert "waiting for process" in first and "(sleep)" in first and "removed the lock" in second
 
 
+OUR_BUILD = """
+    import time
+    from torch.utils.file_baton import FileBaton
+    from arlopti_openrlhf.cpu import patches as cpu_patches
+    cpu_patches._outlive_killed_builds()
+    print("begins", flush=True)
+    assert FileBaton("{folder}/lock").try_acquire()
+    print("acquired", flush=True)
+    time.sleep({seconds})
+"""
+
+
 def test_a_build_that_is_killed_while_another_process_waits(tmp_path):
-    builder = start(
-        f"""
-        import time
-        from torch.utils.file_baton import FileBaton
-        from arlopti_openrlhf.cpu import patches as cpu_patches
-        cpu_patches._outlive_killed_builds()
-        assert FileBaton("{tmp_path}/lock").try_acquire()
-        print("ready", flush=True)
-        time.sleep(600)
-        """
-    )
-    waiter = start(
-        f"""
-        import sys
-        from torch.utils.file_baton import FileBaton
-        from arlopti_openrlhf.cpu import patches as cpu_patches
-        cpu_patches._outlive_killed_builds()
-        print("ready", flush=True)
-        assert FileBaton("{tmp_path}/lock").try_acquire()
-        print("acquired", flush=True)
-        """
-    )
+    builder = start(OUR_BUILD.format(folder=tmp_path, seconds=600), until="acquired")
+    waiter = start(OUR_BUILD.format(folder=tmp_path, seconds=0), until="begins")
     time.sleep(1)
     assert waiter.poll() is None
-    builder.send_signal(signal.SIGKILL)
+    builder.kill()
     builder.wait()
     assert "acquired" in waiter.communicate(timeout=30)[0]
 

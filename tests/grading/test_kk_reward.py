@@ -1,18 +1,20 @@
 """The knights-and-knaves reward: its rule by hand and against an oracle, hostile text, templates, the contract."""
 
 import asyncio
-import importlib.util
 import random
 import re
 import sys
 import time
 import unicodedata
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from arlopti_openrlhf.grading import kk_reward
 from arlopti_openrlhf.grading.kk_reward import Grade, assistant_turn, grade, reward_func
@@ -195,12 +197,13 @@ def _oracle(response: str, people: dict[str, str]) -> tuple[float, float, bool, 
     return (3.0, 1.0, True, True) if told == people else (-0.5, 0.0, True, True)
 
 
-def test_agrees_with_an_independent_oracle():
-    rng = random.Random(0)
-    people = {"Zoey": "knight", "Oliver": "knave", "Al": "knave"}
-    solution = "\n".join(f"({i}) {name} is a {role}" for i, (name, role) in enumerate(people.items(), 1))
+PEOPLE = {"Zoey": "knight", "Oliver": "knave", "Al": "knave"}
+ROLES = "\n".join(f"({i}) {name} is a {role}" for i, (name, role) in enumerate(PEOPLE.items(), 1))
+
+
+def _some_response(rng: random.Random) -> str:
     tags = ["<think>", "</think>", "<answer>", "</answer>", "<think", "/answer>", "<answer></answer>", "Assistant:"]
-    names = [*people, "zoey", "OLIVER", "al", "Alal", "_Al", "Zoeyſ", "Emma"]
+    names = [*PEOPLE, "zoey", "OLIVER", "al", "Alal", "_Al", "Zoeyſ", "Emma"]
     roles = ["knight", "knave", "KNIGHT", "Knave", "knights", "knave_", "\u212anave", "kn\u0131ght", "kn\u0130ght"]
     joins = [" "] * 20 + ["\n", "\t ", "\u00a0", "\x1c", "\x85", "\u200b", "", "-"]
     junk = ["is", "a", " is a ", "İ", "ſ", "\x00", "\ud800", "李雷", "é", "e\u0301", ", ", ". ", "(1) ", "🤥", "  "]
@@ -209,7 +212,7 @@ def test_agrees_with_an_independent_oracle():
         return f"{name}{rng.choice(joins)}{rng.choice(['is', 'is', 'iſ'])} a{rng.choice(joins)}{role}"
 
     def answer() -> str:
-        parts = [sentence(name, rng.choice([role] * 15 + roles)) for name, role in people.items()]
+        parts = [sentence(name, rng.choice([role] * 15 + roles)) for name, role in PEOPLE.items()]
         rng.shuffle(parts)
         if rng.random() < 0.2:
             parts[rng.randrange(3)] = sentence(rng.choice(names), rng.choice(roles))
@@ -217,25 +220,30 @@ def test_agrees_with_an_independent_oracle():
             parts.insert(rng.randrange(len(parts) + 1), rng.choice(junk + roles + names))
         return rng.choice([", ", ". ", "\n", "\n(2) ", ""]).join(parts)
 
-    def response() -> str:
-        parts = ["<think>", rng.choice(junk), "</think>", "<answer>", answer(), "</answer>"]
-        if rng.random() < 0.25:
-            for _ in range(rng.randrange(1, 4)):
-                parts.insert(rng.randrange(len(parts) + 1), rng.choice(tags + junk + names + roles))
-        if rng.random() < 0.05:
-            parts.pop(rng.randrange(len(parts)))
-        if rng.random() < 0.05:
-            rng.shuffle(parts)
-        return "".join(parts)
+    parts = ["<think>", rng.choice(junk), "</think>", "<answer>", answer(), "</answer>"]
+    if rng.random() < 0.25:
+        for _ in range(rng.randrange(1, 4)):
+            parts.insert(rng.randrange(len(parts) + 1), rng.choice(tags + junk + names + roles))
+    if rng.random() < 0.05:
+        parts.pop(rng.randrange(len(parts)))
+    if rng.random() < 0.05:
+        rng.shuffle(parts)
+    return "".join(parts)
 
-    seen = {}
-    for _ in range(5000):
-        text = response()
-        expected = _oracle(text, people)
-        assert grade(text, solution) == expected, text
-        seen[expected] = seen.get(expected, 0) + 1
-    # The comparison says something only where every outcome is common.
-    assert len(seen) == 4 and min(seen.values()) > 200, seen
+
+@given(st.integers(0, 2**32))
+def test_agrees_with_an_independent_oracle(seed):
+    rng = random.Random(seed)
+    for _ in range(50):
+        text = _some_response(rng)
+        assert grade(text, ROLES) == _oracle(text, PEOPLE), text
+
+
+def test_every_outcome_is_common_among_those_responses():
+    """Only so does the comparison say something."""
+    rng = random.Random(0)
+    outcomes = Counter(_oracle(_some_response(rng), PEOPLE) for _ in range(1000))
+    assert len(outcomes) == 4 and min(outcomes.values()) > 40, outcomes
 
 
 @pytest.mark.parametrize(
@@ -495,20 +503,6 @@ def test_no_text_makes_the_turn_raise(text):
 # ── OpenRLHF's contract ──
 
 
-def _loaded_as_openrlhf_does():
-    spec = importlib.util.spec_from_file_location("reward_func", kk_reward.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_loads_by_path_outside_sys_modules():
-    module = _loaded_as_openrlhf_does()
-    assert "reward_func" not in sys.modules
-    assert module.grade(turn(ANSWER), SOLUTION) == RIGHT
-    assert module.reward_func([PROMPT + sampled(PROMPT)], [PROMPT], [SOLUTION])["rewards"].tolist() == [3.0]
-
-
 def test_imports_nothing_of_the_project():
     source = Path(kk_reward.__file__).read_text(encoding="utf-8")
     assert set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)) <= {*sys.stdlib_module_names, "torch"}
@@ -529,13 +523,6 @@ def test_reward_func_by_hand():
     assert flat.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(flat[name], torch.tensor(values))  # (4,), float32
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 8])
-def test_any_batch_size(size):
-    result = reward_func([PROMPT + sampled(PROMPT)] * size, [PROMPT] * size, [SOLUTION] * size, unknown=1)
-    for column in (result["rewards"], result["scores"], *result["extra_logs"].values()):
-        assert column.shape == (size,) and column.dtype == torch.float32
 
 
 @pytest.mark.parametrize("lengths", [(1, 2, 1), (2, 1, 1), (1, 1, 0), (0, 1, 1)])
@@ -578,6 +565,7 @@ def test_reaches_the_experience_through_openrlhf():
             return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, finish_reason="stop", logprobs=None)])
 
     executor = SingleTurnAgentExecutor(kk_reward.__file__)
+    assert "reward_func" not in sys.modules  # which the file has to do without
 
     def experience(answer: str, max_length: int) -> Experience:
         params = SimpleNamespace(max_tokens=200, logprobs=None)

@@ -19,19 +19,29 @@ def graded(rows, sampled) -> list[rollouts.Graded]:
     ]
 
 
-def test_warm_starts_that_are_there_are_asked_and_stored(make_model, tmp_path, monkeypatch, capsys):
-    inputs = tmp_path / "inputs-decisions-0"
-    inputs.mkdir()
-    Path(make_model()).rename(inputs / "model")
-    write_rows(generate_rows(runs.PEOPLE, 8, held_out=False, seed=0), inputs / "train.jsonl")
+@pytest.fixture
+def make_inputs(make_model, tmp_path, monkeypatch):
+    """Return make_inputs(name, count), which makes a warm start in the folder that the command looks into."""
+    arguments = ["warm_start_agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", arguments)
+
+    def make(name: str, count: int) -> Path:
+        inputs = tmp_path / name
+        inputs.mkdir()
+        Path(make_model()).rename(inputs / "model")
+        write_rows(generate_rows(runs.PEOPLE, count, held_out=False, seed=0), inputs / "train.jsonl")
+        (inputs / "configuration.json").write_text("{}")
+        return inputs
+
+    return make
+
+
+def test_warm_starts_that_are_there_are_asked_and_stored(make_inputs, tmp_path, monkeypatch):
+    inputs = make_inputs("inputs-decisions-0", 8)
     (tmp_path / "inputs-noise-0").mkdir()  # still being made
-    (inputs / "configuration.json").write_text("{}")
     monkeypatch.setattr(warm_start_agreement, "PROMPTS", 12)
     monkeypatch.setattr(warm_start_agreement.rollouts, "grade", graded)
     monkeypatch.setitem(runs.CONDITIONS, runs.DECISIONS, runs.CONDITIONS[runs.DECISIONS]._replace(max_new_tokens=6))
-    monkeypatch.setattr(
-        sys, "argv", ["warm_start_agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")]
-    )
     warm_start_agreement.main()
     path = tmp_path / "results" / stored.AGREEMENT
     assert not stored.load_agreements(runs.NOISE, "entropy", path)
@@ -48,14 +58,7 @@ def test_warm_starts_that_are_there_are_asked_and_stored(make_model, tmp_path, m
     assert path.read_text() == before
 
 
-def test_puzzles_without_different_rewards_are_refused(make_model, tmp_path, monkeypatch):
-    inputs = tmp_path / "inputs-noise-3"
-    inputs.mkdir()
-    Path(make_model()).rename(inputs / "model")
-    write_rows(generate_rows(runs.PEOPLE, 2, held_out=False, seed=0), inputs / "train.jsonl")
-    (inputs / "configuration.json").write_text("{}")
-    monkeypatch.setattr(
-        sys, "argv", ["warm_start_agreement", "--work", str(tmp_path), "--results", str(tmp_path / "results")]
-    )
+def test_puzzles_without_different_rewards_are_refused(make_inputs):
+    make_inputs("inputs-noise-3", 2)
     with pytest.raises(RuntimeError, match="too few puzzles"):
         warm_start_agreement.main()

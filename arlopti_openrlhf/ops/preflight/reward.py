@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.reward_answers import SERVER
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.grading.worker_pool import TimedOut
 from arlopti_openrlhf.ops.preflight import data, probe
 from arlopti_openrlhf.ops.preflight.finding import Finding

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
+from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 # Flags by their range of numbers, which has a bracket where its end belongs to it. What is not given is not looked at.

@@ -18,8 +18,8 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
 from vllm import SamplingParams
 
+from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.reward_answers import normalise
-from arlopti_openrlhf.grading.reward_files import REWARD_FILES
 from arlopti_openrlhf.ops.lifecycle import awake, credentials
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, about
 
