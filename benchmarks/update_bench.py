@@ -81,6 +81,7 @@ class Bench:
         from arlopti_openrlhf.update import trainer
 
         self.args = args
+        self.clock = time.process_time if getattr(args, "processor_time", False) else time.perf_counter
         bar = ppo_actor.tqdm
         for module in (ppo_actor, trainer):  # no progress bars between the figures
             module.tqdm = lambda *args, **kwargs: bar(*args, **kwargs | {"disable": True})
@@ -162,10 +163,10 @@ class Bench:
 
         def optimizer_step(*args, **kwargs):
             synchronize()
-            start = time.perf_counter()
+            start = self.clock()
             function(*args, **kwargs)
             synchronize()
-            self.optimizer_seconds[variant] += time.perf_counter() - start
+            self.optimizer_seconds[variant] += self.clock() - start
 
         return optimizer_step
 
@@ -203,10 +204,10 @@ class Bench:
         self.optimizer_seconds[variant] = 0.0
         with self.around.get(variant, nullcontext)():
             synchronize()
-            start = time.perf_counter()
+            start = self.clock()
             self.trl(samples) if variant == peers.TRL else self._update(variant, samples)
             synchronize()
-            seconds = time.perf_counter() - start
+            seconds = self.clock() - start
         self.gradient_norms[variant] = float(self.stock.model.get_global_grad_norm())
         return seconds
 

@@ -113,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--statistics", action="store_true", help="time what --logger.probability_stats adds, too")
     parser.add_argument("--repeats", type=int, default=2, help="rounds; the peers take part in the first")
     parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 0.5, 0.75], help="growth: of --scale")
+    parser.add_argument("--processor-time", action="store_true", help="count it, where others use the machine")
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--chart", metavar="PATH")
     return parser.parse_args()

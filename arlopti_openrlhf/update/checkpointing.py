@@ -29,8 +29,8 @@ from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample
 
 NONE, SELECTIVE, WHOLE = "none", "selective", "whole"  # what is computed again, the least first
-# Operations per token. A backward pass takes two of a forward pass. Attention and what is no product, which
-# `selective` computes again in part, are taken for a quarter of it.
+# Per token. A backward pass takes twice as long as a forward pass, and what is neither a product nor attention, which
+# `selective` computes again, is taken for a quarter of one.
 _TIME = {NONE: 1.0, SELECTIVE: 13 / 12, WHOLE: 4 / 3}
 # Tokens that cost as much as a micro-batch does by itself. Some 3,600 kernels take 5 µs each to launch
 # (`benchmarks/gpu_counts.py`). In that time an H100 at 0.4 of its peak trains 0.5B weights on 2,400 tokens. Derived,
