@@ -230,12 +230,14 @@ FIRST_COLUMNS = """[...document.querySelectorAll(".md-typeset__scrollwrap")]
 def test_a_browser_shows_it_from_the_disk(site, width, tmp_path):
     """A wide table may scroll inside its frame, under its first column, but never the page."""
     with browser.chromium(tmp_path) as page:
-        for name in ("index", "flags", "study", "architecture", "api/methods"):
+        for name in ("index", "flags", "study", "architecture", "troubleshooting", "api/methods"):
             page.open(site / f"{name}.html", width, dark=False)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
             assert page.evaluate("document.querySelector('h1').innerText")
             broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
             assert page.evaluate(broken) == []
+            printed = "[...document.querySelectorAll('.language-text code')].map(c => c.scrollWidth - c.clientWidth)"
+            assert not any(page.evaluate(printed)), name
             tables = page.evaluate(FIRST_COLUMNS)
             assert all(stays for stays in tables) and (name != "study" or len(tables) > 5), name
         elsewhere = [request for request in page.requests if not request.startswith(("file:", "data:", "blob:"))]
