@@ -4,6 +4,8 @@ import pytest
 from arlopti_testing.preflight_command import FITTING, arguments, findings
 
 from arlopti_openrlhf.cli import method_checks
+from arlopti_openrlhf.grading.worker_pool import WorkerPool
+from arlopti_openrlhf.ops.preflight import probe
 
 WEIGH = "import torch\ndef weigh(tokens, *, x=1):\n    "
 
@@ -12,6 +14,20 @@ def check(flags: str) -> list[str]:
     return [str(finding) for finding in method_checks.check_methods(arguments(flags))]
 
 
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool("arlopti_openrlhf.token_method:describe", 1, method_checks.PROBE_SECONDS)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def one_process(pool, monkeypatch):
+    """Ask one process about all methods, where each question has its own otherwise."""
+    monkeypatch.setattr(probe, "ask", lambda function, *args, seconds: pool.submit(*args))
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -35,6 +51,7 @@ def test_nothing_is_wrong(flags):
     assert check(flags) == [] and findings([*FITTING, *flags.split()]) == []
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
