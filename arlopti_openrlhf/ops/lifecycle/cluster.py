@@ -18,6 +18,8 @@ from arlopti_openrlhf.patching import replaced_attribute
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"
+# Ray would kill the processes that an actor has started before the actor can end them. What is left is the reaper's.
+LEAVES_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
@@ -33,7 +35,7 @@ def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
     @functools.wraps(init)
     def init_of_run(*args, **kwargs):
         runtime_env = dict(kwargs.get("runtime_env") or {})
-        runtime_env["env_vars"] = {reaper.MARKER: run} | (runtime_env.get("env_vars") or {})
+        runtime_env["env_vars"] = {reaper.MARKER: run} | LEAVES_CHILDREN | (runtime_env.get("env_vars") or {})
         kwargs["runtime_env"] = runtime_env
         if starts_cluster(args[0] if args else kwargs.get("address")):
             _close_to_others()

@@ -26,8 +26,8 @@ class RolloutRayActor(_RolloutRayActor):
     1. vLLM makes the result of a request once, when it is complete. Upstream lets it make one after each token, and
        takes the last. The tokens are the same.
     2. `generate_in_order`, for `--train.deterministic`.
-    3. It ends vLLM's processes before its own. Ray would kill those that this process has started, among them Python's
-       resource tracker, which vLLM's workers still need at their end: each would print a traceback.
+    3. It ends vLLM's processes before its own. Ray, which `ops.lifecycle.cluster` keeps from that, would kill them and
+       Python's resource tracker, so vLLM's workers would each end with a traceback.
     """
 
     def __ray_shutdown__(self) -> None:
