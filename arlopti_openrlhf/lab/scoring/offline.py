@@ -149,7 +149,7 @@ def load_engine(model: str, seed: int):
     An engine does not give back all the memory that it holds, so several models take a process each.
     """
     cpu.enable()  # which may say a line
-    name = f"vLLM loads {model}, which usually takes half a minute"
+    name = f"vLLM loads {model}, which usually takes up to a minute"
     with tqdm(desc=name, bar_format="{desc}: {elapsed}", disable=None) as bar, ticking(bar):
         from vllm import LLM
 
