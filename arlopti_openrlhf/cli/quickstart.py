@@ -150,7 +150,7 @@ def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) 
     flags = [f"--model={model}", f"--data={data}", f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1"]
     flags += ["--greedy", f"--max-new-tokens={MAX_NEW_TOKENS}"]
     with tqdm(total=100, desc=f"{title} (vLLM)", unit="%") as bar:
-        bar.set_postfix_str("starting vLLM, usually half a minute")
+        bar.set_postfix_str("starting vLLM, usually a minute")
         _run("evaluate", flags, log, bar, r"Processed prompts: +(\d+)%")
         bar.update(bar.total - bar.n)
     return folder / f"{model.name}.responses.jsonl"
@@ -159,7 +159,7 @@ def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) 
 def train(out: Path, files: Files, size: Size, seed: int, log: Log) -> None:
     """Train the model in `out` with GRPO + AR + Lopti."""
     with tqdm(total=size.steps, desc="4/5 GRPO + AR + Lopti", unit="step") as bar:
-        bar.set_postfix_str("starting Ray, vLLM and DeepSpeed, usually a minute")
+        bar.set_postfix_str("starting Ray, vLLM and DeepSpeed, usually one to two minutes")
         progress = r"Global step (\d+): .*'rollout/reward_mean': (?P<reward>-?[\d.]+)"
         _run("train", training_flags(out, files, size, seed), log, bar, progress)
 

@@ -148,9 +148,9 @@ def load_engine(model: str, seed: int):
 
     An engine does not give back all the memory that it holds, so several models take a process each.
     """
-    name = f"vLLM loads {model}, which usually takes half a minute"
+    cpu.enable()  # which may say a line
+    name = f"vLLM loads {model}, which usually takes up to a minute"
     with tqdm(desc=name, bar_format="{desc}: {elapsed}", disable=None) as bar, ticking(bar):
-        cpu.enable()
         from vllm import LLM
 
         # Few CPUs have bf16 instructions, so float32 is the fast type there.

@@ -26,9 +26,10 @@ _END = 1.0  # seconds that the last lines get, which may wait for Ray or for the
 _FROM_WORKER = re.compile(r"^\((?:\S+ )?pid=\d+(?:, ip=\S+)?\) ")
 _FROM_RAY = re.compile(r"^\((?:raylet|autoscaler)\b.*\b(?:warning|error)\b", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[\d*m")
-# What a run waits for at first, with the times of a small model on two cores.
-_RAY = "waiting for OpenRLHF's imports and for Ray, usually half a minute"
-_MODELS = "waiting for the models in vLLM and DeepSpeed, usually half a minute, and minutes for large ones"
+# What a run waits for at first, and how long the whole start takes a small model on two cores.
+_RAY = "waiting for OpenRLHF's imports and for Ray"
+_MODELS = "waiting for the models in vLLM and DeepSpeed"
+_USUALLY = "usually one to two minutes, and more for large models"
 _OURS = "arlopti_openrlhf: "
 _LOGGED = re.compile(r"^(WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \w+\.py:\d+\] ")  # as OpenRLHF's loggers write
 
@@ -146,7 +147,7 @@ class Console:
     def _show_waiting(self) -> None:
         """Show what the run waits for before it has prompts, and for how long it has waited."""
         if self._bar is None and self._terminal.isatty():
-            self._bar = tqdm(file=self._terminal, bar_format="{desc}: {elapsed}", leave=False)
+            self._bar = tqdm(file=self._terminal, bar_format=f"{{desc}}: {{elapsed}} ({_USUALLY})", leave=False)
         if self._bar is not None and self._bar.total is None:
             self._bar.set_description_str(_MODELS if ray.is_initialized() else _RAY)
 
