@@ -86,14 +86,16 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
 
 TWO_RANKS = f"""{GRPO} --algo.ar.alpha 0.3 --algo.lopti.quantile 0.3 --ds.zero_stage 3 --ds.packing_samples
     --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all
-    --train.enable_ema --ckpt.save_steps 1 --logger.wandb.key offline --eval.steps 10 --eval.sampling kk_*:n=2,t=1"""
+    --train.enable_ema --ckpt.save_steps 1 --logger.wandb.key offline"""
+EVALUATION = "--eval.steps 10 --eval.sampling kk_*:n=2,t=1"
 
 
 def test_two_ranks_two_engines_under_zero3_packed_with_token_methods_ema_and_evaluation(
     train, tiny_data, noisy_reward, tmp_path
 ):
     """AR, Lopti, a user's file, 80/20, whose tokens of weight 0 are not computed, and DPPO with vLLM's log-probs."""
-    flags = f"""{TWO_RANKS} --eval.dataset {tiny_data} --algo.token_method examples/token_method.py eighty_twenty dppo
+    flags = f"""{TWO_RANKS} {EVALUATION} --eval.dataset {tiny_data}
+        --algo.token_method examples/token_method.py eighty_twenty dppo
         --algo.advantage.is_correction_level token --algo.advantage.is_correction_threshold 0 inf
         --algo.token_method_args token_method.weight=0.5"""
     log = train(flags, reward=noisy_reward)
@@ -120,7 +122,7 @@ def test_two_ranks_two_engines_under_zero3_packed_with_token_methods_ema_and_eva
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_resumed_run_goes_on_with_other_prompts_and_another_console(train, tiny_data, noisy_reward, tmp_path):
-    flags = f"{TWO_RANKS} --eval.dataset {tiny_data}"
+    flags = f"""{TWO_RANKS} {EVALUATION} --eval.dataset {tiny_data}"""
     train(flags, reward=noisy_reward)
     resuming = " --ckpt.load_enable --ckpt.load_changed --logger.console progress"  # there are other prompts now
     resumed = train(flags + resuming, prompts=24, reward=noisy_reward)

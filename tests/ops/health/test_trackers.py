@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import wandb
-from arlopti_testing.processes import free_port
+from arlopti_testing.processes import free_port, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arlopti_openrlhf.cli import command_line, train_ppo_ray
@@ -62,6 +63,8 @@ def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
     killed.log_eval(2, {"accuracy": 0.2})
     killed.log_eval(4, {"accuracy": 0.4})
     killed.close()
+    second = int(time.time())  # TensorBoard reads files by their second, which their names have
+    assert wait_until(lambda: time.time() >= second + 1)
     resumed = trackers.ResumableTensorboard(args)
     resumed.drop_from(checkpoint + 1 if checkpoint else 0)
     for step in range(checkpoint + 1, 6):

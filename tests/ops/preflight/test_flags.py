@@ -149,7 +149,9 @@ def known_to_work(folder: Path) -> dict[str, list[str]]:
         .replace("{prompts}", "16")
         .split()
     )
-    names = dict(re.findall(r'^([A-Z_]+) = "(--.*)"$', source, re.M))
+    # Longer ones hold shorter ones.
+    names = dict(re.findall(r'^([A-Z_]+) = f"""(.*?)"""$', source, re.M | re.DOTALL))
+    names |= dict(re.findall(r'^([A-Z_]+) = "(--.*)"$', source, re.M))
     for text in re.findall(r'f?"""(.*?)"""', source, re.DOTALL):
         if "--" in text and "train_ppo_ray" not in text:
             for name, value in names.items():
