@@ -67,6 +67,7 @@ def _sample(model: str, prompts: list, n: int, temperature: float, max_new_token
     with quiet():
         engine = offline.load_engine(model, seed)
         answered = offline.generate(engine, prompts, [(n, temperature)] * len(prompts), max_new_tokens)
+        del engine  # whose end is logged too
     return [
         Sampled(text, list(output.prompt_token_ids), [(o.text, list(o.token_ids)) for o in output.outputs])
         for text, output in answered

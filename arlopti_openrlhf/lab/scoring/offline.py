@@ -75,6 +75,7 @@ def evaluate(name: str, model: str, rows: Sequence[Row], settings: Settings, out
                     record = _graded(rows[job.row], job, prompt, output.outputs) | {"key": keys[job]}
                     done[record["key"]] = record
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        del engine  # whose end is logged too
 
     # The measures are those of all jobs, answered now or earlier.
     records = [(job, done[keys[job]]) for job in jobs]
