@@ -108,7 +108,10 @@ def test_an_all_gather_is_complete_when_it_returns():
     assert all(hasattr(f, "__wrapped__") for f in (TorchBackend.all_gather, TorchBackend.all_gather_into_tensor))
 
 
-@pytest.mark.parametrize("optimizer_class", ["FusedAdam", "DeepSpeedCPUAdam"])
+@pytest.mark.parametrize(
+    "optimizer_class",
+    ["FusedAdam", pytest.param("DeepSpeedCPUAdam", marks=pytest.mark.long)],  # which is compiled for it
+)
 def test_adam_resumed_at_any_step_equals_adam_that_went_on(optimizer_class):
     """DeepSpeed's op multiplies the powers of the betas from step to step, and a resumed run computes them anew."""
     from deepspeed.ops import adam

@@ -89,6 +89,7 @@ def modes(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_the_list():
     assert modes("--list", "--only", "*LoRA*").stdout.split() == ["DeepSpeed", "LoRA"]
     result = modes("--only", "nothing")

@@ -51,6 +51,7 @@ def without_times(scalars: summary.Scalars) -> summary.Scalars:
     return {name: values for name, values in scalars.items() if "timing" not in name}
 
 
+@pytest.mark.long
 def test_a_method_that_changes_nothing_gives_the_same_run_to_the_bit(inputs, tmp_path):
     grpo = train("decisions-grpo-0", inputs, tmp_path / "grpo")
     neutral = train("decisions-ar-0", inputs, tmp_path / "neutral", "--algo.token_method_args ar.alpha=0")
