@@ -41,6 +41,8 @@ _FAMILY = {
     "stapo": "STAPO",
     **_METHODS,
     **{f"{name}-mean-one": f"{title}, mean weight one" for name, title in _METHODS.items()},
+    "cw-grpo": "CW-GRPO",
+    "gmts": "GMTS",
 }
 TITLES |= {f"{condition}-{name}": title for condition in runs.CONDITIONS for name, title in _FAMILY.items()}
 SOURCES = [f"kk_{people}ppl" for people in runs.PEOPLE]
@@ -59,7 +61,7 @@ def rows_of(variants: Sequence[str], results: dict[str, dict]) -> list[Row]:
     """Return the variants' rows, those without a result too."""
     rows = []
     for variant in variants:
-        planned = [run for run in (*runs.STUDY, *runs.FAMILY) if run.variant == variant]
+        planned = [run for run in dict.fromkeys((*runs.STUDY, *runs.FAMILY, *runs.NEXT)) if run.variant == variant]
         found = {run.seed: results[run.name] for run in planned if run.name in results}
         rows.append(Row(variant, found, len(planned)))
     return rows

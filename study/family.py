@@ -36,10 +36,15 @@ COMPARISONS = [
     for condition in runs.CONDITIONS
     for name, baseline in [*((n, "grpo") for n in runs.FAMILY_VARIANTS if n != "grpo"), ("lopti", runs.CONTROL)]
 ]
+LATER = [
+    Comparison(condition, name, "grpo") for condition in runs.CONDITIONS for name in runs.NEXT_VARIANTS if name != "grpo"
+]
 REPEATED = [c for c in COMPARISONS if {c.name, c.baseline} <= set(runs.CONTROLS)]
 
 
-def tables(results: dict[str, dict], again: dict[str, dict], agreement: Path) -> tuple[str, dict[str, Table]]:
+def tables(
+    results: dict[str, dict], again: dict[str, dict], later: dict[str, dict], agreement: Path
+) -> tuple[str, dict[str, Table]]:
     """Return the whole generated part of docs/study_family.md, and the tables that are too long for a page.
 
     Those are {name of a CSV file in study/results: table}. The page has links to them.
@@ -47,6 +52,7 @@ def tables(results: dict[str, dict], again: dict[str, dict], agreement: Path) ->
     Args:
         results: of the runs that are done, by name.
         again: those of `runs.FAMILY_CONTROLS` on puzzles held out by structure.
+        later: those of `runs.NEXT`, on such puzzles too.
         agreement: the file of what `study.warm_start_agreement` found.
     """
     parts = [f"**{_progress(runs.FAMILY, results)}.**\n", _setting()]
@@ -72,7 +78,8 @@ def tables(results: dict[str, dict], again: dict[str, dict], agreement: Path) ->
         parts.append(_weights_table(list(rows.values())))
     parts.append("## Agreement before training, and training\n")
     parts += [validation.tables(condition, results, agreement) for condition in runs.CONDITIONS]
-    parts += [*_by_structure(results, again), origin([*results.values(), *again.values()])]
+    parts += [*_by_structure(results, again), *_later(later)]
+    parts.append(origin([*results.values(), *again.values(), *later.values()]))
     return "\n".join(parts), files
 
 
@@ -94,18 +101,36 @@ def _by_structure(results: dict[str, dict], again: dict[str, dict]) -> list[str]
     return parts
 
 
-def short_table(results: dict[str, dict]) -> str:
+def _later(later: dict[str, dict]) -> list[str]:
+    """Return what came out with the methods that came later."""
+    parts = [f"## CW-GRPO and GMTS\n\n**{_progress(runs.NEXT, later)}.**\n"]
+    corrected = dict(zip(LATER, corrected_p(later, LATER), strict=True))
+    for condition in runs.CONDITIONS:
+        rows = {name: _row(condition, name, later) for name in runs.NEXT_VARIANTS}
+        lines = [difference_head("accuracy minus")]
+        for comparison in (c for c in LATER if c.condition == condition):
+            row, baseline = rows[comparison.name], rows[comparison.baseline]
+            title = f"{TITLES[row.name]} minus {TITLES[baseline.name]}"
+            lines.append(difference_line(title, row, baseline, corrected[comparison]))
+        found = list(rows.values())
+        tables_of = (accuracy_table(found), lines, stability_table(found))
+        parts += [f"### {condition}, later methods\n", *map(markdown_table, tables_of)]
+    return parts
+
+
+def short_table(results: dict[str, dict], later: dict[str, dict]) -> str:
     """Return each method's accuracy minus GRPO's in both conditions, for the index of the methods."""
     seeds = len({run.seed for run in runs.FAMILY})
     lines = [["accuracy minus GRPO's", *(f"{condition} (seeds)" for condition in runs.CONDITIONS)]]
-    for name in runs.FAMILY_VARIANTS:
-        if name == "grpo" or name.endswith("-mean-one"):
-            continue
-        line = [TITLES[f"{runs.DECISIONS}-{name}"]]
-        for condition in runs.CONDITIONS:
-            test = compare(Comparison(condition, name, "grpo"), results)
-            line.append(f"{difference(test)} ({test.difference.n if test else 0} of {seeds})")
-        lines.append(line)
+    first = [name for name in runs.FAMILY_VARIANTS if not name.endswith("-mean-one")]
+    for found, names in (results, first), (later, runs.NEXT_VARIANTS):
+        for name in names:
+            if name != "grpo":
+                line = [TITLES[f"{runs.DECISIONS}-{name}"]]
+                for condition in runs.CONDITIONS:
+                    test = compare(Comparison(condition, name, "grpo"), found)
+                    line.append(f"{difference(test)} ({test.difference.n if test else 0} of {seeds})")
+                lines.append(line)
     return markdown_table(lines)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from study import family, runs, tables
 from study.picture import family_picture, picture
 from study.runs import ROOT
-from study.stored import AGREEMENT, AR_LOPTI, BY_STRUCTURE, FAMILY, RESULTS, load
+from study.stored import AGREEMENT, AR_LOPTI, BY_STRUCTURE, FAMILY, NEXT, RESULTS, load
 
 START, END = "<!-- tables: python -m study.report -->", "<!-- end of tables -->"
 
@@ -38,12 +38,13 @@ def main() -> None:
     try:
         if args.family:
             again = load(runs.FAMILY_CONTROLS, args.results / BY_STRUCTURE)
-            text, files = family.tables(results, again, args.results / AGREEMENT)
+            later = load(runs.NEXT, args.results / NEXT)
+            text, files = family.tables(results, again, later, args.results / AGREEMENT)
             put(page, text)
             for name, table in files.items():
                 with open(args.results / name, "w", newline="", encoding="utf-8") as file:
                     csv.writer(file, lineterminator="\n").writerows(table)
-            put(args.docs / "token_methods.md", family.short_table(results))
+            put(args.docs / "token_methods.md", family.short_table(results, later))
         else:
             put(page, tables.tables(results))
     except ValueError as error:

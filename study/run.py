@@ -6,7 +6,7 @@
     python -m study.run --tuning           # the baseline's learning rates
     python -m study.run --family           # the family of token methods, in two conditions
     python -m study.run --controls --results study/results/by_structure.jsonl
-    python -m study.run --next --results FILE      # CW-GRPO and GMTS, and GRPO beside them
+    python -m study.run --next --results study/results/next.jsonl    # CW-GRPO and GMTS, and GRPO beside them
 
 Run it in the repository's root. Runs of AR and Lopti go through the real command. They share one Ray cluster, which
 lives as long as this process. Those of the family are trained in one process each (`study.in_process`).

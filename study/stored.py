@@ -10,7 +10,8 @@ from study.runs import ROOT, Run
 
 RESULTS = ROOT / "study" / "results"
 AR_LOPTI, FAMILY, AGREEMENT = "ar_lopti.jsonl", "family.jsonl", "agreement.jsonl"
-BY_STRUCTURE = "by_structure.jsonl"  # the runs of the other files are on an earlier split
+# On puzzles held out by structure. The runs of the other files are on an earlier split.
+BY_STRUCTURE, NEXT = "by_structure.jsonl", "next.jsonl"
 STAMP = "configuration.json"  # in the folder of a seed's inputs, once they are made; it says what from
 
 

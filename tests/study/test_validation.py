@@ -91,6 +91,6 @@ def test_rank_correlation(first, second, expected):
 
 def test_the_report_says_what_is_missing(tmp_path):
     store(tmp_path / stored.AGREEMENT, {("probability", 3): asked({"ar": 0.01})})
-    page, _ = family.tables({}, {}, tmp_path / stored.AGREEMENT)
+    page, _ = family.tables({}, {}, {}, tmp_path / stored.AGREEMENT)
     assert page.count("No warm start was asked yet") == 1
     assert "| AR (α = 0.3) | noise | +0.010 |  |  | missing | missing |" in page
