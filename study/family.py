@@ -37,7 +37,10 @@ COMPARISONS = [
     for name, baseline in [*((n, "grpo") for n in runs.FAMILY_VARIANTS if n != "grpo"), ("lopti", runs.CONTROL)]
 ]
 LATER = [
-    Comparison(condition, name, "grpo") for condition in runs.CONDITIONS for name in runs.NEXT_VARIANTS if name != "grpo"
+    Comparison(condition, name, "grpo")
+    for condition in runs.CONDITIONS
+    for name in runs.NEXT_VARIANTS
+    if name != "grpo"
 ]
 REPEATED = [c for c in COMPARISONS if {c.name, c.baseline} <= set(runs.CONTROLS)]
 

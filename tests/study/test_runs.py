@@ -17,7 +17,7 @@ def test_the_study_is_what_it_says():
     assert all(seeds[variant] == set(range(5)) for variant in runs.GRPO)
     assert all(seeds[variant] == set(range(3)) for variant in (*runs.ABLATIONS, *runs.REINFORCE, runs.CONTROL))
     assert [r.variant for r in runs.STUDY[:5]] == ["grpo", "ar", "lopti", "both", "grpo"]  # seed by seed
-    assert set(TITLES) == set(seeds) | {r.variant for r in runs.FAMILY}
+    assert set(TITLES) == set(seeds) | {r.variant for r in (*runs.FAMILY, *runs.NEXT)}
     assert runs.LEARNING_RATE in runs.LEARNING_RATES
     assert {r.seed for r in runs.TUNING}.isdisjoint(r.seed for r in runs.STUDY)
     assert runs.HELD_OUT * len(runs.PEOPLE) >= 256 and runs.EVAL_SAMPLES == 8
