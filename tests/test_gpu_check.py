@@ -159,6 +159,7 @@ def test_toy_check_on_a_bare_machine(bare, tmp_path):
     assert "2 of 2 comparisons are exact" in page and str(record["command"]) in page and "torch 2." in page
 
 
+@pytest.mark.long
 def test_a_wrong_selective_path_fails_with_the_name_of_the_row(bare):
     """Log-probs a hundredth too large. There is no compiler either, so the optimizer is PyTorch's."""
     code = (
@@ -233,6 +234,7 @@ def test_what_does_not_fit_in_the_minutes_is_skipped():
     assert found["skipped"] == ["times 0.5b: no time left"]
 
 
+@pytest.mark.long
 def test_a_part_that_breaks_fails(tmp_path):
     """No such shape: the process ends with an error of its own."""
     result = gpu_check.run_part(dict(kind="exactness", args=dict(shape="nowhere")), 600)

@@ -21,7 +21,7 @@ from arlopti_testing.update_workers import (
 
 from arlopti_openrlhf.ops.health.guard import first_non_finite
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this module
 
 NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 PLAIN_GRPO = OFF | {"algo.ar.alpha": 0.0}
 LOPTI = OFF | {"algo.lopti.eta": 0.003}  # divides the random model's tokens evenly: it gives one about 1/320
 WITHOUT_KL = {"algo.kl.use_loss": False, "algo.kl.init_coef": 0.0}

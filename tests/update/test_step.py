@@ -14,7 +14,7 @@ from arlopti_testing.update_workers import (
 )
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from arlopti_openrlhf.methods import built_in
 from arlopti_openrlhf.token_method import load
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "token_method.py")
 PLAIN = OFF | {"algo.ar.alpha": 0.0, "ds.packing_samples": True, "algo.kl.use_loss": False, "algo.kl.init_coef": 0.0}
 

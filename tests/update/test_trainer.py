@@ -16,7 +16,7 @@ from arlopti_testing.update_workers import (
     relative_distance,
 )
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.fixture(params=[2, 3], ids=["zero2", "zero3"], scope="module")
