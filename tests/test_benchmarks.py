@@ -20,6 +20,7 @@ def run(*arguments):
     return result.stdout
 
 
+@pytest.mark.long
 def test_update_phase(tmp_path):
     ours, openrlhf = ["stock GRPO", "packed stock GRPO", "GRPO", "AR + Lopti"], ["OpenRLHF, gradient checkpointing"]
     flags = "--shape toy --scale 0.03 --statistics --repeats 1 --sizes 0.5 --variants".split() + ours

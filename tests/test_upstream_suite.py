@@ -20,6 +20,7 @@ policy_actor.install_selective_actor()
 """
 
 
+@pytest.mark.whole_stack  # for its time
 @pytest.mark.timeout(600)
 def test_upstream_suite_passes(tmp_path):
     distribution = importlib.metadata.distribution("openrlhf")

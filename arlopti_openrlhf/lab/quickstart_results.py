@@ -151,7 +151,7 @@ def report(summary: dict, out: Path, pass_k: str, is_reduced: bool = False) -> s
         outcome = "The set-up works. So few steps teach nothing, whatever the accuracies"
     lines += [
         "",
-        f"{outcome}, in {summary['minutes']:.1f} minutes and {summary['peak_rss_gib']:.1f} GiB.",
+        f"{outcome}. It took {summary['minutes']:.1f} minutes and {summary['peak_rss_gib']:.1f} GiB.",
         f"Curves:  {out / 'curves.png'}",
         f"Trained: {out / 'checkpoint'}",
         f"Next:    SEED={summary['seed'] + 1} make quickstart    # leaves this one as it is",

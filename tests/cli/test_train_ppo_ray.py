@@ -225,6 +225,7 @@ for flags in sys.argv[1:]:
 """
 
 
+@pytest.mark.whole_stack
 def test_upstreams_train_builds_our_classes():
     """Upstream binds the policy's Ray actor when its module is imported: ours has to be in place by then."""
     common = " ".join([*FITTING, "--actor.model_name_or_path model --reward.remote_url kk"])

@@ -27,6 +27,7 @@ def test_device_redirections():
     assert NaiveReplayBuffer(2).target_device == torch.device("cpu")
 
 
+@pytest.mark.whole_stack  # for its time
 def test_on_a_gpu_without_flash_attn_only_the_import_fallback_is_used(monkeypatch):
     """With a CUDA device (pretended: nothing is run on it) torch.cuda and OpenRLHF's CUDA code stay as they are."""
     code = """

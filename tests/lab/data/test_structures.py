@@ -171,7 +171,10 @@ def test_the_quickstarts_puzzles_are_on_their_sides_of_the_split(tmp_path):
         assert path == files.during or all(len(of_source) >= 50 for of_source in forms.values())
 
 
-@pytest.mark.parametrize("num_people", sorted({*quickstart.PEOPLE, *runs.PEOPLE, 4, 5}))
+@pytest.mark.parametrize(
+    "num_people",
+    [*sorted({*quickstart.PEOPLE, *runs.PEOPLE}), 4, pytest.param(5, marks=pytest.mark.long)],
+)
 def test_no_held_out_structure_in_training_whatever_the_seeds(num_people):
     count = {4: 1000, 5: 300}.get(num_people, 4000)
     train, test = (

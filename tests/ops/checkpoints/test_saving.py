@@ -17,6 +17,9 @@ from arlopti_openrlhf.ops.lifecycle.stopping import Diverged
 METHODS = OFF | {"algo.lopti.eta": 0.5}
 
 
+pytestmark = pytest.mark.whole_stack
+
+
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster():
     with cluster():
