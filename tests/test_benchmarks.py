@@ -117,6 +117,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_operations_are_those_that_the_updates_execute():
     """What remains are RoPE's angles, and the share of the low tokens, which is not exactly 15% here."""
     result = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, cwd=BENCHMARK.parent)

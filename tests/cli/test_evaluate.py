@@ -14,6 +14,7 @@ from arlopti_openrlhf.lab.scoring import offline
 FLAGS = ["--sampling", "*:n=4,t=1", "--sampling", "kk_*:n=1,t=0", "--greedy", "--max-new-tokens", "12"]
 
 
+@pytest.mark.long
 @pytest.mark.whole_stack
 @pytest.mark.timeout(600)
 def test_a_model(make_model, tmp_path):

@@ -1,5 +1,6 @@
 """Two ranks whose model ZeRO-3 partitions: what the check finds out, all of them find out."""
 
+import pytest
 import torch
 from arlopti_testing.processes import errors_on_two_ranks
 from transformers import AutoModelForCausalLM, NemotronConfig
@@ -65,6 +66,7 @@ def train_on(folder: str) -> None:
     assert "swallow keyword arguments" in ours.shortcuts.reason_not_to_share
 
 
+@pytest.mark.long
 def test_all_ranks_find_the_same_obstacle(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(NemotronConfig(**SHAPE)).save_pretrained(tmp_path)

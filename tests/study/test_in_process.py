@@ -63,6 +63,7 @@ def test_a_method_that_changes_nothing_gives_the_same_run_to_the_bit(inputs, tmp
     assert made["curves"]["mean_weight"] == [1.0, 1.0] and summary.step_seconds(neutral)["update"] > 0
 
 
+@pytest.mark.long
 def test_dppo_leaves_out_no_token_where_the_policy_has_drawn_them_itself(inputs, tmp_path):
     correction = "--algo.advantage.is_correction_level token --algo.advantage.is_correction_threshold 0 inf"
     found = train("decisions-grpo-0", inputs, tmp_path, f"--algo.token_method dppo {correction}")

@@ -112,6 +112,7 @@ def tensors_alive() -> dict[int, int]:
     return storages(x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
 
 
+@pytest.mark.long
 def test_one_merged_weight_exists_at_a_time(tiny_model, monkeypatch):
     """The memory of all tensors that there are grows by that of the weight on its way, and no more."""
     model = lora_model(tiny_model)

@@ -209,7 +209,9 @@ def test_metrics_of_both_stages(group):
     )
 
 
-@pytest.mark.parametrize("selective", [False, True], ids=["stock", "selective"])
+@pytest.mark.parametrize(
+    "selective", [pytest.param(False, marks=pytest.mark.long, id="stock"), pytest.param(True, id="selective")]
+)
 def test_learning_rate_spans_the_doubled_steps(tiny_model, selective):
     """At equal data, equal learning rate, to the last bit; also where a group (η = 1e-9) is empty on all ranks,
     which the selective update's first pass learns only on its way.

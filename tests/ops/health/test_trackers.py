@@ -180,7 +180,7 @@ def refusing():
         server.shutdown()
 
 
-@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("is_there", [pytest.param(False, marks=pytest.mark.long), True])
 def test_without_wandbs_server_the_run_is_kept_here(is_there, refusing, offline, tmp_path, monkeypatch, capsys):
     url = refusing if is_there else f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("WANDB_MODE", "online")

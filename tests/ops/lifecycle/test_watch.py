@@ -269,9 +269,8 @@ def test_a_machine_that_slept_is_no_cause(actors):
     ray.get(call)
 
 
-@pytest.mark.parametrize(
-    "which", [pytest.param(0, id="the actor"), pytest.param(1, marks=long, id="its engine's process")]
-)
+@long
+@pytest.mark.parametrize("which", [pytest.param(0, id="the actor"), pytest.param(1, id="its engine's process")])
 def test_a_stopped_engine(start, which):
     pid = ray.get(start(ENGINE).pids.remote())[which]
     os.kill(pid, signal.SIGSTOP)

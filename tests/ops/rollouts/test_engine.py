@@ -103,6 +103,7 @@ def test_the_callers_parameters_stay_as_they_are():
     assert actor.llm.kind == RequestOutputKind.FINAL_ONLY != parameters.output_kind
 
 
+@pytest.mark.long
 def test_an_engine_that_is_no_longer_needed_ends_vllm_before_ray_kills_its_processes(tmp_path):
     class Started(Actor):  # here, because Ray pickles it by value then
         def __init__(self) -> None:
