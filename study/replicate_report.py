@@ -1,4 +1,4 @@
-"""Write what the rows of `study.replicate` show: table.md with two tables, and curves.png."""
+"""Write what the rows of `study.replicate` show: table.md with three tables, and curves.png."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study.comparison import PASS
-from study.significance import PairedTest, paired_test, t_quantile
-from study.tables import cell, difference
+from study.significance import PairedTest, holm, paired_test, t_quantile
+from study.tables import cell, difference, p_value
 
-BASE = "grpo"  # the arm that the others are compared with
+BASE = "grpo"  # the arm that all others are compared with
+# What decides: AR beside an AR that is no smaller step, and Lopti beside as many steps.
+_FURTHER_PAIRS = (("ar", "ar-mean-one"), ("lopti", "double-steps"), ("both", "double-steps"))
 
 
 class Noise(NamedTuple):
@@ -42,46 +44,69 @@ def noise(arms: Sequence[Sequence[float]]) -> Noise | None:
     """Return the noise of a difference between two arms, from the spread over seeds within each; None without any.
 
     It is t · s · √(2 / n), where s² is the mean of the arms' variances by their degrees of freedom, and n is the
-    number of seeds of the arm with the most.
+    number of seeds of the arm with the fewest.
     """
     known = [values for values in arms if len(values) > 1]
     if not known:
         return None
     degrees = sum(len(values) - 1 for values in known)
     deviation = math.sqrt(sum((len(values) - 1) * variance(values) for values in known) / degrees)
-    return Noise(deviation, degrees, t_quantile(degrees) * deviation * math.sqrt(2 / max(map(len, known))))
+    return Noise(
+        deviation, degrees, t_quantile(degrees) * deviation * math.sqrt(2 / min(map(len, filter(None, arms))))
+    )
 
 
-def compare(arm: str, measure: str, rows: Sequence[dict]) -> PairedTest | None:
-    """Test an arm's measure after training against that of `BASE`, paired by seed."""
-    values, base = ({row["seed"]: average(row, measure) for row in of_arm(name, rows)} for name in (arm, BASE))
-    return paired_test(values, base)
+def compare(arm: str, base: str, measure: str, rows: Sequence[dict]) -> PairedTest | None:
+    """Test an arm's measure after training against that of another, paired by seed."""
+    values, others = ({row["seed"]: average(row, measure) for row in of_arm(name, rows)} for name in (arm, base))
+    return paired_test(values, others)
 
 
 def table(titles: Mapping[str, str], rows: Sequence[dict]) -> str:
-    """Return the tables of accuracy and pass@8 after training, and of accuracy after each epoch, with the noise."""
+    """Return the tables of what was reached, of differences, and of accuracy after each epoch, with the noise."""
     of = {arm: of_arm(arm, rows) for arm in titles}
-    lines = [["after training", "seeds", "accuracy", "minus GRPO's", PASS, "minus GRPO's", "reward"]]
+    reached = [["after training", "seeds", "accuracy", PASS, "reward"]]
     curves = [["accuracy after epoch", *map(str, range(len(rows[0]["evaluated_at"])))]]
     for arm, found in of.items():
-        line = [titles[arm], str(len(found))]
-        for measure in ("accuracy", PASS):
-            against = "" if arm == BASE else difference(compare(arm, measure, rows))
-            line += [cell([average(row, measure) for row in found]), against]
-        lines.append([*line, cell([row["curves"]["reward"][-1] for row in found], 2)])
+        values = [cell([average(row, measure) for row in found]) for measure in ("accuracy", PASS)]
+        reached.append(
+            [titles[arm], str(len(found)), *values, cell([row["curves"]["reward"][-1] for row in found], 2)]
+        )
         if found:
             curves.append([titles[arm], *map(cell, zip(*(curve(row, "accuracy") for row in found), strict=True))])
-    after = {arm: [average(row, "accuracy") for row in found] for arm, found in of.items()}
-    said = [_said("the runs of GRPO", noise([after[BASE]])), _said("all arms", noise(list(after.values())))]
-    return "\n".join([markdown_table(lines), *said, markdown_table(curves)])
+    after = {
+        measure: [[average(row, measure) for row in found] for found in of.values() if found]
+        for measure in ("accuracy", PASS)
+    }
+    of_base = [average(row, "accuracy") for row in of_arm(BASE, rows)]
+    said = [_said("accuracies", "the runs of GRPO", noise([of_base]))]
+    said += [
+        _said(name, "all arms", noise(after[measure])) for name, measure in (("accuracies", "accuracy"), (PASS, PASS))
+    ]
+    return "\n".join(
+        [markdown_table(reached), markdown_table(_differences(titles, rows)), *said, markdown_table(curves)]
+    )
 
 
-def _said(where: str, found: Noise | None) -> str:
+def _differences(titles: Mapping[str, str], rows: Sequence[dict]) -> list[list[str]]:
+    """Return each arm minus `BASE`, and what decides. Holm's correction is for all these differences in accuracy."""
+    pairs = [*((arm, BASE) for arm in titles if arm != BASE), *(p for p in _FURTHER_PAIRS if {*p} <= titles.keys())]
+    tests = [compare(*pair, "accuracy", rows) for pair in pairs]
+    corrected = holm([test.p if test else math.nan for test in tests])
+    lines = [["difference", "pairs", "accuracy", "p", "p (Holm)", PASS]]
+    for (arm, base), test, p in zip(pairs, tests, corrected, strict=True):
+        cells = [difference(test), p_value(test.p if test else math.nan), p_value(p)]
+        cells.append(difference(compare(arm, base, PASS, rows)))
+        lines.append([f"{titles[arm]}, minus {titles[base]}", str(test.difference.n if test else 0), *cells])
+    return lines
+
+
+def _said(what: str, where: str, found: Noise | None) -> str:
     if not found:
-        return f"Noise, from {where}: not known before two seeds.\n"
+        return f"Noise of {what}, from {where}: not known before two seeds.\n"
     return (
-        f"Noise, from {where}: a standard deviation of {found.deviation:.3f} between seeds ({found.degrees} degrees "
-        f"of freedom), so that accuracies differ by up to {found.band:.3f} by chance (95%).\n"
+        f"Noise of {what}, from {where}: a standard deviation of {found.deviation:.3f} between seeds ({found.degrees} "
+        f"degrees of freedom), so that two arms differ by up to {found.band:.3f} by chance (95%).\n"
     )
 
 

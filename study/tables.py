@@ -126,7 +126,7 @@ def difference_line(title: str, row: Row, baseline: Row, corrected: float) -> li
         corrected: the p-value of the accuracy's difference, corrected; nan where there is none.
     """
     test = differences(row, baseline, accuracy)
-    cells = [difference(test), _p(test.p if test else math.nan), _p(corrected)]
+    cells = [difference(test), p_value(test.p if test else math.nan), p_value(corrected)]
     cells += [difference(differences(row, baseline, measure)) for measure in _further_measures().values()]
     return [title, f"{test.difference.n if test else 0} of {row.planned}", *cells]
 
@@ -154,7 +154,8 @@ def difference(test: PairedTest | None) -> str:
     return f"{mean:+.3f}" + (f" ± {half:.3f}" if n > 1 else "")
 
 
-def _p(p: float) -> str:
+def p_value(p: float) -> str:
+    """Return a p-value, or nothing where there is none."""
     return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 

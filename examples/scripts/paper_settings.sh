@@ -48,10 +48,11 @@ paper_flags=(
   --ds.packing_samples
   --eval.steps 20
   --ckpt.save_steps 20
-  --ckpt.save_hf
   # A run that was ended goes on from its newest whole checkpoint. Another OUT starts a new run.
   --ckpt.load_enable
 )
+# A model with each checkpoint, which stays. SAVE_HF=0 keeps the last one alone.
+[ "${SAVE_HF:-1}" = 0 ] || paper_flags+=(--ckpt.save_hf)
 
 hybrid_flags=(
   --train.colocate_all

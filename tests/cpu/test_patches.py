@@ -341,13 +341,14 @@ def our_policy_actor(monkeypatch):
     policy_actor.install_selective_actor()
 
 
+@pytest.mark.long
 @pytest.mark.whole_stack
 @pytest.mark.parametrize(
     "tied, more",
     [
-        pytest.param(True, ["--ds.zero_stage", "2"], marks=pytest.mark.long, id="tied, zero2"),
+        pytest.param(True, ["--ds.zero_stage", "2"], id="tied, zero2"),
         pytest.param(False, ["--ds.zero_stage", "3"], id="untied, zero3"),
-        pytest.param(True, ["--ds.zero_stage", "3", "--ds.lora.rank", "8"], marks=pytest.mark.long, id="lora, zero3"),
+        pytest.param(True, ["--ds.zero_stage", "3", "--ds.lora.rank", "8"], id="lora, zero3"),
     ],
 )
 def test_after_a_weight_sync_vllm_agrees_with_the_actor(make_model, our_policy_actor, tied, more):

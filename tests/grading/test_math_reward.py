@@ -169,7 +169,8 @@ def test_a_label_that_is_none(label):
         grade("\\boxed{1}", label)
 
 
-@pytest.mark.parametrize("form", ["\\boxed{%s}", pytest.param("The answer is $%s$", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["\\boxed{%s}", "The answer is $%s$"])
 def test_hostile_answers_are_wrong_in_bounded_time(form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

@@ -1,16 +1,15 @@
 """The replication plans, goes on with what is not done, and its tables equal arithmetic by hand. A script trains."""
 
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
+import shutil
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
@@ -20,29 +19,32 @@ from study.summary import CURVES, MEASURES, NORMS
 
 ROOT = Path(__file__).parents[2]
 
-# Writes down its arguments, and either fails once, as where it was killed, or leaves what a run leaves.
+# Writes down its arguments, and either fails once, with the status that is asked for, or leaves what a run leaves.
 PYTHON = """#!/bin/sh
 printf '%s\\0' "$@" > "$OUT.argv"
-if rm "$OUT.fails" 2>/dev/null; then echo "no memory"; exit 7; fi
+if [ -e "$OUT.fails" ]; then echo "no memory"; mv "$OUT.fails" "$OUT.failed"; exit "$(cat "$OUT.failed")"; fi
 for i in 1 2 3 4 5; do echo "(pid=1) Global step $i: {'a': 0, 'timing/step_total': $i.5}"; done
-cp -r LOG "$OUT/tensorboard"
+rm -rf "$OUT/tensorboard" && cp -r LOG "$OUT/tensorboard"
 mkdir -p "$OUT/$(basename "$OUT")" "$OUT/checkpoints" && touch "$OUT/$(basename "$OUT")/config.json"
 """
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory) -> Path:
-    """Write the TensorBoard log of a run of five steps, each of 36 s, with an evaluation after each epoch."""
-    folder = tmp_path_factory.mktemp("log")
+def write_log(folder: Path, evaluations: int) -> Path:
+    """Write the TensorBoard log of a run of five steps, each of 36 s, with an evaluation before and after each."""
     with SummaryWriter(str(folder)) as writer:
         for step in range(1, 6):
             for name in (*CURVES, *NORMS, *(f"train/timing/{n}" for n in ("step_total", "generation", "ppo_train"))):
                 writer.add_scalar(name, 36.0, step)
-        for step in range(6):
+        for step in range(evaluations):
             for people in (3, 4, 5, 6, 7):
                 for measure in MEASURES:
                     writer.add_scalar(f"eval/kk_{people}ppl/{measure}", step / 10 + people / 100, step)
     return folder
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Path:
+    return write_log(tmp_path_factory.mktemp("log"), evaluations=6)
 
 
 @pytest.fixture
@@ -53,6 +55,7 @@ def start(log, tmp_path, monkeypatch):
     python.write_text(PYTHON.replace("LOG", shlex.quote(str(log))))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(replicate, "FULL", replicate.FULL._replace(held_out=10))
     return lambda *flags: replicate.main(["--out", str(tmp_path / "out"), "--steps=5", *flags])
 
 
@@ -63,15 +66,17 @@ def rows(out: Path) -> list[dict]:
 def test_it_goes_on_where_it_was_ended(start, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
-    (out / "double-steps-0.fails").touch()
+    (out / "double-steps-0.fails").write_text("7")
     arms = ("--arms", "grpo", "double-steps", "--seeds=2")
-    with pytest.raises(SystemExit, match="(?s)no memory.*double-steps-0 ended with status 7 .*the same command again"):
+    with pytest.raises(SystemExit) as end:
         start(*arms)
+    assert end.value.code == 7
     assert [(row["arm"], row["seed"]) for row in rows(out)] == [("grpo", 0)]
-    said = capsys.readouterr().out
-    # The median of 2.5, 3.5 and 4.5 s. A run has 5 steps, and 6 evaluations of 500 x 8 answers, as in 46.875 steps.
+    said, failed = capsys.readouterr()
+    assert re.search("(?s)no memory.*double-steps-0 ended with status 7 .*the same command again goes on", failed)
+    # The median of 2.5, 3.5 and 4.5 s. A run has 5 steps, and 6 evaluations of 50 x 8 answers, as in 4.6875 steps.
     assert "| GRPO | 0 of 2 | not known before its first steps |  |" in said
-    assert f"| GRPO | 0 of 2 | {3.5 * 51.875 / 3600:.2f} | {3.5 * 51.875 / 1800:.2f} |" in said
+    assert f"| GRPO | 0 of 2 | {3.5 * 9.6875 / 3600:.2f} | {3.5 * 9.6875 / 1800:.2f} |" in said
     (out / "grpo-0.argv").unlink()
     start(*arms)
     assert [(row["arm"], row["seed"]) for row in rows(out)] == [
@@ -89,11 +94,55 @@ def test_it_goes_on_where_it_was_ended(start, tmp_path, capsys):
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     start("--dry-run", *arms)
-    hours = 36 * 51.875 / 3600
+    hours = 36 * 9.6875 / 3600
     assert f"| GRPO | 2 of 2 | {hours:.2f} | 0.00 |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         start("--dry-run", "--gpus=8")
     assert "has a run with other settings, grpo-0" in capsys.readouterr().err
+    start("--dry-run", "--arms", "grpo", "--seeds=1")
+    assert f"| GRPO | 1 of 1 | {hours:.2f} | 0.00 |" in capsys.readouterr().out
+
+
+def test_a_run_that_was_begun_with_other_settings_is_refused(start, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "ar-0.fails").write_text("7")
+    for flags, status in (((), 7), (("--model", "another/model"), 2), ((), 0)):
+        with suppress(SystemExit) if not status else pytest.raises(SystemExit) as end:
+            start("--arms", "ar", "--seeds=1", *flags)
+        assert not status or end.value.code == status
+    assert "has a run with other settings, ar-0" in capsys.readouterr().err
+    assert len(rows(tmp_path / "out")) == 1
+
+
+def test_a_run_that_diverges_gets_no_row_and_the_others_go_on(start, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "ar-0.fails").write_text("3")
+    with pytest.raises(SystemExit) as end:
+        start("--arms", "ar", "both", "--seeds=1")
+    assert end.value.code == 3 and [row["arm"] for row in rows(tmp_path / "out")] == ["both"]
+    assert "Diverged, and so without a row: ar-0." in capsys.readouterr().out
+
+
+def test_a_run_that_lost_its_last_evaluation_goes_on(start, tmp_path):
+    """It may have saved its model all the same."""
+    out = tmp_path / "out"
+    start("--arms", "ar", "--seeds=1")
+    for gone in (out / "rows.jsonl", out / "ar-0.argv"):
+        gone.unlink()
+    shutil.rmtree(out / "ar-0" / "tensorboard")
+    write_log(out / "ar-0" / "tensorboard", evaluations=5)
+    start("--arms", "ar", "--seeds=1")
+    assert (out / "ar-0.argv").exists()
+    assert rows(out)[0]["held_out"]["accuracy"]["kk_3ppl"][-1] == 0.53
+
+
+def test_what_a_kill_after_the_last_row_left_is_done(start, tmp_path, capsys):
+    out = tmp_path / "out"
+    start("--arms", "ar", "--seeds=1")
+    (out / "table.md").unlink()
+    (out / "ar-0" / "checkpoints").mkdir()
+    start("--arms", "ar", "--seeds=1")
+    assert (out / "table.md").exists() and not (out / "ar-0" / "checkpoints").exists()
 
 
 def test_a_run_that_ended_between_its_model_and_its_row_is_not_trained_again(start, tmp_path):
@@ -146,21 +195,33 @@ def row(arm: str, seed: int, accuracy: float) -> dict:
 
 
 def test_the_tables_by_hand():
-    accuracies = {"grpo": (0.36, 0.40, 0.44), "ar": (0.51, 0.55, 0.56), "lopti": (0.50,)}
+    accuracies = {"grpo": (0.36, 0.40, 0.44), "ar": (0.51, 0.55, 0.56), "ar-mean-one": (0.50, 0.46), "lopti": (0.50,)}
     made = [row(arm, seed, accuracy) for arm, of in accuracies.items() for seed, accuracy in enumerate(of)]
     made[-1]["held_out"]["accuracy"]["kk_3ppl"][0] = None  # lost by a kill
-    text = replicate_report.table({"grpo": "GRPO", "ar": "AR", "lopti": "Lopti", "both": "Both"}, made)
+    titles = {"grpo": "GRPO", "ar": "AR", "ar-mean-one": "AR, mean one", "lopti": "Lopti", "both": "Both"}
+    text = replicate_report.table(titles, made)
     # GRPO: mean 0.40, s = 0.04, 4.303 · 0.04 / √3 = 0.099.
-    assert "| GRPO | 3 | 0.400 ± 0.099 |  | 0.900 ± 0.000 |  | 1.00 ± 0.00 |" in text
-    # AR: differences 0.15, 0.15 and 0.12: mean 0.14, s = 0.0173, 4.303 · 0.0173 / √3 = 0.043.
-    assert "| AR | 3 | 0.540 ± 0.066 | +0.140 ± 0.043 | 0.900 ± 0.000 | +0.000 ± 0.000 |" in text
-    assert "| Lopti | 1 | 0.500 | +0.140 | 0.900 |" in text and "| Both | 0 | missing | missing |" in text
+    assert "| GRPO | 3 | 0.400 ± 0.099 | 0.900 ± 0.000 | 1.00 ± 0.00 |" in text
+    # AR: differences 0.15, 0.15 and 0.12: mean 0.14, s = 0.0173, 4.303 · 0.0173 / √3 = 0.043. With two degrees of
+    # freedom t = 14 has p = 1 - 14 / √(14² + 2) = 0.0051, which is the smallest of three.
+    assert "| AR, minus GRPO | 3 | +0.140 ± 0.043 | 0.005 | 0.015 | +0.000 ± 0.000 |" in text
+    # One degree of freedom: 0.14 and 0.06 are 0.10 ± 12.706 · 0.04, t = 2.5 and p = 2 / π · arctan(1 / 2.5). 0.01 and
+    # 0.09 are 0.05 ± the same, p = 2 / π · arctan(1 / 1.25). Its correction is not below that of the smaller p.
+    assert "| AR, mean one, minus GRPO | 2 | +0.100 ± 0.508 | 0.242 | 0.484 |" in text
+    assert "| AR, minus AR, mean one | 2 | +0.050 ± 0.508 | 0.430 | 0.484 |" in text
+    assert "| Lopti, minus GRPO | 1 | +0.140 |  |  | +0.000 |" in text
+    assert "| Lopti | 1 | 0.500 | 0.900 |" in text and "| Both | 0 | missing | missing |" in text
+    assert "| Both, minus GRPO | 0 | missing |" in text and "twice" not in text
     # Between two arms without a difference: t · s · √(2/3), of GRPO's runs 4.303 · 0.04 · 0.816 = 0.141.
-    assert "runs of GRPO: a standard deviation of 0.040 between seeds (2 degrees of freedom)" in text
+    assert (
+        "accuracies, from the runs of GRPO: a standard deviation of 0.040 between seeds (2 degrees of freedom)" in text
+    )
     assert "differ by up to 0.141 by chance" in text
-    # With AR's, whose s² is 0.0007: √((0.0016 + 0.0007) / 2) = 0.0339, and 2.776 · 0.0339 · 0.816 = 0.077.
-    assert "all arms: a standard deviation of 0.034 between seeds (4 degrees of freedom)" in text
-    assert "differ by up to 0.077 by chance" in text
+    # With AR's, whose s² is 0.0007, and 0.0008: √((2 · 0.0016 + 2 · 0.0007 + 0.0008) / 5) = 0.0329. The smallest arm
+    # has one seed: 2.571 · 0.0329 · √2 = 0.119.
+    assert "accuracies, from all arms: a standard deviation of 0.033 between seeds (5 degrees of freedom)" in text
+    assert "differ by up to 0.119 by chance" in text
+    assert "Noise of pass@8, from all arms: a standard deviation of 0.000" in text
     assert "| AR | 0.100 ± 0.000 | 0.540 ± 0.066 |" in text and "| Lopti | - | 0.500 |" in text
 
 
@@ -183,14 +244,16 @@ def test_the_toy_survives_two_kills(tmp_path):
     moments = [(tmp_path / "rows.jsonl").exists, lambda: saved.exists() and saved.read_text() == "global_step1"]
     for start, is_moment in enumerate([*moments, lambda: False]):
         with open(tmp_path / f"start{start}.txt", "w", encoding="utf-8") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
+            process = psutil.Popen(command, stdout=output, stderr=output, cwd=ROOT)
         try:
             while process.poll() is None and not is_moment():
                 time.sleep(0.1)
             status = process.poll()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                # The second time the run too. The first time, it ends by itself.
+                for victim in [process, *(process.children(recursive=True) if start else [])]:
+                    victim.kill()
             process.wait()
         said = (tmp_path / f"start{start}.txt").read_text("utf-8")
         assert status == (0 if start == len(moments) else None), said

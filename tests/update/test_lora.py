@@ -197,5 +197,6 @@ def sync_partitioned(folder: str) -> None:
     torch.distributed.barrier()
 
 
+@pytest.mark.long
 def test_zero_3_gathers_weight_and_adapters_on_every_rank(tiny_model):
     assert not errors_on_two_ranks(__file__, "sync_partitioned", tiny_model)

@@ -148,10 +148,8 @@ tracker.close_for_good()
 """
 
 
-@pytest.mark.parametrize(
-    ("when", "kept", "lost"),
-    [pytest.param("at the start", [], 12, marks=pytest.mark.long), ("for two steps", [1, 2, 5, 6], 4)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("when", "kept", "lost"), [("at the start", [], 12), ("for two steps", [1, 2, 5, 6], 4)])
 def test_a_full_disk_below_tensorboard_is_said_once_and_counted(when, kept, lost, tmp_path):
     folder = str(tmp_path / "tensorboard")
     command = [sys.executable, "-c", FULL, folder, when]
