@@ -196,10 +196,15 @@ def test_cw_grpo_has_a_mean_weight_of_one_over_the_rollout_batch_whatever_the_pa
 
 
 @pytest.mark.parametrize(
-    ("p", "advantages"), [([0.9, 0.5, 0.1], [1.0] * 3), ([0.5] * 3, [1.0, -1.0, 2.0]), ([0.5], [2.0])]
+    ("p", "advantages"),
+    [
+        *[([0.9, 0.5, 0.1], [1.0] * 3), ([0.5] * 3, [1.0, -1.0, 2.0]), ([0.5], [2.0])],
+        ([0.9, 0.1] * 3, [0.7, -0.1] * 3),
+    ],
 )
 def test_cw_grpo_is_the_plain_update_where_nothing_covaries(p, advantages):
-    """All tokens have one advantage, as in a batch without any, or one probability. Then every c is 0."""
+    """All tokens have one advantage, as in a batch without any, or one probability: every c is 0. Of two kinds of
+    tokens, as many of each, every c is the same but for rounding."""
     assert weights(load("cw_grpo"), tokens(p, advantages)) == [1] * len(p)
 
 

@@ -33,8 +33,10 @@ def statistic(tokens: Tokens) -> Spread:
     """Return the means over all tokens, and σ."""
     mask = tokens.mask.bool()
     advantage, log_prob = (v[mask].double().mean().item() for v in (tokens.advantages, tokens.log_probs))
-    deviation = covariances(tokens, advantage, log_prob)[mask].std(correction=0).item()
-    spread = Spread(advantage, log_prob, deviation)
+    c = covariances(tokens, advantage, log_prob)[mask]
+    deviation = c.std(correction=0).item()
+    # Of tokens with the same c, rounding leaves some.
+    spread = Spread(advantage, log_prob, deviation if deviation > 1e-9 * c.abs().max().item() else 0.0)
     return spread._replace(weight=weigh(tokens, spread)[mask].mean().item())
 
 

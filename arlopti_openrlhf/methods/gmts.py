@@ -5,8 +5,8 @@
 - Code read: none. The paper's own was not available to us, and its formula is from a secondary note.
 - Constants: ρ = 0.2. The loss divides by the selected tokens.
 - Deviations: the paper's factor beside H is that of the whole loss, with the ratio, its clipping and the KL term. It
-  is |A| on-policy and without a KL term, and here in every step. Tokens that tie with the k-th are selected too: where
-  less than ρ of the tokens have an advantage, all are.
+  is |A| on-policy and without a KL term, and here in every step. Tokens that tie with the k-th are selected too. So
+  where less than ρ of the tokens have an advantage, all are selected, and the loss divides by N and no longer by ρN.
 - Open: which tokens the paper ranks together, beyond "the batch". Here they are those of the rollout batch.
 - A test by others was negative: at 1.5B, with LoRA, after 40 steps on GSM8K, pass@1 was 0.18 where the same share by
   entropy alone had 0.49 (while-ai, September 2026). Model, learning rate and steps are theirs, not the paper's.

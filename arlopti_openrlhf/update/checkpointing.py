@@ -7,11 +7,14 @@ Smaller micro-batches make room for more, where they save more than they cost.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 
 import torch
-from torch import nn
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig
 
@@ -24,6 +27,7 @@ from arlopti_openrlhf.activation_memory import (
     products_bytes,
 )
 from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
+from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.update import partition
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample
@@ -40,6 +44,8 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 # By name, whatever the device and the kernel. FlexAttention is no operator that could be kept.
 _ATTENTION = ("aten::_flash_attention_forward", "aten::_scaled_dot_product_", "flash_attn::", "flash_attn_3::")
 _SHARE_OF_FREE = 0.9  # of a device's free memory, which is in pieces
+# Bytes of DeepSpeed's buckets: of gradients that are reduced, and with ZeRO-3 of weights that are gathered.
+_BUCKETS = 3_000_000_000
 
 
 class Checkpointing:
@@ -66,23 +72,31 @@ class Checkpointing:
         )
         self.levels = [NONE]
         if args.actor.gradient_checkpointing_enable:
-            is_reentrant = args.actor.gradient_checkpointing_reentrant  # which keeps all or nothing
-            self.levels = [NONE, SELECTIVE, WHOLE] if selects and not is_reentrant else [NONE, WHOLE]
+            selects &= not args.actor.gradient_checkpointing_reentrant  # which keeps all or nothing
+            selects &= not args.ds.lora.rank  # whose products are not counted
+            self.levels = [NONE, SELECTIVE, WHOLE] if selects else [NONE, WHOLE]
             if args.actor.gradient_checkpointing_level == WHOLE or not is_known(self.config):
                 self.levels = [WHOLE]
         self.level = self.levels[-1]
 
-    def fit(self, mini_batches: Sequence[Sequence[Sample]], ranks: Ranks) -> int:
+    def fit(self, mini_batches: Sequence[Sequence[Sample]], ranks: Ranks, has_stepped: bool) -> int:
         """Set the level at which these samples take the least time. A collective call.
+
+        Args:
+            mini_batches: this rank's samples.
+            ranks: all of them.
+            has_stepped: whether the optimizer has taken a step, and so has its memory.
 
         Returns:
             How many tokens a micro-batch may cost.
         """
         items = [sample for samples in mini_batches for sample in samples]
-        longest = ranks.max(max((len(item.sequences) for item in items), default=0))
+        lengths = sorted((len(item.sequences) for item in items), reverse=True)
+        longest, of_stock = ranks.max(max(lengths, default=0)), self._tokens_of_stock(lengths, ranks)
         costliest = ranks.max(max(map(partition.cost, partition.by_prompt(items)), default=0))
         keys = ranks.max(partition.keys_per_token(items))
-        budgets = self.budgets(longest, costliest, keys, ranks.min(_free_bytes(self.model)))
+        free = ranks.min(_free_bytes(self.model, self.args, ranks.count, has_stepped))
+        budgets = self.budgets(longest, of_stock, costliest, keys, free)
 
         def work(budget: int) -> float:
             batches = [batch for samples in mini_batches for batch in partition.micro_batches(samples, budget)]
@@ -95,28 +109,41 @@ class Checkpointing:
             self.set(level)
         return budgets[level]
 
-    def budgets(self, longest: int, costliest: int, keys_per_token: int, free: int) -> dict[str, int]:
+    def _tokens_of_stock(self, lengths: Sequence[int], ranks: Ranks) -> int:
+        """Return how many tokens OpenRLHF's largest micro-batch has on any rank. A collective call.
+
+        Args:
+            lengths: of this rank's samples, the longest first.
+            ranks: all of them.
+        """
+        train = self.args.train
+        if train.dynamic_batch_enable:
+            return train.max_tokens_per_gpu
+        largest = lengths[: train.micro_batch_size]
+        return ranks.max(sum(largest) if self.args.ds.packing_samples else len(largest) * max(largest, default=0))
+
+    def budgets(self, longest: int, of_stock: int, costliest: int, keys_per_token: int, free: int) -> dict[str, int]:
         """Return how many tokens a micro-batch may cost at each level that can be taken, OpenRLHF's own among them.
 
-        With dynamic batches the user says so. Else the user gives a number of samples, for which OpenRLHF takes the
-        memory of their tokens, padded to the longest, with their logits. The selective update keeps no logits, so in
-        the same memory there is room for more tokens, as far as a whole prompt needs them, or for more of their
+        With dynamic batches the user says how many at most. Else the user gives a number of samples, for which
+        OpenRLHF takes the memory of their tokens with their logits. The selective update keeps no logits, so in the
+        same memory there is room for more tokens, as far as a whole prompt needs them, or for more of their
         activations. These may also take what is free. A model whose layers are not known gets as many tokens as in
         OpenRLHF.
 
         Args:
             longest: tokens of the longest sequence.
+            of_stock: tokens of OpenRLHF's largest micro-batch, with its padding.
             costliest: what the prompt with the most tokens costs with all its responses.
             keys_per_token: of the samples (`partition.keys_per_token`).
             free: bytes.
         """
-        config, own, train = self.config, self.levels[-1], self.args.train
-        is_dynamic = train.dynamic_batch_enable
-        padded = train.max_tokens_per_gpu if is_dynamic else train.micro_batch_size * longest
+        config, own = self.config, self.levels[-1]
         if not is_known(config):
-            return {own: padded}
-        least, most = (padded, padded) if is_dynamic else (longest, max(padded, costliest))
-        stock = padded * peak_bytes(config, own == WHOLE, keeps_logits=True)
+            return {own: of_stock}
+        is_dynamic = self.args.train.dynamic_batch_enable
+        least, most = (of_stock, of_stock) if is_dynamic else (longest, max(of_stock, costliest))
+        stock = of_stock * peak_bytes(config, own == WHOLE, keeps_logits=True)
         kept = {
             NONE: layer_bytes(config, keys_per_token),
             SELECTIVE: products_bytes(config),
@@ -127,7 +154,7 @@ class Checkpointing:
             room = stock if level == own else max(stock, free)
             fitting = most_tokens(config, room, kept[level], keys_per_token, BLOCK_ELEMENTS)
             if fitting >= least or level == own:
-                budgets[level] = most if is_dynamic else min(fitting, most)
+                budgets[level] = min(fitting, most)
         return budgets
 
     def set(self, level: str) -> None:
@@ -138,20 +165,51 @@ class Checkpointing:
             module._gradient_checkpointing_func = of_upstream if level == WHOLE else _keeping_products()
 
 
-def _free_bytes(model: nn.Module) -> int:
-    """Return what activations may take on this rank's GPU, or 0 without one. DeepSpeed holds gradients up to twice."""
-    if not torch.cuda.is_available():
+def _free_bytes(model: nn.Module, args: SimpleNamespace, ranks: int, has_stepped: bool) -> int:
+    """Return what activations may take on this rank's GPU, or 0 without one.
+
+    The rest is DeepSpeed's. It holds gradients up to twice, buckets, and Adam's two moments from its first step on.
+    Where a critic has the same GPU and trains at the same time, nothing is known to be free.
+    """
+    trains_critic = args.algo.advantage.estimator == "gae" and args.train.colocate_all and not args.ds.enable_sleep
+    if not torch.cuda.is_available() or trains_critic:
         return 0
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    gradients = sum(getattr(each, "ds_numel", each.numel()) * each.element_size() for each in trained)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numbers = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+    width = 4 if args.ds.grad_accum_dtype == "fp32" else max(parameter.element_size() for parameter in trained)
+    gradients = 2 * width * numbers / (ranks if args.ds.zero_stage == 3 else 1)
+    moments = 0 if has_stepped or args.ds.adam_offload else 8 * numbers / ranks
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return max(0, int(_SHARE_OF_FREE * (torch.cuda.mem_get_info()[0] + unused)) - 2 * gradients)
+    free = _SHARE_OF_FREE * (torch.cuda.mem_get_info()[0] + unused)
+    return max(0, int(free - gradients - moments - _BUCKETS))
 
 
 @functools.cache
 def _keeping_products() -> Callable:
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    return functools.partial(checkpoint, use_reentrant=False, context_fn=_contexts)
+
+
+def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return what a layer's first run keeps its products in, and what the second takes them from."""
+    first, second = create_selective_checkpoint_contexts(_policy)
+    return _unchanged_products(first), _unchanged_products(second)
+
+
+@contextmanager
+def _unchanged_products(selection: AbstractContextManager) -> Iterator[None]:
+    """Let nothing change a product that is kept.
+
+    With ZeRO-3 DeepSpeed adds a bias to it in place, behind a view through which PyTorch sees no change. The second
+    run would add the bias again.
+    """
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        product = replaced(input, weight)
+        return product if bias is None else product + bias
+
+    replaced = F.linear
+    with selection, replaced_attribute(F, "linear", linear if replaced is zero3_linear_wrap else replaced):
+        yield
 
 
 def _policy(context, operation, *args, **kwargs) -> CheckpointPolicy:

@@ -61,7 +61,7 @@ def divide(
     if reason is None:
         # Upstream shuffles, but not dynamic batches.
         whole = mini_batches(items, size, not is_dynamic, ranks)
-        budget = checkpointing.fit(whole, ranks)
+        budget = checkpointing.fit(whole, ranks, has_stepped=actor.model.global_steps > 0)
         return [by_cost(samples, budget, ranks) for samples in whole], budget
     if is_dynamic:
         buffer.setup_dynamic_batch(strategy)

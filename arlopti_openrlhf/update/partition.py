@@ -37,9 +37,19 @@ def cost(samples: Sequence[Experience]) -> int:
 
 
 def keys_per_token(samples: Sequence[Experience]) -> int:
-    """Return how many tokens the samples of a prompt have for each that is computed, at most, rounded up."""
-    ratios = [sum(len(item.sequences) for item in group) / cost(group) for group in by_prompt(samples)]
-    return math.ceil(max(ratios, default=1))
+    """Return how many keys attention keeps for each token that is computed, at most, rounded up.
+
+    A shared prompt keeps its own, and each response keeps those of the prompt and its own. The shortest responses of a
+    prompt have the most for a token.
+    """
+    most = 1.0
+    for group in by_prompt(samples):
+        prompt, tokens = _prompt_length(group[0]), _prompt_length(group[0])
+        for count, length in enumerate(sorted(len(item.sequences) - prompt for item in group), 1):
+            tokens += length
+            if count > 1:
+                most = max(most, 1 + count * prompt / tokens)
+    return math.ceil(most)
 
 
 def micro_batches(samples: Sequence[Item], budget: int, count: int = 1) -> list[list[Item]]:

@@ -58,7 +58,9 @@ class TokenWeights:
         known = self.knows_nothing
         if any(method.find for method in self.methods):
             columns = torch.cat([torch.empty(len(Tokens._fields), 0), *map(_response, samples)], dim=1)
-            tokens = Tokens(*ranks.gather(columns)[:, None])
+            columns = ranks.gather(columns)
+            # What is not finite is no method's fault. The loss shows it, and the step is refused.
+            tokens = Tokens(*columns[:, columns[:2].isfinite().all(dim=0)][:, None])  # log-probs and advantages
             if tokens.mask.numel():
                 known = Known([method.statistic(tokens) for method in self.methods])
         self.weigh(samples, known)
@@ -178,6 +180,7 @@ class TokenWeights:
         own = torch.zeros(2, len(self.labels), dtype=torch.float64)
         for sample in samples:
             weights, counted = sample.weights.double() * sample.updated, sample.counted.double()
+            weights = weights.nan_to_num(0.0, 0.0)  # of a log-prob that is not finite
             if self.by_token:
                 own += torch.stack([weights.sum(dim=1), counted.sum(dim=1)])
             else:  # such weights are scaled already for a division by all tokens of the response

@@ -26,6 +26,14 @@ def test_a_prompt_costs_once():
     assert partition.cost([]) == 0
 
 
+def test_short_responses_have_the_most_keys_for_a_token():
+    """A shared prompt of 4 keeps its own keys, too: (4 + 7 + 7) / (4 + 3 + 3) of two responses. One shares nothing."""
+    assert partition.keys_per_token([sample(1, 3)]) == partition.keys_per_token([]) == 1
+    assert partition.keys_per_token([sample(1, 3), sample(1, 3)]) == 2
+    # A micro-batch may hold the short ones alone: (4 + 15 · 5) / (4 + 15) is 4.2.
+    assert partition.keys_per_token([sample(1, 1000), *[sample(1, 1)] * 15]) == 5
+
+
 def test_prompts_stay_whole_where_they_fit():
     """Three prompts that cost 10, 9 and 6: the budget of 16 holds the first and the last."""
     items = [sample(p, n) for p, n in [(1, 3), (2, 5), (3, 1), (1, 3), (3, 1)]]

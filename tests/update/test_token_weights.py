@@ -89,6 +89,17 @@ def test_neither_ranks_nor_micro_batches_change_a_weight(name):
             assert torch.equal(torch.cat(padded), of_pass[start::2])
 
 
+@pytest.mark.parametrize("name", methods.built_in())
+def test_a_log_prob_that_is_not_finite_breaks_its_own_weight_at_most(name):
+    """The loss shows it, and the step is refused. No method is blamed, and no mean is lost."""
+    items = with_entropies(samples(36))
+    items[11].action_log_probs[5] = torch.nan
+    weights = of_rank(name, items, items)
+    broken = [torch.cat([item.weights[index] for item in items]).isnan() for index in range(len(weights.labels))]
+    assert all(of_pass.sum() <= 1 for of_pass in broken)
+    assert 0 < weights._normalize(items, ALONE) < math.inf
+
+
 @pytest.mark.parametrize("missing", [None, torch.tensor([0.0, 0.0, -1.0, torch.nan, -1.0])])
 def test_a_sample_without_the_rollouts_log_probs_is_refused_where_they_are_read(missing):
     """As an agent of one's own may return it. Outside the response anything goes."""
