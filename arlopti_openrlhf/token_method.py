@@ -380,7 +380,8 @@ def _probed(method: Method) -> Method:
     method = method.with_passes(row, statistic)
     if not method.passes:
         raise ValueError("weigh returned no tensor at all")
-    for part in (tokens, Tokens(*(values[:1, :1] for values in tokens))):
+    rows = [Tokens(*(values[i : i + 1] for values in tokens)) for i in range(3)]
+    for part in (*rows, Tokens(*(values[:1, :1] for values in tokens))):
         largest = max(weights.max().item() for weights in method.weigh(part, statistic))
         if largest > _LARGEST:
             raise ValueError(f"weigh returned {largest:g} for a made-up token, and at most {_LARGEST:g} can be meant")

@@ -113,6 +113,8 @@ def test_two_ranks_two_engines_under_zero3_packed_with_token_methods_ema_and_eva
     assert 0.19 < shares[1][1] < 0.25  # the effective share of a mask is what it keeps
     # vLLM has the actor's weights, so no token has moved.
     assert list(scalars(tmp_path, "train/token_method/dppo/mean_weight").values()) == [1, 1]
+    gaps = scalars(tmp_path, "train/rollout/gap")
+    assert list(gaps) == [1, 2] and max(gaps.values()) < 0.05  # in nats
     accuracy = scalars(tmp_path, "eval/kk_2ppl/accuracy")
     assert list(accuracy) == [0, 2]  # before the first step and after the last
     assert all(0 <= value <= 1 for value in accuracy.values())

@@ -320,8 +320,8 @@ WEIGH = "def weigh(tokens, *, x=1):\n    return "
         ("def weigh(tokens, *, need): pass\n", "mine: needs need: give --algo.token_method_args"),
         (WEIGH + "None\n", "mine: weigh returned NoneType"),
         (WEIGH + "[]\n", "mine: weigh returned no tensor at all"),
-        (WEIGH + "tokens.log_probs[0]\n", "mine: weigh returned the shape (5,) for tokens of the shape (3, 5)"),
-        (WEIGH + "torch.ones(3, 5)\n", "mine: weigh returned the shape (3, 5) for tokens of the shape (1, 1)"),
+        (WEIGH + "tokens.log_probs[0]\n", "mine: weigh returned the shape (5,) for tokens of the shape (1, 5)"),
+        (WEIGH + "torch.ones(3, 5)\n", "mine: weigh returned the shape (3, 5) for tokens of the shape (1, 5)"),
         (
             WEIGH + "tokens.log_probs * torch.nan\n",
             "mine: weigh returned nan for a token of π_old 0.9 and advantage 1",
@@ -340,7 +340,7 @@ WEIGH = "def weigh(tokens, *, x=1):\n    return "
             "object has no attribute 'halve' (mine.py, line 2)",
         ),
         (
-            WEIGH + "[tokens.mask] * (2 if len(tokens.mask) > 1 else 1)\n",
+            WEIGH + "[tokens.mask] * (2 if tokens.mask.numel() < 9 else 1)\n",
             "mine: weigh returned 2 tensors, and 1 before",
         ),
     ],

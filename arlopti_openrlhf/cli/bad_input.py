@@ -13,6 +13,8 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.model import local_folder
 from arlopti_openrlhf.ops.preflight.reward import defined_names
 
+_NAMED = 3  # flags in a hint
+
 
 class Parser(argparse.ArgumentParser):
     """`ArgumentParser` with two changes: an error is one line, without the usage, and an unknown flag has a hint.
@@ -33,8 +35,11 @@ class Parser(argparse.ArgumentParser):
         """Return what an unknown flag may have meant, or nothing."""
         if flag in self.renamed:
             return f"{flag} is now {self.renamed[flag]}"
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        return f"did you mean {near[0]}?" if near else ""
+        flags = list(self._option_string_actions)
+        # Either the end of a flag, such as --eta, or one with a slip of the pen.
+        ends = [known for known in flags if known.rpartition(".")[2] == flag.removeprefix("--")]
+        near = ends or difflib.get_close_matches(flag, flags, n=1, cutoff=0.7)
+        return f"did you mean {' or '.join(near[:_NAMED])}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")

@@ -132,7 +132,13 @@ def _from_anywhere(key: str, value: Any) -> Any:
         return value and os.path.abspath(value)
     if key not in _READ or (key == "reward.remote_url" and value in REWARD_FILES):
         return value
-    return ",".join(os.path.abspath(part) if os.path.exists(part) else part for part in value.split(","))
+    return ",".join(_absolute(part.strip()) for part in value.split(","))
+
+
+def _absolute(path: str) -> str:
+    """Return what names data or a model with its path made absolute, if it is one; OpenRLHF reads `folder@subset`."""
+    name, at, subset = path.partition("@")
+    return f"{os.path.abspath(name)}{at}{subset}" if os.path.exists(name) else path
 
 
 def _plain(value: Any) -> Any:

@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.generate and getattr(args, flag):
             parser.error(f"argument --{flag}: not with --generate, because its puzzles are new, short and all usable")
     check_out(parser, Path(args.out), is_file=not args.generate)
+    if not args.generate and Path(args.out).suffix not in (".jsonl", ".parquet"):
+        parser.error(f"argument --out: {args.out}: what is converted goes into a .jsonl or .parquet file")
     if args.tokenizer:
         check_tokenizer(parser, args.tokenizer)
     for flag, files in (("--from", args.files or ()), ("--exclude", args.exclude)):

@@ -8,6 +8,7 @@ from arlopti_openrlhf import interrupts
 if __name__ == "__main__":
     interrupts.answer()
 
+import errno
 import json
 import os
 import re
@@ -63,7 +64,17 @@ def main() -> None:
         parser.error(f"argument --out: another quickstart writes to {out}, process {process}: wait, or give another")
     except OSError as error:  # such as a full disk
         parser.error(f"argument --out: {out / _LOCK} cannot be written: {error.strerror}")
+    try:
+        run(out, size, seed, args.reduced)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        parser.exit(1, f"{parser.prog}: error: {error.filename or out} cannot be written: {error.strerror}\n")
+    held.close()
 
+
+def run(out: Path, size: Size, seed: int, is_reduced: bool) -> None:
+    """Train in the folder, measure, and say what came out."""
     # A fresh folder, since evaluations and TensorBoard would continue what an earlier quickstart left.
     start = time.time()
     memory = PeakMemory()
@@ -73,7 +84,7 @@ def main() -> None:
         (out / name).unlink(missing_ok=True)
     log = Log(out / "quickstart.log")
     print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
-    if args.reduced:
+    if is_reduced:
         print("--reduced tests the set-up. Its few steps teach the policy nothing.")
 
     # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
@@ -107,8 +118,7 @@ def main() -> None:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(quickstart_results.sample_answers(*records))
-    print(quickstart_results.report(summary, out, f"pass@{EVAL_SAMPLES}", args.reduced))
-    held.close()
+    print(quickstart_results.report(summary, out, f"pass@{EVAL_SAMPLES}", is_reduced))
 
 
 def make_parser() -> Parser:

@@ -117,6 +117,10 @@ def refused(place, monkeypatch, capsys):
         ("prepare_data --generate --train 1 --out full", "No space left on device: 'full/train.jsonl'"),
         ("prepare_data --from data.jsonl --out empty", "argument --out: empty is a folder, not a file"),
         ("prepare_data --from data.jsonl --out file/x.jsonl", "{}/file is a file, not a folder"),
+        (
+            "prepare_data --from data.jsonl --out o.csv",
+            "--out: o.csv: what is converted goes into a .jsonl or .parquet",
+        ),
         ("prepare_data --from no.parquet --out o.jsonl", "argument --from: no.parquet: No such file or directory"),
         ("prepare_data --from data.jsonl --exclude empty --out o.jsonl", "argument --exclude: empty: Is a directory"),
         ("prepare_data --from torn.jsonl --out o.jsonl", "torn.jsonl, line 2: "),

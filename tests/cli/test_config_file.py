@@ -106,13 +106,15 @@ def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypa
     for name in ("a.jsonl", "b.jsonl", "method.py"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    words = "--actor.model_name_or_path model --reward.model_name_or_path org/name --data.prompt_dataset a.jsonl,org/d"
+    words = "--actor.model_name_or_path model --reward.model_name_or_path org/name --data.prompt_dataset"
     words += " --eval.dataset b.jsonl --reward.remote_url kk --algo.token_method ar method.py --ckpt.path ckpt"
-    kept = yaml.safe_load(config_file.text(command_line.parse(words.split())))
+    first, _, rest = words.partition(" --eval.dataset")
+    words = [*first.split(), "a.jsonl, b.jsonl,elsewhere@sub,org/d", *f"--eval.dataset{rest}".split()]
+    kept = yaml.safe_load(config_file.text(command_line.parse(words)))
     expected = {
         "actor.model_name_or_path": f"{tmp_path}/model",
         "reward.model_name_or_path": "org/name",
-        "data.prompt_dataset": f"{tmp_path}/a.jsonl,org/d",
+        "data.prompt_dataset": f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl,{tmp_path}/elsewhere@sub,org/d",
         "eval.dataset": f"{tmp_path}/b.jsonl",
         "reward.remote_url": "kk",
         "algo.token_method": ["ar", f"{tmp_path}/method.py"],

@@ -1,6 +1,8 @@
 """The quickstart's flags parse, and its results are shown. CI runs it at a reduced size."""
 
+import errno
 import json
+import os
 import sys
 
 import pytest
@@ -18,6 +20,18 @@ def test_the_real_command_parses_its_flags(tmp_path, size):
     flags = vars(train_ppo_ray.parse(quickstart.training_flags(tmp_path, files, size, seed=3)))
     assert (flags["algo.ar.alpha"], flags["algo.lopti.eta"], flags["train.seed"]) == (0.3, 0.5, 4)
     assert flags["eval.dataset"] == str(files.during) and size.steps % flags["eval.steps"] == 0
+
+
+def test_a_disk_that_fills_ends_it_in_one_line(tmp_path, monkeypatch, capsys):
+    def fill(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here/train.jsonl")
+
+    monkeypatch.setattr(quickstart, "write_puzzles", fill)
+    monkeypatch.setattr(sys, "argv", ["quickstart", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        quickstart.main()
+    said = "arlopti quickstart: error: here/train.jsonl cannot be written: No space left on device\n"
+    assert end.value.code == 1 and capsys.readouterr().err == said
 
 
 def write_responses(path, right: int):

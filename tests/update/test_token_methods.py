@@ -98,7 +98,7 @@ METHODS = {
     "cw_grpo": ([], cw_grpo),
     "gmts": ([], lambda p, h, a, r: lowest(-h * a.abs(), h > 0, ceil(0.2 * len(h))).float()),
     "dppo": ([], lambda p, h, a, r, mu: 1.0 - ((a > 0) & (p - mu > 0.2) | (a < 0) & (p - mu < -0.2)).float()),
-    EXAMPLE: ([], lambda p, h, a, r: 1.0 - ((p < p.quantile(0.2)) & (a < 0)).float()),
+    EXAMPLE: ([], lambda p, h, a, r: 1.0 - ((p <= p.kthvalue(ceil(0.2 * len(p))).values) & (a < 0)).float()),
 }
 DIVIDE_BY_KEPT = ("eighty_twenty", "stapo", "gmts")
 READ_ROLLOUT = ("dppo",)

@@ -53,7 +53,8 @@ def run(
     findings = [*findings, *_run(values.check, args), *_run(partial(placement.check_batches, update=update), args)]
     findings += _news(upstream_findings, findings)
     # Skip the slow checks if the quick ones failed: most of their findings would be consequences.
-    if args.dry_run or not any(finding.is_fatal for finding in findings):
+    has_device = all(finding.flag != "ARLOPTI_DEVICE" for finding in findings)
+    if (args.dry_run and has_device) or not any(finding.is_fatal for finding in findings):
         thorough: list[Check] = [*THOROUGH, partial(memory.check, update=update), *own_checks]
         for check in thorough:
             findings += _news(_run(check, args), findings)

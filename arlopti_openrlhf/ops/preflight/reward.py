@@ -102,6 +102,9 @@ def _check_servers(urls: list[str]) -> Iterator[Finding]:
             except httpx.RemoteProtocolError:
                 problem = "something answers, but not in HTTP"
                 yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
+            except httpx.TooManyRedirects:
+                problem = "something answers at /health, and redirects without end"
+                yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 away[server] = error
             else:

@@ -62,6 +62,10 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield from _check_ranges(args, _RANGES_OF_AN_OPTIMIZER, f"{model}.")
         for optimizer in dict.fromkeys(("adam", vars(args)[model].optim)):
             yield from _check_rate(args, f"{model}.{optimizer}.lr")
+    if bool(args.eval.dataset) != (args.eval.steps != -1):
+        flag, other = ("steps", "dataset") if args.eval.dataset else ("dataset", "steps")
+        problem = f"nothing is evaluated during training without --eval.{flag}"
+        yield Finding.of(args, f"eval.{other}", problem, f"give --eval.{flag} too", is_fatal=False)
     device = os.environ.get("ARLOPTI_DEVICE", "")
     if device not in ("", "cpu", "cuda"):
         yield Finding("ARLOPTI_DEVICE", device, "is no device", "set it to cpu or cuda, or unset it")

@@ -97,6 +97,12 @@ def test_a_wait_of_more_than_a_week_is_refused(flag, value, range_, capsys):
     assert f"argument {flag}: {value} is not a number in {range_}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("given", "missing"), [("--eval.dataset x", "steps"), ("--eval.steps 5", "dataset")])
+def test_half_of_what_an_evaluation_needs_is_a_warning(given, missing):
+    (finding,) = values.check(arguments(given))
+    assert not finding.is_fatal and f"nothing is evaluated during training without --eval.{missing}" in str(finding)
+
+
 def test_a_device_that_there_is_not(monkeypatch):
     monkeypatch.setenv("ARLOPTI_DEVICE", "tpu")
     (finding,) = values.check(arguments())

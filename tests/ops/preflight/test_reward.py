@@ -156,6 +156,8 @@ def server():
             def do_GET(self):
                 requests.append(f"GET {self.path}")
                 self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", self.path)
                 self.send_header("Content-Type", "text/html" if body.startswith("<") else "application/json")
                 self.end_headers()
                 self.wfile.write(body.encode())
@@ -193,6 +195,11 @@ def test_a_strangers_server_is_asked_for_its_health_alone_and_is_a_warning(check
     assert f"something answers, but not this package's server (/health: {kind}" in found
     assert "secret" not in found and "password" not in found
     assert requests == ["GET /health"]
+
+
+def test_a_server_that_redirects_without_end_is_a_warning(check, server):
+    [found] = check(server(302)[0])
+    assert "something answers at /health, and redirects without end" in found
 
 
 @pytest.fixture(scope="module")
