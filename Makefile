@@ -56,7 +56,7 @@ test: setup
 endif
 
 long: setup
-	@.venv/bin/python -m pytest -m long
+	@.venv/bin/python -m pytest -m long --durations 25
 
 quickstart: setup
 	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --seed $(SEED) $(ARGS)

@@ -180,5 +180,5 @@ def test_a_run_survives_five_faults(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_run_survives_a_nemesis(tmp_path):
-    """Eight faults of `make chaos ARGS=--nemesis`, on the real stack: the run equals the one that nothing hit."""
-    assert not nemesis.run(tmp_path, seed=0).wrong
+    """Four of the eight faults of `make chaos ARGS=--nemesis`: the run equals the one that nothing hit."""
+    assert not nemesis.run(tmp_path, seed=0, count=4).wrong

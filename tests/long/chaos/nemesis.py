@@ -48,18 +48,18 @@ class Record:
         return json.dumps(asdict(self))
 
 
-def draw(seed: int) -> Case:
-    """Return eight of the faults that keep the updates as they were, in random order at random steps."""
+def draw(seed: int, count: int = DRAWN) -> Case:
+    """Return some of the faults that keep the updates as they were, in random order at random steps."""
     rng = random.Random(seed)
-    faults = rng.sample([fault for fault in FAULTS if fault.keeps_updates], DRAWN)
+    faults = rng.sample([fault for fault in FAULTS if fault.keeps_updates], count)
     return tuple(
-        replace(fault, step=step) for fault, step in zip(faults, sorted(rng.sample(_MOMENTS, DRAWN)), strict=True)
+        replace(fault, step=step) for fault, step in zip(faults, sorted(rng.sample(_MOMENTS, count)), strict=True)
     )
 
 
-def run(out: Path, seed: int) -> Record:
+def run(out: Path, seed: int, count: int = DRAWN) -> Record:
     """Run a seed in `out`, and add its record to `out/nemesis.jsonl`. The run that nothing hits is made once."""
-    case, folder, unbroken = draw(seed), out / f"seed{seed}", _unbroken(out)
+    case, folder, unbroken = draw(seed, count), out / f"seed{seed}", _unbroken(out)
     record = Record(seed, [(fault.name, fault.step) for fault in case])
     shutil.rmtree(folder, ignore_errors=True)
     before, begin = hashes(unbroken), time.monotonic()
