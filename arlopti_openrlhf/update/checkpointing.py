@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig
 
@@ -191,12 +192,30 @@ def _keeping_products() -> Callable:
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return what a layer's first run keeps its products in, and what the second takes them from."""
-    first, second = create_selective_checkpoint_contexts(_policy)
-    return _unchanged_products(first), _unchanged_products(second)
+    first, second = create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+    return _unchanged_products(_Products(first)), _unchanged_products(_Products(second))
+
+
+class _Products(TorchDispatchMode):
+    """Shows a selection of PyTorch's what is kept, and nothing else.
+
+    The selection takes for granted that both runs of a layer have the same operations, also those that are not kept.
+    With ZeRO-3 DeepSpeed gathers weights among them, at moments of its own.
+    """
+
+    def __init__(self, selection: TorchDispatchMode) -> None:
+        super().__init__()
+        self.selection = selection
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.name().partition(".")[0]
+        if name in _PRODUCTS or name.startswith(_ATTENTION):
+            return self.selection.__torch_dispatch__(operation, types, args, kwargs)
+        return operation(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _unchanged_products(selection: AbstractContextManager) -> Iterator[None]:
+def _unchanged_products(products: _Products) -> Iterator[None]:
     """Let nothing change a product that is kept.
 
     With ZeRO-3 DeepSpeed adds a bias to it in place, behind a view through which PyTorch sees no change. The second
@@ -208,11 +227,5 @@ def _unchanged_products(selection: AbstractContextManager) -> Iterator[None]:
         return product if bias is None else product + bias
 
     replaced = F.linear
-    with selection, replaced_attribute(F, "linear", linear if replaced is zero3_linear_wrap else replaced):
+    with products, replaced_attribute(F, "linear", linear if replaced is zero3_linear_wrap else replaced):
         yield
-
-
-def _policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
-    name = operation.name().partition(".")[0]
-    keeps = name in _PRODUCTS or name.startswith(_ATTENTION)
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

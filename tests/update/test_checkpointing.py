@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from arlopti_testing.processes import errors_on_two_ranks
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
 from torch.nn import functional as F
@@ -107,6 +108,49 @@ def test_gradients_are_the_same_and_products_are_computed_once(dtype, is_zero3, 
         assert all(torch.equal(a, b) for a, b in zip(found[level][1], gradients, strict=True))
     assert found[SELECTIVE][2:] == (products, attention)
     assert found[WHOLE][2] == products + (6 + is_zero3) * LAYERS and found[WHOLE][3] == 2 * attention
+
+
+def change_levels(folder: str) -> None:
+    """Run one of two ranks, whose weights DeepSpeed gathers ahead, and the fewer at a time the smaller its buckets."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    model = made(num_hidden_layers=8)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    actor, setter = SelectiveActor(model), Checkpointing(model, flags())
+    actor.packing_samples = actor.is_vlm = False
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": layer // 5,
+        "stage3_max_reuse_distance": 4 * layer,
+    }
+    parameters = list(model.parameters())
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    actor.model, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(parameters, lr=0.0), config=config)
+    sequences = torch.randint(1, 200, (4, 20), generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    attention_mask, action_mask = torch.ones_like(sequences), torch.ones(4, 12, dtype=torch.long)
+    actor.check(sequences, attention_mask)
+    expected = None
+    for level in (NONE, SELECTIVE, SELECTIVE, SELECTIVE, WHOLE, SELECTIVE, SELECTIVE, NONE, SELECTIVE):
+        setter.set(level)
+        log_probs = actor(sequences, action_mask, attention_mask)
+        actor.model.backward((log_probs * torch.arange(log_probs.numel()).view_as(log_probs)).sum())
+        gradient = torch.cat([safe_get_full_grad(parameter).flatten() for parameter in parameters])
+        actor.model.step()
+        expected = gradient if expected is None else expected
+        assert torch.equal(gradient, expected), level
+
+
+@pytest.mark.long
+def test_weights_that_are_gathered_within_a_layer_change_nothing(tmp_path):
+    """The second run of a layer gathers others than the first, and at other moments."""
+    assert not errors_on_two_ranks(__file__, "change_levels", str(tmp_path))
 
 
 class Ranks:

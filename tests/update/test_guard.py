@@ -41,9 +41,10 @@ def with_nan(batch: list, field: str) -> list:
 def everything(probe, *ignored, **ignored_too) -> SimpleNamespace:
     """Return all that an optimizer step may change, as this rank sees it. Runs in a worker."""
     engine = probe.actor.model
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # in float32, stage 0 has PyTorch's
     moments = [
         value.clone()
-        for state in engine.optimizer.optimizer.state.values()
+        for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
@@ -70,6 +71,9 @@ NO_KL = OFF | {"algo.kl.use_loss": False}
 WITH_KL = {"algo.kl.use_loss": True}
 
 CASES = {
+    "zero0, bf16": (["--ds.zero_stage", "0"], False, OFF, "advantages"),
+    "zero0, bf16, a loss without a gradient": (["--ds.zero_stage", "0"], False, NO_KL, "action_log_probs"),
+    "zero0, float32": (["--ds.zero_stage", "0"], True, OFF, "advantages"),
     "zero2, bf16, a loss without a gradient": (["--ds.zero_stage", "2"], False, NO_KL, "action_log_probs"),
     "zero3, bf16, a loss without a gradient": (["--ds.zero_stage", "3"], False, NO_KL, "action_log_probs"),
     "zero2, bf16, upstream's step": (["--ds.zero_stage", "2"], False, NO_METHOD, "advantages"),

@@ -110,10 +110,11 @@ def test_the_average_of_the_weights_is_upstreams(tiny_model):
     assert 0 < relative_distance(averages["Lopti"], averages["stock"]) < 1e-2
 
 
-def test_the_average_counts_a_group_that_is_empty(tiny_model):
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_the_average_counts_a_group_that_is_empty(tiny_model, stage):
     """Two updates whose low group is empty: a stage without a step averages too, as the decay is that of the data."""
-    beta = 0.5
-    group = Group(flags(tiny_model, "--train.enable_ema", "--train.ema_beta", str(beta), "--actor.adam.lr", "1e-3"))
+    beta, ema = 0.5, ["--train.enable_ema", "--train.ema_beta", "0.5", "--actor.adam.lr", "1e-3"]
+    group = Group(flags(tiny_model, *ema, "--ds.zero_stage", stage))
     expected = start = group.parameters()
     for seed in (4, 5):
         before = group.parameters()

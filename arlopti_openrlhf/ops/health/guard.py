@@ -1,5 +1,6 @@
 """Refuses optimizer steps with a loss or gradient that is not finite, on all ranks alike."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -9,6 +10,7 @@ from deepspeed.runtime.utils import has_inf_or_nan
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils import deepspeed as upstream
 from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+from openrlhf.utils.deepspeed.deepspeed_utils import _z3_params_to_fetch
 from torch import Tensor
 from torch import distributed as dist
 
@@ -18,7 +20,7 @@ from arlopti_openrlhf.patching import plain_class
 class GuardedStrategy(DeepspeedStrategy):
     """`DeepspeedStrategy` that refuses an optimizer step if the loss or gradient of any rank is not finite.
 
-    DeepSpeed refuses such steps under ZeRO-1 and 2 in half precision alone. Elsewhere one NaN would make all weights
+    DeepSpeed refuses such steps under ZeRO-1 and 2, and in fp16, alone. Elsewhere one NaN would make all weights
     and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA stay where
     they are. DeepSpeed counts it in `engine.skipped_steps`. What is finite goes through to the bit.
 
@@ -38,7 +40,9 @@ class GuardedStrategy(DeepspeedStrategy):
     def _check_steps(self, engine: deepspeed.DeepSpeedEngine) -> None:
         """Make DeepSpeed look at the losses and gradients before it steps, whatever the stage and the type."""
         optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-        if stage == 0:  # asserts by itself that the gradient's norm is a number
+        if stage == 0:
+            if not engine.fp16_enabled():  # else it has a check
+                optimizer.step = self._checked_step(engine)
             return
         is_checked_by_norm = stage == 3 and not engine.fp16_enabled()
         has_overflow = optimizer.has_overflow
@@ -63,9 +67,24 @@ class GuardedStrategy(DeepspeedStrategy):
 
             optimizer._overflow_check_and_loss_scale_update = check_and_go_on
 
-    def _any_bad_loss(self) -> bool:
-        """Return whether a loss is not finite on any rank, and forget the losses. A collective call."""
-        bad = torch.zeros(1, device=torch.cuda.current_device())
+    def _checked_step(self, engine: deepspeed.DeepSpeedEngine) -> Callable:
+        """Return the step of an optimizer without a check, with one."""
+        optimizer, step = engine.optimizer, engine.optimizer.step
+
+        def check_and_step(*args, **kwargs) -> Any:
+            gradients = (parameter.grad for parameter in engine.module.parameters())
+            optimizer.overflow = self._any_bad_loss([has_inf_or_nan(each) for each in gradients if each is not None])
+            return optimizer.zero_grad() if optimizer.overflow else step(*args, **kwargs)
+
+        return check_and_step
+
+    def _any_bad_loss(self, bad_gradients: Sequence[Tensor] = ()) -> bool:
+        """Return whether a loss or gradient is bad on any rank, and forget the losses. A collective call.
+
+        Args:
+            bad_gradients: whether this rank's gradients are, () each.
+        """
+        bad = sum(bad_gradients, torch.zeros(1, device=torch.cuda.current_device()))
         for loss in self.losses:
             bad += ~loss.isfinite()
         self.losses.clear()
@@ -78,10 +97,26 @@ class GuardedStrategy(DeepspeedStrategy):
         super().backward(loss, model, _optimizer, **kwargs)
 
     def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
-        if is_refused(engine_of(model)):
-            self.time_steps["ema"] += 1  # upstream counts micro-batches, and averages at every so many
-        else:
-            super().moving_average(model, model_ema, beta, device)
+        if self.stage != 3 and not is_refused(engine_of(model)):
+            return super().moving_average(model, model_ema, beta, device)
+        self.time_steps["ema"] += 1  # upstream counts micro-batches, and averages at every so many
+        is_due = self.time_steps["ema"] % self.accumulated_gradient == 0 or self.use_dynamic_batch
+        if is_due and not is_refused(engine_of(model)):
+            self._average_shards(model, model_ema, beta)
+
+    @torch.no_grad()
+    def _average_shards(self, model, model_ema, beta: float) -> None:
+        """Average the weights under ZeRO-3, where upstream's average is dropped as its weights are divided again."""
+        for weights, average in zip(model.parameters(), model_ema.parameters(), strict=True):
+            if not weights.requires_grad:
+                continue
+            away = _z3_params_to_fetch([weights])
+            with (
+                deepspeed.zero.GatheredParameters(away, enabled=bool(away)),
+                deepspeed.zero.GatheredParameters([average], modifier_rank=0),
+            ):
+                if self.is_rank_0():
+                    average.copy_((1 - beta) * weights.to(average.device) + beta * average)
 
     def get_grad_norm(self, model) -> float:
         """Return the norm of the last step's gradient, NaN if the step was refused. DeepSpeed keeps an older one."""
@@ -105,7 +140,7 @@ def install() -> None:
 
 def is_refused(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Return whether the last optimizer step was refused."""
-    # Stage 0's optimizer in bf16 has no such mark. It asserts that the gradient's norm is a number.
+    # An optimizer that is not DeepSpeed's has no such mark before its first step.
     return hasattr(engine.optimizer, "overflow") and engine.optimizer.overflow
 
 

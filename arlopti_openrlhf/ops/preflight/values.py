@@ -66,6 +66,17 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         flag, other = ("steps", "dataset") if args.eval.dataset else ("dataset", "steps")
         problem = f"nothing is evaluated during training without --eval.{flag}"
         yield Finding.of(args, f"eval.{other}", problem, f"give --eval.{flag} too", is_fatal=False)
+    if (args.ds.zero_stage, args.ds.grad_accum_dtype, args.ds.adam_offload) == (1, "fp32", False):
+        problem = "DeepSpeed has another optimizer for ZeRO-1 then, which cannot refuse a gradient that is not finite"
+        yield Finding.of(args, "ds.grad_accum_dtype", problem, "take --ds.zero_stage 2, or leave it out")
+    if args.train.enable_ema:
+        # Half of the distance between two numbers next to each other, as a share of a weight.
+        least = {"bf16": 2**-9, "fp16": 2**-12}[args.ds.param_dtype] / max(1 - args.train.ema_beta, 1e-12)
+        problem = (
+            f"the average is kept in {args.ds.param_dtype}, and moves only where weights have moved by {least:.0%}"
+        )
+        remedy = "leave it out, unless the model is to stay close to the first one"
+        yield Finding.of(args, "train.enable_ema", problem, remedy, is_fatal=False)
     device = os.environ.get("ARLOPTI_DEVICE", "")
     if device not in ("", "cpu", "cuda"):
         yield Finding("ARLOPTI_DEVICE", device, "is no device", "set it to cpu or cuda, or unset it")

@@ -28,7 +28,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.long), True])
 def test_vllms_log_is_shown_only_if_it_fails(fails):
     done = subprocess.run([sys.executable, "-c", QUIET, *(["fail"] * fails)], capture_output=True, text=True)
     assert done.stdout == "for the user\nafter it\n"

@@ -36,6 +36,7 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--logger.logging_steps 0", "--logger.logging_steps", "[1, inf)"),
         ("--actor.dual_clip 1", "--actor.dual_clip", "(1, inf)"),
         ("--ds.zero_stage 4", "--ds.zero_stage", "0, 1, 2 or 3"),
+        ("--ds.zero_stage 1 --ds.grad_accum_dtype fp32", "--ds.grad_accum_dtype", "take --ds.zero_stage 2"),
         ("--reward.remote_url=", "--reward.model_name_or_path", "no source of rewards"),
         # What becomes of prompts.
         ("--data.input_template Q:", "--data.input_template", "it has no {}, so OpenRLHF would leave it out"),
@@ -101,6 +102,13 @@ def test_a_wait_of_more_than_a_week_is_refused(flag, value, range_, capsys):
 def test_half_of_what_an_evaluation_needs_is_a_warning(given, missing):
     (finding,) = values.check(arguments(given))
     assert not finding.is_fatal and f"nothing is evaluated during training without --eval.{missing}" in str(finding)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("bf16", "24%"), ("fp16", "3%")])
+def test_an_average_in_16_bits_is_a_warning(dtype, share):
+    (finding,) = values.check(arguments(f"--train.enable_ema --train.ema_beta 0.992 --ds.param_dtype {dtype}"))
+    assert not finding.is_fatal
+    assert f"kept in {dtype}, and moves only where weights have moved by {share}" in str(finding)
 
 
 def test_a_device_that_there_is_not(monkeypatch):
