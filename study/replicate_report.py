@@ -97,7 +97,7 @@ def _differences(titles: Mapping[str, str], rows: Sequence[dict]) -> list[list[s
     for (arm, base), test, p in zip(pairs, tests, corrected, strict=True):
         cells = [difference(test), p_value(test.p if test else math.nan), p_value(p)]
         cells.append(difference(compare(arm, base, PASS, rows)))
-        lines.append([f"{titles[arm]}, minus {titles[base]}", str(test.difference.n if test else 0), *cells])
+        lines.append([f"{titles[arm]} − {titles[base]}", str(test.difference.n if test else 0), *cells])
     return lines
 
 

@@ -204,14 +204,14 @@ def test_the_tables_by_hand():
     assert "| GRPO | 3 | 0.400 ± 0.099 | 0.900 ± 0.000 | 1.00 ± 0.00 |" in text
     # AR: differences 0.15, 0.15 and 0.12: mean 0.14, s = 0.0173, 4.303 · 0.0173 / √3 = 0.043. With two degrees of
     # freedom t = 14 has p = 1 - 14 / √(14² + 2) = 0.0051, which is the smallest of three.
-    assert "| AR, minus GRPO | 3 | +0.140 ± 0.043 | 0.005 | 0.015 | +0.000 ± 0.000 |" in text
+    assert "| AR − GRPO | 3 | +0.140 ± 0.043 | 0.005 | 0.015 | +0.000 ± 0.000 |" in text
     # One degree of freedom: 0.14 and 0.06 are 0.10 ± 12.706 · 0.04, t = 2.5 and p = 2 / π · arctan(1 / 2.5). 0.01 and
     # 0.09 are 0.05 ± the same, p = 2 / π · arctan(1 / 1.25). Its correction is not below that of the smaller p.
-    assert "| AR, mean one, minus GRPO | 2 | +0.100 ± 0.508 | 0.242 | 0.484 |" in text
-    assert "| AR, minus AR, mean one | 2 | +0.050 ± 0.508 | 0.430 | 0.484 |" in text
-    assert "| Lopti, minus GRPO | 1 | +0.140 |  |  | +0.000 |" in text
+    assert "| AR, mean one − GRPO | 2 | +0.100 ± 0.508 | 0.242 | 0.484 |" in text
+    assert "| AR − AR, mean one | 2 | +0.050 ± 0.508 | 0.430 | 0.484 |" in text
+    assert "| Lopti − GRPO | 1 | +0.140 |  |  | +0.000 |" in text
     assert "| Lopti | 1 | 0.500 | 0.900 |" in text and "| Both | 0 | missing | missing |" in text
-    assert "| Both, minus GRPO | 0 | missing |" in text and "twice" not in text
+    assert "| Both − GRPO | 0 | missing |" in text and "twice" not in text
     # Between two arms without a difference: t · s · √(2/3), of GRPO's runs 4.303 · 0.04 · 0.816 = 0.141.
     assert (
         "accuracies, from the runs of GRPO: a standard deviation of 0.040 between seeds (2 degrees of freedom)" in text
