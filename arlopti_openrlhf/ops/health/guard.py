@@ -53,7 +53,7 @@ class GuardedStrategy(DeepspeedStrategy):
                 is_bad_gradient = any(norm < 0 for norm in optimizer._get_norm_groups())
             else:
                 is_bad_gradient = has_overflow(partition_gradients)
-            return self._any_bad_loss() or is_bad_gradient
+            return self._any_is_bad() or is_bad_gradient
 
         optimizer.has_overflow = is_bad
         if stage < 3:
@@ -73,12 +73,12 @@ class GuardedStrategy(DeepspeedStrategy):
 
         def check_and_step(*args, **kwargs) -> Any:
             gradients = (parameter.grad for parameter in engine.module.parameters())
-            optimizer.overflow = self._any_bad_loss([has_inf_or_nan(each) for each in gradients if each is not None])
+            optimizer.overflow = self._any_is_bad([has_inf_or_nan(each) for each in gradients if each is not None])
             return optimizer.zero_grad() if optimizer.overflow else step(*args, **kwargs)
 
         return check_and_step
 
-    def _any_bad_loss(self, bad_gradients: Sequence[Tensor] = ()) -> bool:
+    def _any_is_bad(self, bad_gradients: Sequence[Tensor] = ()) -> bool:
         """Return whether a loss or gradient is bad on any rank, and forget the losses. A collective call.
 
         Args:
