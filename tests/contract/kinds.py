@@ -44,7 +44,7 @@ def fields(source: str, name: str, expected: str) -> None:
 
 def body(source: str, name: str, expected: str) -> None:
     """Expects the digest of a function. After a change there, change ours alike, and then the digest."""
-    found = digest(find_function(source, name))
+    found = digest(source, find_function(source, name))
     assert found == expected, f"is another function ({found}, not {expected})"
 
 

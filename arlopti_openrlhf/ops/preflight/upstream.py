@@ -8,7 +8,9 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import io
 import os
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,15 +26,15 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 # What we restate: module, function, digest, and what of ours restates it. Tests compare the two.
 # fmt: off
 RESTATED = (
-    (_ACTOR, "ActorPPOTrainer.ppo_train", "2a6c0407f46256f9", "update.trainer.TokenUpdateTrainer._train"),
-    (_ACTOR, "ActorPPOTrainer.training_step", "9d43a53a95ebf483", "update.step.micro_batch_loss"),
-    (_SAMPLES, "SamplesGenerator.generate_samples", "cc4539770eded89f",
+    (_ACTOR, "ActorPPOTrainer.ppo_train", "38d759d8d8640674", "update.trainer.TokenUpdateTrainer._train"),
+    (_ACTOR, "ActorPPOTrainer.training_step", "e6e704f0c1ed33ed", "update.step.micro_batch_loss"),
+    (_SAMPLES, "SamplesGenerator.generate_samples", "ca2223bcf72f84b7",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
-    (_SAMPLES, "SamplesGenerator._generate_vllm", "2982131ddc522973",
+    (_SAMPLES, "SamplesGenerator._generate_vllm", "215a7aba86216ddc",
      "ops.rollouts.samples.SamplesGenerator._generate_vllm"),
-    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "0fdcc4f62d0e813c",
+    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "4cf7f150f9d4dd21",
      "ops.rollouts.samples.SamplesGenerator._sampling_params"),
-    (_STRATEGY, "DeepspeedStrategy.save_ckpt", "2bf305bbe59f0d3b",
+    (_STRATEGY, "DeepspeedStrategy.save_ckpt", "2f4bae69f25a1ef8",
      "ops.checkpoints.saving.CheckpointStrategy.save_ckpt"),
 )
 # fmt: on
@@ -47,8 +49,9 @@ def check() -> Iterator[Finding]:
     (version,) = TESTED["openrlhf"]
     for module, name, expected, who in RESTATED:
         path = find_source(module)
-        node = find(ast.parse(path.read_text("utf-8")), name) if path.is_file() else None
-        if not isinstance(node, Function) or digest(node) != expected:
+        source = path.read_text("utf-8") if path.is_file() else ""
+        node = find(ast.parse(source), name)
+        if not isinstance(node, Function) or digest(source, node) != expected:
             problem = f"{module}.{name} is not that of openrlhf {version}, which our {who} restates"
             yield Finding("", "", problem, f"pip install --force-reinstall --no-deps openrlhf=={version}")
 
@@ -96,7 +99,47 @@ def find(tree: ast.Module, name: str) -> ast.ClassDef | Function | None:
     return found
 
 
-def digest(function: Function) -> str:
-    """Return a digest of a function's parameters and statements. Comments, docstring and layout do not count."""
-    statements = function.body[1:] if ast.get_docstring(function) else function.body
-    return hashlib.sha256("\n".join(map(ast.unparse, [function.args, *statements])).encode()).hexdigest()[:16]
+def digest(source: str, function: Function) -> str:
+    """Return a digest of a function's tokens, decorators included. Comments, docstring and layout do not count.
+
+    All Pythons return the same one, because a token is a piece of the source. What `ast.unparse` and `ast.dump` return
+    depends on the Python that runs.
+    """
+    first, last = min(node.lineno for node in (function, *function.decorator_list)), function.end_lineno or 0
+    has_docstring = ast.get_docstring(function, clean=False) is not None
+    texts: list[str] = []
+    statement: list[tuple[int, str]] = []
+    for kind, text in _tokens(source, first, last):
+        if kind in (tokenize.INDENT, tokenize.DEDENT):
+            texts.append("\t" if kind == tokenize.INDENT else "")
+        elif kind != tokenize.NEWLINE:
+            statement.append((kind, text))
+        else:
+            if has_docstring and all(kind == tokenize.STRING for kind, _ in statement):
+                has_docstring = False  # this was it
+            else:
+                texts += [*(text for _, text in statement), "\n"]
+            statement = []
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _tokens(source: str, first: int, last: int) -> Iterator[tuple[int, str]]:
+    """Yield kind and text of the tokens in some lines, without comments and line breaks that mean nothing.
+
+    An f-string is one token with all its text, as before Python 3.12, which splits it.
+    """
+    lines = list(io.StringIO(source, newline=None))
+    started: list[tuple[int, int]] = []  # where the f-strings begin that have not ended
+    for token in tokenize.generate_tokens(iter(lines).__next__):
+        name = tokenize.tok_name[token.type]
+        if name in ("FSTRING_START", "TSTRING_START"):
+            started.append(token.start)
+        elif name in ("FSTRING_END", "TSTRING_END"):
+            (row, column), (end, end_column) = started.pop(), token.end
+            if not started and first <= row <= last:
+                inner = lines[row - 1 : end]
+                inner[-1] = inner[-1][:end_column]
+                inner[0] = inner[0][column:]
+                yield tokenize.STRING, "".join(inner)
+        elif not started and first <= token.start[0] <= last and name not in ("COMMENT", "NL"):
+            yield token.type, token.string
