@@ -27,14 +27,16 @@ def advantage_weights(action_log_probs: torch.Tensor, alpha: float) -> torch.Ten
         alpha: α in [0, 1]; 0 leaves the advantages as they are. Below 0 rare tokens count more.
 
     Returns:
-        (...,), in at least float32.
+        (...,), in at least float32, above 0: with α = 1 the probability of a token may round to 0, and a token of
+        weight 0 would leave the KL and entropy terms too.
 
     Raises:
         ValueError: `alpha` is no number in [−1, 1].
     """
     if not isinstance(alpha, int | float) or not -1 <= alpha <= 1:
         raise ValueError(f"alpha must lie in [-1, 1], got {alpha}")
-    return alpha * token_probabilities(action_log_probs) + (1 - alpha)
+    weights = alpha * token_probabilities(action_log_probs) + (1 - alpha)
+    return weights.clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def low_probability_mask(action_log_probs: torch.Tensor, action_mask: torch.Tensor, eta: float) -> torch.BoolTensor:

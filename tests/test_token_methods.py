@@ -208,6 +208,16 @@ def test_cw_grpo_is_the_plain_update_where_nothing_covaries(p, advantages):
     assert weights(load("cw_grpo"), tokens(p, advantages)) == [1] * len(p)
 
 
+@pytest.mark.parametrize("source", [("cw_grpo",), ("ar", "alpha=1")])
+def test_a_weight_above_zero_stays_above_zero(source):
+    """Of 2,500 tokens one is 50 σ from the mean, and its exp(−50² / 2) is no number of float32 nor of float64. The
+    same token has the probability exp(−200). A weight of 0 would leave it out of the KL and entropy terms."""
+    seen = tokens([0.5] * 2500, [1.0, -1.0] * 1250)
+    seen = Tokens(*(field.float() for field in seen))
+    seen.log_probs[0, 0], seen.advantages[0, 0] = -200.0, 1e6
+    assert min(weights(load(*source), seen)) > 0
+
+
 def test_gmts():
     # H · |A| = 0.2, 1.5, 0.6, 0.9, 0; ⌈0.4 · 5⌉ = 2 of them. By entropy alone it would be the first and the last.
     seen = tokens([0.5] * 5, [0.1, -1.0, 2.0, 3.0, 0.0], [2.0, 1.5, 0.3, 0.3, 9.0])

@@ -22,6 +22,7 @@ BLOCK_ELEMENTS = 2**24
 _FUSED_FACTOR = 4  # Triton's kernels hold 2 bytes of a logit, plain torch up to 12
 # What the columns of a block are a multiple of. A GPU's matrix products of an odd width take several times as long.
 _WIDTH = 128
+_NO_ODDS = -1e4  # its exponential is 0 in float32, as that of −∞ is, but 0 times it is no NaN
 
 
 def selected_log_probs(
@@ -134,9 +135,13 @@ class _SelectedLogProbs(torch.autograd.Function):
         if with_entropy or with_statistics:
             log_shares = log_totals - log_total
             shares = log_shares.exp()
-            entropy = (shares * (torch.stack([b.entropy for b in blocks]) - log_shares)).sum(dim=0)
+            # A block whose logits are all −∞ has no distribution, and no part in that of the vocabulary.
+            is_empty = shares == 0
+            entropy = shares * (torch.stack([b.entropy for b in blocks]) - log_shares)
+            entropy = entropy.masked_fill(is_empty, 0.0).sum(dim=0)
         if with_statistics:
-            squares = (shares.square() * torch.stack([b.squares for b in blocks])).sum(dim=0)
+            squares = shares.square() * torch.stack([b.squares for b in blocks])
+            squares = squares.masked_fill(is_empty, 0.0).sum(dim=0)
             ctx.mark_non_differentiable(squares, *(() if with_entropy else (entropy,)))
         ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy if with_entropy else None)
         ctx.temperature = temperature
@@ -235,14 +240,14 @@ def _sum_up(logits: Tensor, columns: Tensor, temperature: float, with_statistics
     logits = _scaled(logits, temperature)
     inside, column = _locate(columns, logits.shape[1])
     target = torch.where(inside, logits.gather(1, column)[:, 0], 0.0)
-    greatest = logits.amax(dim=1)
+    greatest = logits.amax(dim=1).clamp(min=torch.finfo(logits.dtype).min)  # they may all be −∞
     logits.sub_(greatest[:, None])
     odds = logits.exp()
     total = odds.sum(dim=1)
     log_total = total.log() + greatest
     if not with_statistics:
         return _BlockSums(target, log_total, None, None)
-    entropy = total.log() - logits.mul_(odds).sum(dim=1) / total
+    entropy = total.log() - logits.clamp_(min=_NO_ODDS).mul_(odds).sum(dim=1) / total
     # Take the target out before the squares: where π is near 1 the others would be lost in its rounding.
     odds.scatter_(1, column, torch.where(inside[:, None], 0.0, odds.gather(1, column)))
     return _BlockSums(target, log_total, entropy, (torch.linalg.vector_norm(odds, dim=1) / total).square())
@@ -276,7 +281,8 @@ def _differentiate(
     if entropy is None or grad_entropy is None:
         grad = log_p.exp_().mul_(-grad_log_probs)
     else:
-        grad = log_p.exp().mul_(-(grad_log_probs + grad_entropy[:, None] * (log_p + entropy[:, None])))
+        p = log_p.exp()
+        grad = p.mul_(-(grad_log_probs + grad_entropy[:, None] * (log_p.clamp_(min=_NO_ODDS) + entropy[:, None])))
     grad.scatter_add_(1, column, torch.where(inside[:, None], grad_log_probs, 0.0))
     return grad.to(dtype)
 

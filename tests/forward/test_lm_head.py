@@ -94,6 +94,32 @@ def test_statistics(monkeypatch, block_elements):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("block_elements", [1, 2**24])
+def test_tokens_that_a_model_rules_out_are_as_if_they_were_not_there(monkeypatch, block_elements):
+    """Their logits are −∞: some of each block, and all of one of the small blocks."""
+    monkeypatch.setattr(lm_head, "BLOCK_ELEMENTS", block_elements)
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 16), (2500, 16), (2500,)))
+    bias[1024:2048] = bias[7::50] = -torch.inf
+    kept = bias.isfinite().nonzero()[:, 0]
+    targets = kept[torch.tensor([0, 1, 700, 1200, 1400])]
+    inputs = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    log_probs, entropy, squares = selected_log_probs(*inputs[:2], targets, inputs[2], 0.7, True, True)
+    found = [log_probs, entropy, *torch.autograd.grad((2 * log_probs + 30 * entropy).sum(), inputs)]
+    found[3:] = [found[3][kept], found[4][kept]]
+    exact_inputs = [x.double().requires_grad_() for x in (hidden, weight[kept], bias[kept])]
+    exact = [*reference(*exact_inputs[:2], torch.searchsorted(kept, targets), exact_inputs[2], 0.7)]
+    exact += torch.autograd.grad((2 * exact[0] + 30 * exact[1]).sum(), exact_inputs)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)
+    logits = torch.nn.functional.linear(hidden, weight, bias) / 0.7
+    for a, b in zip(
+        lm_head.distribution_statistics(logits[None], torch.arange(5), targets), (entropy, squares), strict=True
+    ):
+        assert b.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_bf16_is_no_further_from_the_truth_than_bf16_logits():
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(64, 128, generator=generator).bfloat16()
