@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -49,18 +50,18 @@ class InUse(Exception):
 def lock(path: Path) -> IO[str]:
     """Lock a file for as long as this process lives or the file is open, and write down which process that is.
 
-    This is a POSIX record lock, and not `flock`, for two reasons. The servers of shared file systems know it, so it
-    holds between machines, where `flock` may stay on one (NFS mounted with `local_lock=flock`, GPFS). And a child that
-    is forked does not inherit it, so it ends with this process, however that ends. Its price is that the kernel drops
-    it as soon as this process closes any descriptor of the file. So lock a file once in a process, and open it nowhere
-    else there.
+    This is a record lock, and not `flock`, because the servers of shared file systems know it. So it holds between
+    machines, where `flock` may stay on one (NFS mounted with `local_lock=flock`, GPFS). It belongs to the open file
+    and not to the process: the kernel would drop a process's lock as soon as any code there closes the file, having
+    only looked at it. A child that is forked closes the file, so the lock ends with this process, however that ends.
 
     Raises:
         InUse: another process holds the lock.
         OSError: the file cannot be written, or its file system has no locks.
     """
     file = open(path, "a+", encoding="utf-8")
-    _take(file, fcntl.LOCK_EX)
+    os.register_at_fork(after_in_child=file.close)
+    _take(file, fcntl.F_WRLCK)
     file.truncate(0)
     file.write(f"{os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -69,14 +70,15 @@ def lock(path: Path) -> IO[str]:
 
 
 def look(path: Path) -> None:
-    """Raise `InUse` if another process holds the lock of a file, without taking it. This one must not hold it."""
+    """Raise `InUse` if a process holds the lock of a file, without taking it."""
     with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
-        _take(file, fcntl.LOCK_SH)
+        _take(file, fcntl.F_RDLCK)
 
 
 def _take(file: IO[str], kind: int) -> None:
+    whole_file = struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)  # the kernel's `struct flock`
     try:
-        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, whole_file)
     except (BlockingIOError, PermissionError):  # POSIX lets a system choose between the two
         file.seek(0)
         raise InUse(file.read().strip() or "that has just started") from None

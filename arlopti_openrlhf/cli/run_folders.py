@@ -46,7 +46,7 @@ def held(args: SimpleNamespace) -> Iterator[None]:
     Raises:
         SystemExit: with status 2, after a line on standard error, where another run has taken one since `check`.
     """
-    # By its real path, because a process must not lock a file twice.
+    # By its real path, because a second lock of the same file would be refused.
     folders = {os.path.realpath(folder): (flag, folder) for flag, folder in _folders(args)}
     with ExitStack() as stack:
         for flag, folder in folders.values():

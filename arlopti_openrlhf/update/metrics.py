@@ -109,26 +109,31 @@ class UpdateMetrics:
     def add(self, label: str, num_tokens: float, status: dict[str, float]) -> None:
         """Add a pass: its name, the tokens that it updated over all ranks, and what `PassMetrics.reduce` returned.
 
-        One without a token has taken no step, and does not count.
+        One without a token has taken no step: its metrics do not count, and what it adds to a sum is 0. Of each
+        mini-batch all passes are added, in the same order of mini-batches.
         """
-        if num_tokens:
-            self.passes[label].append((num_tokens, status))
+        self.passes[label].append((num_tokens, status))
 
     def summary(self) -> dict[str, float]:
         """Return the rollout batch's metrics.
 
         The metrics of a pass that has a name appear under it, as `lopti/low/<metric>` or
-        `token_method/pass1/<metric>`. The additive ones also appear as the sum over all. Means of a pass are weighted
-        by tokens. The learning rate is the last pass's. So is, under each name, the norm of the gradient.
+        `token_method/pass1/<metric>`. The additive ones also appear as the sum over all, and are means over the
+        mini-batches that were trained in any pass. Means of a pass are weighted by tokens. The learning rate is the
+        last pass's. So is, under each name, the norm of the gradient.
         """
         summary: dict[str, float] = {}
-        for label, passes in self.passes.items():
+        # A mini-batch's samples are described by the last pass that was trained on them.
+        trained = [[status for n, status in passes if n] for passes in zip(*self.passes.values(), strict=True)]
+        described = [statuses[-1] for statuses in trained if statuses]
+        for label, all_passes in self.passes.items():
+            passes = [(num_tokens, status) for num_tokens, status in all_passes if num_tokens]
             total = sum(num_tokens for num_tokens, _ in passes)
-            if label:
+            if label and passes:
                 summary[f"{label}/num_tokens"] = total
             for name in sorted(set().union(*(status for _, status in passes))):
                 values = [(num_tokens, status.get(name, 0.0)) for num_tokens, status in passes]
-                mean = sum(value for _, value in values) / len(values)
+                mean = sum(value for _, value in values) / (len(described) if name in self.summed else len(values))
                 mean_by_tokens = sum(n * value for n, value in values) / total
                 of_pass = f"{label}/{name}" if label else name
                 if name == "actor_lr":
@@ -136,7 +141,7 @@ class UpdateMetrics:
                 elif name == "actor_grad_norm":
                     summary[of_pass] = [status[name] for _, status in passes if name in status][-1]
                 elif name not in self.of_pass:
-                    summary[name] = mean
+                    summary[name] = sum(status.get(name, 0.0) for status in described) / len(described)
                 elif not label:
                     summary[name] = mean_by_tokens
                 else:

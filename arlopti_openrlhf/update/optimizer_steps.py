@@ -15,11 +15,12 @@ def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LRScheduler) -> None:
     """End a mini-batch whose gradient is zero on every rank without an optimizer step.
 
     A step would move the weights by the momentum of earlier ones. The engine counts the micro-batch, and the schedule,
-    which counts data, moves on.
+    which counts data, moves on. The engine drops its gradients, so what watches their losses forgets these.
     """
     engine.set_gradient_accumulation_boundary(False)
     engine.step()
     engine.optimizer.zero_grad()
+    engine.zero_grad()
     if engine.zero_optimization_stage() < 3:
         engine.optimizer.micro_step_id = INITIAL_MICRO_STEP_ID  # as `step` would; ZeRO-3's `zero_grad` does
     pass_over(engine, scheduler)

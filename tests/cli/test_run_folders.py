@@ -1,6 +1,7 @@
 """A run's folders are its own: another run's checkpoints and model stay, and no two runs write there at once."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -142,10 +143,30 @@ def test_a_folder_in_use_is_refused_with_its_process_and_host(check, run_that_go
 
 
 def test_one_folder_for_both_is_locked_once(run_that_goes_on, check, tmp_path):
-    """A second lock of a file in one process would be no error, and its end the end of both."""
+    """A second lock of a file would be refused, also to the process that holds it."""
     (tmp_path / "link").symlink_to(tmp_path / "path")
     run_that_goes_on(f"--ckpt.output_dir {tmp_path}/link")
     assert len(check(f"--ckpt.output_dir {tmp_path}/other")) == 1
+
+
+def test_a_lock_stays_when_its_process_looks_at_the_folder(tmp_path):
+    """The kernel drops a process's POSIX lock when the process closes the file, whoever there has opened it."""
+    flags = f"--ckpt.path {tmp_path}/path --ckpt.output_dir {tmp_path}/model"
+    code = (
+        "import sys; from arlopti_testing.preflight_command import arguments\n"
+        "from arlopti_openrlhf.cli import run_folders\n"
+        "print(*run_folders.check(arguments(sys.argv[1])))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def look_from_outside() -> str:
+        return subprocess.check_output([sys.executable, "-c", code, flags], env=environment, text=True)
+
+    with run_folders.held(arguments(flags)):
+        shutil.copytree(tmp_path, tmp_path.parent / "copy", dirs_exist_ok=True)
+        assert run_folders.check(arguments(flags))  # which looks too
+        assert f"process {os.getpid()} on " in look_from_outside()
+    assert look_from_outside() == "\n"
 
 
 def test_a_lock_is_not_inherited(tmp_path):
@@ -173,7 +194,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     def no_locks(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("arlopti_openrlhf.cli.processes.fcntl.lockf", no_locks)
+    monkeypatch.setattr("arlopti_openrlhf.cli.processes.fcntl.fcntl", no_locks)
     args = arguments(f"--ckpt.path {tmp_path}/path --ckpt.output_dir {tmp_path}/model")
     assert run_folders.check(args) == []
     with run_folders.held(args):

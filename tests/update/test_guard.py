@@ -120,6 +120,39 @@ def test_a_refused_step_is_no_step(tiny_model, case):
     assert all(map(is_same, after, look(untouched)))
 
 
+# The stages drop their gradients in different ways. `make test` takes one of them.
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s == "2" else [pytest.mark.long]) for s in "0123"])
+def test_a_mini_batch_that_was_skipped_is_forgotten(tiny_model, stage):
+    """No response has a token, as the first pass learns on its way. Its loss is 0 / 0."""
+    group = Group(flags(tiny_model, "--ds.zero_stage", stage, *TRAINING), selective=True)
+    nothing, batch = experiences(seed=1, empty=tuple(range(SAMPLES))), experiences(seed=1, samples_per_prompt=4)
+    before = look(group)
+    assert group.run(nothing, LOPTI, on_policy=True).steps == 0
+    done = group.run(batch, LOPTI, on_policy=True, rebuild=False)
+    assert done.steps == 2 and done.status["skipped_optimizer_steps"] == 0
+    assert_no_nan(done.status)
+    assert not any(map(is_same, before, look(group)))
+
+
+def test_stage_0_in_fp16_looks_at_the_loss_too_and_forgets_it(tiny_model):
+    """The loss is NaN and its gradient is not, so that DeepSpeed's own check would let it through."""
+    more = ["--ds.zero_stage", "0", "--ds.param_dtype", "fp16", *TRAINING]
+    group, batch = Group(flags(tiny_model, *more), float32=False), experiences(seed=1)
+
+    def kept_losses(probe) -> int:
+        return len(probe.strategy.losses)
+
+    for _ in range(20):  # until the scale of the loss fits
+        if not group.run(batch, NO_KL, rebuild=False).status["skipped_optimizer_steps"]:
+            break
+    before = look(group)
+    refused = group.run_ranks(with_nan(batch, "action_log_probs"), NO_KL, rebuild=False)
+    assert [rank.status["skipped_optimizer_steps"] for rank in refused] == [1, 1]
+    assert all(map(is_same, before, look(group)))
+    assert group.run(batch, NO_KL, rebuild=False).status["skipped_optimizer_steps"] == 0
+    assert ray.get(group.workers[False].async_run_method("call", kept_losses)) == [0, 0]
+
+
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_weights_that_are_not_finite_let_no_step_through(tiny_model, stage):
     name = "model.layers.1.mlp.up_proj.weight"

@@ -97,24 +97,29 @@ def flags(loss_type: str = "ppo") -> SimpleNamespace:
 
 
 def test_the_stages_metrics():
-    """Two passes of the low stage over 1 and 3 tokens, one of the high stage over 6."""
+    """Two mini-batches: the low stage has 1 and 3 tokens, and the high one 6 and none, so that its loss there is 0.
+
+    The sum over the stages is 1 + 4 in the first mini-batch and 3 + 0 in the second. What describes the samples is
+    taken from each mini-batch once.
+    """
     metrics = UpdateMetrics(flags())
     low, high = "lopti/low", "lopti/high"
     metrics.add(low, 1.0, {"policy_loss": 1.0, "ppo_kl": 1.0, "reward": 3.0, "actor_lr": 1.0, "actor_grad_norm": 5.0})
     metrics.add(low, 3.0, {"policy_loss": 3.0, "ppo_kl": 5.0, "reward": 5.0, "actor_lr": 2.0, "actor_grad_norm": 6.0})
     metrics.add(high, 6.0, {"policy_loss": 4.0, "ppo_kl": 7.0, "reward": 4.0, "actor_lr": 3.0})
     metrics.passes[high][0][1]["actor_grad_norm"] = 7.0
+    metrics.add(high, 0.0, {})
     assert metrics.summary() == {
         "lopti/low/num_tokens": 4.0,
         "lopti/low/policy_loss": 2.0,  # divided by the whole mini-batch's tokens already: a plain mean
         "lopti/low/ppo_kl": (1 + 3 * 5) / 4,
         "lopti/low/actor_grad_norm": 6.0,
         "lopti/high/num_tokens": 6.0,
-        "lopti/high/policy_loss": 4.0,
+        "lopti/high/policy_loss": (4 + 0) / 2,
         "lopti/high/ppo_kl": 7.0,
         "lopti/high/actor_grad_norm": 7.0,
-        "policy_loss": 6.0,
-        "reward": 4.0,
+        "policy_loss": (5 + 3) / 2,
+        "reward": (4 + 5) / 2,
         "actor_lr": 3.0,
     }
 

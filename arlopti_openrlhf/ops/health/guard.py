@@ -20,8 +20,8 @@ from arlopti_openrlhf.patching import plain_class
 class GuardedStrategy(DeepspeedStrategy):
     """`DeepspeedStrategy` that refuses an optimizer step if the loss or gradient of any rank is not finite.
 
-    DeepSpeed refuses such steps under ZeRO-1 and 2, and in fp16, alone. Elsewhere one NaN would make all weights
-    and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA stay where
+    DeepSpeed looks at gradients alone, and only under ZeRO-1 and 2 and in fp16. Elsewhere one NaN would make all
+    weights and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA stay where
     they are. DeepSpeed counts it in `engine.skipped_steps`. What is finite goes through to the bit.
 
     Muon is the exception: it keeps its momentum before DeepSpeed looks at the gradient, so all later steps are
@@ -30,7 +30,8 @@ class GuardedStrategy(DeepspeedStrategy):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.losses: list[Tensor] = []  # of this rank's micro-batches since the last optimizer step
+        # Of this rank's micro-batches since the last optimizer step, or since the engine's gradients were dropped.
+        self.losses: list[Tensor] = []
 
     def _ds_init_train_model(self, model, cfg: dict):
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
@@ -40,24 +41,31 @@ class GuardedStrategy(DeepspeedStrategy):
     def _check_steps(self, engine: deepspeed.DeepSpeedEngine) -> None:
         """Make DeepSpeed look at the losses and gradients before it steps, whatever the stage and the type."""
         optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-        if stage == 0:
-            if not engine.fp16_enabled():  # else it has a check
-                optimizer.step = self._checked_step(engine)
+        zero_grad = engine.zero_grad
+
+        def forget() -> None:
+            self.losses.clear()
+            zero_grad()
+
+        engine.zero_grad = forget
+        if stage == 0 and not engine.fp16_enabled():
+            optimizer.step = self._checked_step(engine)
             return
         is_checked_by_norm = stage == 3 and not engine.fp16_enabled()
-        has_overflow = optimizer.has_overflow
+        checker = optimizer if stage else optimizer.overflow_checker
+        has_overflow = checker.has_overflow
 
-        def is_bad(partition_gradients: bool = True) -> bool:
+        def is_bad(*args, **kwargs) -> bool:
             if is_checked_by_norm:
                 # DeepSpeed's norms are those of all ranks, and -1 stands for one that is not finite.
                 is_bad_gradient = any(norm < 0 for norm in optimizer._get_norm_groups())
             else:
-                is_bad_gradient = has_overflow(partition_gradients)
+                is_bad_gradient = has_overflow(*args, **kwargs)
             return self._any_is_bad() or is_bad_gradient
 
-        optimizer.has_overflow = is_bad
+        checker.has_overflow = is_bad
         if stage < 3:
-            optimizer.check_grad_overflow = True
+            optimizer.check_grad_overflow = True  # in fp16 it does anyway
         elif is_checked_by_norm:
             go_on = optimizer._overflow_check_and_loss_scale_update
 
