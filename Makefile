@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test long quickstart lint chaos modes fuzz upstream docs clean
+.PHONY: help setup test long quickstart lint chaos modes fuzz upstream pythons docs clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -11,6 +11,8 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(LOCK); } | sha256sum | cut -c1-12)
 PROJECT := .venv/.project
 DOCS := .venv-docs/.stamp
+# Those beside 3.11 that the package runs on. Each gets a .venv of its own.
+PYTHONS ?= 3.10 3.12 3.13
 
 # PyTorch looks for ninja on the PATH whenever DeepSpeed loads a C++ op, and the ops belong to this .venv's headers.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -26,6 +28,7 @@ help:
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server, data or maths; EXAMPLES=10000 SEED=1"
 	@echo "make upstream    set up, then say what the newest OpenRLHF, vLLM, Ray, ... move of what the code depends on"
+	@echo "make pythons     the stack for each other Python here (PYTHONS='3.12 3.13'), then what one process tests: dry runs, commands, graders"
 	@echo "make docs        build the documentation into site/ (its packages go into .venv-docs)"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
@@ -83,6 +86,44 @@ fuzz: setup
 upstream: setup
 	@PYTHONPATH=tests .venv/bin/python -m contract.newest
 
+# Of what is pinned each Python gets the newest version that has a wheel for it. Upstream's wheel for 3.12 is pure Python.
+pythons: export OMP_NUM_THREADS := 1
+pythons:
+	@status=1
+	for version in $(PYTHONS); do
+		venv=$(CURDIR)/.venv-$$version
+		export VIRTUAL_ENV=$$venv PATH="$$venv/bin:$$PATH" TORCH_EXTENSIONS_DIR=$$venv/torch_extensions
+		stamp=$$venv/$$(cat $(LOCK) | sha256sum | cut -c1-12)
+		if [ ! -e $$stamp ]; then
+			if ! python$$version -c 'import ensurepip, venv' 2>/dev/null; then
+				echo "make pythons: there is no python$$version with its venv module: passed over"
+				continue
+			fi
+			echo "make pythons: $$venv; details in $$venv/setup.log"
+			rm -rf $$venv
+			python$$version -m venv $$venv
+			pip="$$venv/bin/python -m pip --disable-pip-version-check --no-input install --progress-bar off --no-deps"
+			torch=$$(grep '^torch==' $(LOCK))
+			{
+				$$pip "$$(grep '^uv==' $(LOCK))"
+				# The build for CPUs, or else PyPI's, which needs CUDA's libraries to be imported.
+				uv pip install "$$torch" || uv pip install --index-url $(TORCH_INDEX) "$$torch" || uv pip install "$${torch%+*}"
+				grep -vE '^(#|uv=|torch=|openrlhf=)' $(LOCK) | sed 's/==/<=/; s/+.*//' | uv pip install --no-deps \
+					--only-binary :all: --no-binary deepspeed --no-binary cwevals --no-binary transformers-stream-generator \
+					--build-constraints $(LOCK) --requirements -
+				$$pip --only-binary :all: --python-version 3.12 "$$(grep '^openrlhf==' $(LOCK))" \
+					--target "$$($$venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+				$$pip --no-build-isolation --editable .
+			} >$$venv/setup.log 2>&1 || { tail -n 25 $$venv/setup.log >&2; exit 1; }
+			touch $$stamp
+		fi
+		echo "make pythons: $$($$venv/bin/python --version)"
+		$$venv/bin/python -m pytest -m "not whole_stack and not long" $(or $(ARGS),tests/ops/preflight tests/cli \
+			tests/contract tests/evaluation tests/grading tests/lab)
+		status=0
+	done
+	exit $$status
+
 # An environment of its own: what builds the site is not what is trained with. It reads the sources, and imports none.
 docs: $(DOCS)
 	@# Not --quiet, which keeps warnings from --strict too.
@@ -98,7 +139,7 @@ $(DOCS): requirements/docs.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-* site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(STACK): export VIRTUAL_ENV := $(CURDIR)/.venv
 $(STACK):

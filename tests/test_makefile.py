@@ -90,5 +90,9 @@ def test_the_weekly_workflow_calls_a_target():
     [schedule] = workflow["on"]["schedule"]
     minute, hour, *days, weekday = schedule["cron"].split()
     assert minute.isdigit() and hour.isdigit() and days == ["*", "*"] and weekday in "0123456"
-    [command] = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert command == "make upstream" and "\nupstream: setup\n" in (ROOT / "Makefile").read_text("utf-8")
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert commands == ["make upstream", "make pythons PYTHONS=${{ matrix.python }}"]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert "\nupstream: setup\n" in makefile and "\npythons:\n" in makefile
+    pythons = workflow["jobs"]["pythons"]["strategy"]["matrix"]["python"]
+    assert f"\nPYTHONS ?= {' '.join(pythons)}\n" in makefile

@@ -6,7 +6,7 @@
 - Code read: none is public.
 - Constants: none.
 - Deviations: no weight is below 1.2e-38, float32's least normal number. Beyond 14.4 σ the formula rounds to 0, and a
-  token of weight 0 is not computed, so that the KL and entropy terms would lose it too. Others unknown: all means and σ
+  token of weight 0 is not computed, so the KL and entropy terms would lose it too. Others are unknown. All means and σ
   are those of the rollout batch, by π_old. So the mean of the weights is 1 there, and `--algo.token_method_normalize`
   divides them by 1, but for rounding.
 - Open: whether the means are the group's or the batch's. We have read two secondary notes and not the paper. They take

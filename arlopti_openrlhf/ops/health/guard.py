@@ -21,8 +21,8 @@ class GuardedStrategy(DeepspeedStrategy):
     """`DeepspeedStrategy` that refuses an optimizer step if the loss or gradient of any rank is not finite.
 
     DeepSpeed looks at gradients alone, and only under ZeRO-1 and 2 and in fp16. Elsewhere one NaN would make all
-    weights and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA stay where
-    they are. DeepSpeed counts it in `engine.skipped_steps`. What is finite goes through to the bit.
+    weights and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA
+    stay where they are. DeepSpeed counts it in `engine.skipped_steps`. What is finite goes through to the bit.
 
     Muon is the exception: it keeps its momentum before DeepSpeed looks at the gradient, so all later steps are
     refused too.
