@@ -13,6 +13,7 @@ PROJECT := .venv/.project
 DOCS := .venv-docs/.stamp
 # Those beside 3.11 that the package runs on. Each gets a .venv of its own.
 PYTHONS ?= 3.10 3.12 3.13
+SOURCES := cwevals deepspeed transformers-stream-generator # these have no wheels
 
 # PyTorch looks for ninja on the PATH whenever DeepSpeed loads a C++ op, and the ops belong to this .venv's headers.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -104,17 +105,19 @@ pythons:
 			python$$version -m venv $$venv
 			pip="$$venv/bin/python -m pip --disable-pip-version-check --no-input install --progress-bar off --no-deps"
 			torch=$$(grep '^torch==' $(LOCK))
-			{
-				$$pip "$$(grep '^uv==' $(LOCK))"
-				# The build for CPUs, or else PyPI's, which needs CUDA's libraries to be imported.
-				uv pip install "$$torch" || uv pip install --index-url $(TORCH_INDEX) "$$torch" || uv pip install "$${torch%+*}"
-				grep -vE '^(#|uv=|torch=|openrlhf=)' $(LOCK) | sed 's/==/<=/; s/+.*//' | uv pip install --no-deps \
-					--only-binary :all: --no-binary deepspeed --no-binary cwevals --no-binary transformers-stream-generator \
-					--build-constraints $(LOCK) --requirements -
+			# What 3.11 and later have in their standard library, or in later versions of a package.
+			printf "%s; python_version < '3.11'\n" exceptiongroup tomli 'async-timeout<6' pytz >$$venv/requirements.txt
+			grep -vE '^(#|uv=|torch=|openrlhf=)' $(LOCK) | sed 's/==/<=/; s/+.*//' >>$$venv/requirements.txt
+			# PyTorch's build for CPUs, or else PyPI's, which needs CUDA's libraries to be imported.
+			{ $$pip "$$(grep '^uv==' $(LOCK))" &&
+				{ uv pip install "$$torch" || uv pip install --index-url $(TORCH_INDEX) "$$torch" ||
+					uv pip install "$${torch%+*}"; } &&
+				uv pip install --no-deps --requirements $$venv/requirements.txt --build-constraints $(LOCK) \
+					--only-binary :all: $(foreach name,$(SOURCES),--no-binary $(name)) &&
 				$$pip --only-binary :all: --python-version 3.12 "$$(grep '^openrlhf==' $(LOCK))" \
-					--target "$$($$venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-				$$pip --no-build-isolation --editable .
-			} >$$venv/setup.log 2>&1 || { tail -n 25 $$venv/setup.log >&2; exit 1; }
+					--target "$$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" &&
+				$$pip --no-build-isolation --editable .; } >$$venv/setup.log 2>&1 ||
+				{ tail -n 25 $$venv/setup.log >&2; exit 1; }
 			touch $$stamp
 		fi
 		echo "make pythons: $$($$venv/bin/python --version)"

@@ -26,15 +26,15 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 # What we restate: module, function, digest, and what of ours restates it. Tests compare the two.
 # fmt: off
 RESTATED = (
-    (_ACTOR, "ActorPPOTrainer.ppo_train", "38d759d8d8640674", "update.trainer.TokenUpdateTrainer._train"),
-    (_ACTOR, "ActorPPOTrainer.training_step", "e6e704f0c1ed33ed", "update.step.micro_batch_loss"),
-    (_SAMPLES, "SamplesGenerator.generate_samples", "ca2223bcf72f84b7",
+    (_ACTOR, "ActorPPOTrainer.ppo_train", "f782e1b4ec1400ac", "update.trainer.TokenUpdateTrainer._train"),
+    (_ACTOR, "ActorPPOTrainer.training_step", "cdb65a04d3228649", "update.step.micro_batch_loss"),
+    (_SAMPLES, "SamplesGenerator.generate_samples", "f3ca3638d4958b26",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
-    (_SAMPLES, "SamplesGenerator._generate_vllm", "215a7aba86216ddc",
+    (_SAMPLES, "SamplesGenerator._generate_vllm", "70e87d06408756c4",
      "ops.rollouts.samples.SamplesGenerator._generate_vllm"),
-    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "4cf7f150f9d4dd21",
+    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "db0fc4353f22cf71",
      "ops.rollouts.samples.SamplesGenerator._sampling_params"),
-    (_STRATEGY, "DeepspeedStrategy.save_ckpt", "2f4bae69f25a1ef8",
+    (_STRATEGY, "DeepspeedStrategy.save_ckpt", "3b4b916955185a69",
      "ops.checkpoints.saving.CheckpointStrategy.save_ckpt"),
 )
 # fmt: on
@@ -111,7 +111,8 @@ def digest(source: str, function: Function) -> str:
     statement: list[tuple[int, str]] = []
     for kind, text in _tokens(source, first, last):
         if kind in (tokenize.INDENT, tokenize.DEDENT):
-            texts.append("\t" if kind == tokenize.INDENT else "")
+            if texts:  # else it belongs to what stands before
+                texts.append("\t" if kind == tokenize.INDENT else "")
         elif kind != tokenize.NEWLINE:
             statement.append((kind, text))
         else:
