@@ -208,7 +208,11 @@ def test_all_turns_of_a_verl_prompt_are_kept(tmp_path, capsys):
     ("prompt", "columns", "reason"),
     [
         ([*asked("One?"), ANSWER], {}, "the last message is the assistant's, so nothing is left to answer"),
-        (asked(f"{TEXT[: TEXT.index('<|im_start|>assistant')]}and more"), {}, "the prompt has text outside its ChatML turns"),
+        (
+            asked(f"{TEXT[: TEXT.index('<|im_start|>assistant')]}and more"),
+            {},
+            "the prompt has text outside its ChatML turns",
+        ),
         (asked("<|im_start|>user"), {}, "the prompt is not ChatML text"),
         (asked("<image>One?"), {"images": ["a.png"]}, "its images would be lost"),
     ],

@@ -30,6 +30,8 @@ THOROUGH: tuple[Check, ...] = (
     reward.check,
 )
 
+_FAILED = "a check failed"
+
 
 def run(
     args: SimpleNamespace,
@@ -61,10 +63,13 @@ def run(
     refuse_if_fatal(findings)
     if findings:
         print(listed(findings), file=sys.stderr, flush=True)
+    if first := data.describe(args):
+        print(f"arlopti_openrlhf: {first}", flush=True)
     if args.dry_run:
         if estimate := memory.describe(args, update):
             print(f"arlopti_openrlhf: {estimate}")
-        print("arlopti_openrlhf: the run can start. Nothing has been started.")
+        unknown = ", except for what a check that failed would have found" * any(f.value is _FAILED for f in findings)
+        print(f"arlopti_openrlhf: the run can start{unknown}. Nothing has been started.")
         sys.exit(0)
 
 
@@ -90,7 +95,8 @@ def _run(check: Check, args: SimpleNamespace) -> Iterator[Finding]:
     except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"a check failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        yield Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)
+        remedy = "the run may end at what it would have found; please report it"
+        yield Finding("", _FAILED, problem, remedy, is_fatal=False)
 
 
 def _news(findings: Iterable[Finding], earlier: Iterable[Finding]) -> list[Finding]:

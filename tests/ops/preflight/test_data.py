@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from arlopti_testing.preflight_command import changed
 
-from arlopti_openrlhf.ops.preflight import data
+from arlopti_openrlhf.ops.preflight import data, rows
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
@@ -205,6 +205,7 @@ def test_of_a_large_file_the_beginning_is_read(check, tmp_path, monkeypatch):
     path = write(tmp_path / "large.jsonl", [row(i) for i in range(1000)])
     assert check(data__prompt_dataset=path, rollout__batch_size=1000) == []
     assert "there are 1000 prompts" in check(data__prompt_dataset=path, rollout__batch_size=1001)[0]
-    monkeypatch.setattr(data, "READ_CHARACTERS", 20_000)
+    monkeypatch.setattr(rows, "READ_BYTES", 20_000)
+    monkeypatch.setattr(rows, "_BATCH", 100)
     [found] = check(data__prompt_dataset=path, rollout__batch_size=1001, data__label_key="answer")
     assert "no row of" in found  # nothing of how many prompts there are, which nobody has counted
