@@ -73,8 +73,8 @@ def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
     """Yield the rows of a published verl-style parquet file, or of a file that `prepare_data` wrote.
 
     verl's files have the columns `prompt`, `reward_model` (whose `ground_truth` is read) and `data_source`; K&K's also
-    have `names`. All turns of a prompt are kept. With the format "text", a single turn is its text to the letter, which
-    in K&K's files is ChatML up to the opening `<think>`, and several turns are rendered as ChatML. With "messages",
+    have `names`. All turns of a prompt are kept. With the format "text", a single turn is its text to the letter. In
+    K&K's files that is ChatML, up to the opening `<think>`. Several turns are rendered as ChatML. With "messages",
     ChatML in a single turn is split into its turns.
 
     Raises:
@@ -194,7 +194,10 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def prompt_key(prompt: str | list[dict[str, str]]) -> str:
-    """Return a prompt's text without white space, template, roles and system text: prompts with one key ask the same."""
+    """Return a prompt's text without white space, template, roles and system text.
+
+    Prompts with one key ask the same.
+    """
     if isinstance(prompt, str):
         turns = _TURN.findall(prompt) or [("user", prompt)]
     else:

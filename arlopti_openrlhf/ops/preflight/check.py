@@ -14,6 +14,7 @@ from arlopti_openrlhf.ops.preflight import (
     model,
     placement,
     reward,
+    trainable,
     values,
 )
 from arlopti_openrlhf.ops.preflight.finding import Check, Finding, Update
@@ -25,6 +26,7 @@ THOROUGH: tuple[Check, ...] = (
     placement.check_cluster,
     machine.check_disk,
     model.check,
+    trainable.check,
     images.check,
     data.check,
     reward.check,

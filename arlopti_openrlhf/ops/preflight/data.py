@@ -83,7 +83,10 @@ def describe(args: SimpleNamespace) -> str | None:
 def _blend(
     flag: str, names: str, split: str, most: int, args: SimpleNamespace
 ) -> Generator[Finding, None, tuple[list[_Data], int | None]]:
-    """Read data sets one by one and as the run joins them. Return them and how many rows that makes, if it is known."""
+    """Read data sets one by one, and as the run joins them.
+
+    Return them, and how many rows they make, or None if that is not known.
+    """
     first_rows = FirstRows(split)
     sets = []
     for name in names.split(","):

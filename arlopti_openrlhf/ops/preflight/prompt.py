@@ -1,4 +1,4 @@
-"""Renders prompts by OpenRLHF's own function, shows one as the model gets it, and checks what a template makes of them."""
+"""Renders prompts by OpenRLHF's own function, shows one as the model gets it, and checks what a template does to it."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ def _preprocess_data(takes_images: bool) -> Callable[..., tuple[str, Any]]:
     return upstream_names("openrlhf.datasets.prompts_dataset", **replaced)["preprocess_data"]
 
 
-def renderer(args: SimpleNamespace, template: Callable[..., str] | None) -> Callable[[Row], str]:
+def renderer(args: SimpleNamespace, template: Callable[..., Any] | None) -> Callable[[Row], str]:
     """Return a function that makes a row's prompt as the run makes it.
 
     `template` takes the messages, if the run has a chat template.
@@ -53,7 +53,7 @@ def renderer(args: SimpleNamespace, template: Callable[..., str] | None) -> Call
 def shown(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a prompt's tokens as text: how many there are, the first and the last characters, escaped."""
     ids = tokenizer(text=prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    text = tokenizer.decode(ids, skip_special_tokens=False)
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if len(text) <= 2 * _SHOWN:
         return f"{len(ids)} tokens\n  {text!r}"
     return f"{len(ids)} tokens\n  begins {text[:_SHOWN]!r}\n  ends   {text[-_SHOWN:]!r}"
@@ -167,7 +167,7 @@ def check(
         )
     if template and template.closing and not is_closed and (as_chat or all(map(template.is_in, texts))):
         closing, eos = (tokenizer.decode(ids).strip() for ids in (template.closing, sorted(ends)))
-        problem = f"its chat template ends an answer with {closing!r}, and vLLM stops at {eos!r} only, so answers may not end"
+        problem = f"its chat template ends an answer with {closing!r}, and vLLM stops at {eos!r}: answers may not end"
         remedy = "correct eos_token_id in generation_config.json, or eos_token in tokenizer_config.json"
         yield Finding.of(args, _ACTOR, problem, remedy, is_fatal=False)
     if by_tokenizer and by_model and not {*by_tokenizer} & {*by_model}:

@@ -147,7 +147,11 @@ def test_what_the_hubs_cache_lacks_comes_from_the_hub(monkeypatch, cached):
         ("config.json", '{"model_type": ', "config.json cannot be read: Expecting value"),
         ("config.json", {"architectures": ["Qwen99ForCausalLM"]}, "does not know the architecture Qwen99ForCausalLM"),
         ("config.json", {"model_type": "qwen99"}, "its configuration cannot be loaded: "),
-        ("config.json", {"vocab_size": 200}, "ids up to 259, but the model has 200 embeddings"),
+        (
+            "config.json",
+            {"vocab_size": 200},
+            "vocab_size 200, and the weights have 320 rows (model.embed_tokens.weight)",
+        ),
         ("model.safetensors", None, "it has no weights: model.safetensors, pytorch_model.bin"),
         ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         ("model.safetensors", -1, "model.safetensors is not whole"),
