@@ -1,4 +1,4 @@
-"""Renders prompts by OpenRLHF's own function, shows one as the model gets it, and checks what a template does to it."""
+"""Renders prompts by OpenRLHF's own function, shows one as the model gets it, and checks what a template does."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -32,8 +32,8 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
 def _quantized(folder: Path) -> str | None:
     """Return how a model is quantized, or None.
 
-    Weights of every such form are frozen in transformers, or need a library of their own. DeepSpeed casts frozen models,
-    too, and vLLM takes no bf16 weights in place of quantized ones.
+    Weights of every such form are frozen in transformers, or need a library of their own. DeepSpeed casts all models,
+    and vLLM takes no bf16 weights in place of quantized ones.
     """
     try:
         config = read_json(folder / "config.json")
