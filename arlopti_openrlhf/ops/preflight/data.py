@@ -300,6 +300,8 @@ def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -
 
 def _check_count(prompts: int, args: SimpleNamespace) -> Iterator[Finding]:
     number = args.rollout.n_samples_per_prompt
+    if number < 1:  # which `values` refuses
+        return
     if prompts * number < args.train.batch_size:
         problem = f"{prompts} prompts with {number} samples each are no whole batch"
         yield Finding.of(args, "train.batch_size", problem, f"give {prompts * number} at most, or more data")

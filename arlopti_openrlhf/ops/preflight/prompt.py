@@ -75,15 +75,14 @@ class Template:
         after = prompt.rpartition(_QUESTION)[2].strip()
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         special.discard(str(tokenizer.bos_token))
-        self.marks = sorted({token for token in special if token in prompt} | ({after} if after else set()))
+        self.marks = sorted({token for token in special if token in prompt} | ({after} if len(after) > 3 else set()))
         try:
             whole = tokenizer.apply_chat_template(
                 [question, {"role": "assistant", "content": _ANSWER}], tokenize=False
             )
-            # The tokens that follow an answer, or None if the template lets none be seen.
-            self.closing: list[int] | None = tokenizer(whole.rpartition(_ANSWER)[2], add_special_tokens=False)[
-                "input_ids"
-            ]
+            after = whole.rpartition(_ANSWER)[2]
+            # The tokens that follow an answer, or None if the template takes no answer.
+            self.closing: list[int] | None = tokenizer(after, add_special_tokens=False)["input_ids"]
         except Exception:  # a template raises what it likes
             self.closing = None
 
@@ -127,7 +126,10 @@ def check(
     """
     key, model, as_chat = args.data.input_key, args.actor.model_name_or_path, args.data.apply_chat_template
     folder = local_folder(model)
-    template = Template(tokenizer) if tokenizer.chat_template and template_problem(tokenizer) is None else None
+    try:
+        template = Template(tokenizer) if tokenizer.chat_template else None
+    except Exception:  # a template raises what it likes
+        template = None
     by_tokenizer, by_model = stops(folder, tokenizer) if folder else ([], [])
     ends = {*by_tokenizer, *by_model}
     is_closed = template and template.closing is not None and bool(ends & {*template.closing})

@@ -23,8 +23,10 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
             continue
         problem = _quantized(folder)
         if problem:
-            remedy = "give the model that it was quantized from, or dequantize it: from_pretrained(...).dequantize()"
-            yield Finding(flag, model, problem, f"{remedy} and save_pretrained")
+            remedy = (
+                "give the model that it was quantized from, or save what from_pretrained(...).dequantize() returns"
+            )
+            yield Finding(flag, model, problem, remedy)
         elif args.ds.lora.rank and not flag.startswith("--reward"):
             yield from _check_lora(folder, model, args)
 
