@@ -151,7 +151,7 @@ ENTRIES = (
     (signature, PROMPTS, "preprocess_data", "data input_template input_key label_key apply_chat_template",
      "ops.preflight.prompt.renderer"),
     (signature, PROMPTS, "_str_to_content_list", "text", "ops.preflight.prompt.as_it_is"),
-    (text, PROMPTS, "preprocess_data", "prompt = apply_chat_template(chat, tokenize=False, add_generation_prompt=True)",
+    (text, PROMPTS, "preprocess_data", "= apply_chat_template(chat, tokenize=False, add_generation_prompt=True)",
      "ops.preflight.images._problem: gets the messages"),
     (signature, DATA, "blending_datasets",
      "datasets probabilities strategy seed max_count stopping_strategy dataset_split", "ops.preflight.rows.FirstRows"),
