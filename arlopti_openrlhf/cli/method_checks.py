@@ -8,7 +8,7 @@ from arlopti_openrlhf import methods
 from arlopti_openrlhf.activation_memory import peak_bytes
 from arlopti_openrlhf.ops.preflight import probe
 from arlopti_openrlhf.ops.preflight.finding import Finding, Update
-from arlopti_openrlhf.ops.preflight.images import is_vision_language
+from arlopti_openrlhf.ops.preflight.prompt import is_vision_language
 from arlopti_openrlhf.ops.preflight.values import rollout_samples
 
 # How the update is computed, as --actor.update says it.

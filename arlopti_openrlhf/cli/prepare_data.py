@@ -36,7 +36,10 @@ def make_parser() -> Parser:
     help_of_sets = f"{', '.join(sets)}, kk_2ppl_train ... kk_8ppl_test"
     source.add_argument("--dataset", nargs="+", choices=published.DATA_SETS, metavar="NAME", help=help_of_sets)
     add("--out", required=True, help="folder for --generate, otherwise the .jsonl or .parquet file")
-    formats = "chat messages (default) or final text; rows that this command wrote keep their format"
+    formats = (
+        "chat messages (default) or final text: several turns as ChatML, as Qwen's models read it, and one as it is; "
+        "rows that this command wrote keep their format"
+    )
     add("--prompt-format", choices=preparation.PROMPT_FORMATS, default="messages", help=formats)
     exclude = "drop prompts that occur in these files, such as test sets"
     add("--exclude", nargs="+", default=[], metavar="FILE", help=exclude)

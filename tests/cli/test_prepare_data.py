@@ -167,6 +167,63 @@ def test_math_files(tmp_path, capsys):
     assert read(out)[0]["prompt"] == f"What is 0? {MATH_INSTRUCTION}"
 
 
+SYSTEM, ANSWER = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "1"}
+
+
+def asked(*contents):
+    """Return user turns with these texts, with an answer after each but the last."""
+    turns = [{"role": "user", "content": content} for content in contents]
+    return [one for turn in turns for one in (turn, ANSWER)][:-1]
+
+
+def verl(path, prompts, **columns):
+    """Write a parquet file as verl's own scripts do, with a prompt of any turns in each row."""
+    truth = {"reward_model": {"style": "rule", "ground_truth": "2"}}
+    pd.DataFrame([{"data_source": "gsm8k", "prompt": p} | truth | columns for p in prompts]).to_parquet(path)
+    return str(path)
+
+
+def test_all_turns_of_a_verl_prompt_are_kept(tmp_path, capsys):
+    prompts = [[SYSTEM, *asked("One?")], [SYSTEM, *asked("Two?")], asked("What is 0?", "Three?"), asked("Four?")]
+    file, out = verl(tmp_path / "train.parquet", prompts), tmp_path / "out.jsonl"
+    main(["--from", file, "--out", str(out)])
+    assert [row["prompt"] for row in read(out)] == prompts
+    main(["--from", file, "--out", str(out), "--prompt-format", "text"])
+    begin, end = "<|im_start|>system\nBe brief.<|im_end|>\n", "<|im_start|>assistant\n"
+    assert [row["prompt"] for row in read(out)] == [
+        f"{begin}<|im_start|>user\nOne?<|im_end|>\n{end}",
+        f"{begin}<|im_start|>user\nTwo?<|im_end|>\n{end}",
+        f"<|im_start|>user\nWhat is 0?<|im_end|>\n{end}1<|im_end|>\n<|im_start|>user\nThree?<|im_end|>\n{end}",
+        "Four?",
+    ]
+    # A test set has the same question, if its system text differs or it has none, too.
+    test = verl(tmp_path / "test.parquet", [[SYSTEM | {"content": "Other."}, *asked("One?")], asked("Two?")])
+    for prompt_format in ("text", "messages"):
+        main(["--from", file, "--out", str(out), "--exclude", test, "--prompt-format", prompt_format])
+        assert len(read(out)) == 2 and "dropped: excluded 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prompt_format", ["text", "messages"])
+@pytest.mark.parametrize(
+    ("prompt", "columns", "reason"),
+    [
+        ([*asked("One?"), ANSWER], {}, "the last message is the assistant's, so nothing is left to answer"),
+        (
+            asked(f"{TEXT[: TEXT.index('<|im_start|>assistant')]}and more"),
+            {},
+            "the prompt has text outside its ChatML turns",
+        ),
+        (asked("<|im_start|>user"), {}, "the prompt is not ChatML text"),
+        (asked("<image>One?"), {"images": ["a.png"]}, "its images would be lost"),
+    ],
+)
+def test_a_verl_prompt_of_which_something_would_be_lost(tmp_path, capsys, prompt_format, prompt, columns, reason):
+    file = verl(tmp_path / "train.parquet", [prompt], **columns)
+    with pytest.raises(SystemExit):
+        main(["--from", file, "--out", str(tmp_path / "out.jsonl"), "--prompt-format", prompt_format])
+    assert f"row 1: unreadable: {reason}" in capsys.readouterr().err
+
+
 def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
     test = published_math(tmp_path / "test.parquet", ["1"], prompts=["In the test?"])
     labels = ["1", "", "\\text{}", "2", "3", "4"]

@@ -8,6 +8,7 @@ ASYNC = "openrlhf.trainer.ppo_trainer_async"
 ASYNC_LLM = "vllm.v1.engine.async_llm"
 COMMAND = "openrlhf.cli.train_ppo_ray"
 CONFIG = "openrlhf.utils.config"
+DATA = "openrlhf.datasets.utils"
 DEEPSPEED_ENGINE = "deepspeed.runtime.engine"
 LAUNCHER = "openrlhf.trainer.ray.launcher"
 LOGGERS = "openrlhf.utils.logging_utils"
@@ -15,6 +16,7 @@ MAKER = "openrlhf.trainer.ppo_utils.experience_maker"
 OUTPUT = "vllm.v1.engine.output_processor"
 PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
 PPO_CRITIC = "openrlhf.trainer.ray.ppo_critic"
+PROMPTS = "openrlhf.datasets.prompts_dataset"
 RAY_STATE = "ray._private.state"
 SAMPLES = "openrlhf.trainer.ppo_utils.samples_generator"
 STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
@@ -144,8 +146,19 @@ ENTRIES = (
      "ops.rollouts.prompts.Prompts.state_dict"),
     (text, ASYNC, "GenerateSamplesActor.fit", "self.prompts_dataloader.state_dict()",
      "ops.rollouts.prompts.Prompts.state_dict"),
-    (text, "openrlhf.datasets.prompts_dataset", "PromptDataset.__init__",
+    (text, PROMPTS, "PromptDataset.__init__",
      "self.prompts.append(prompt) self.labels.append(label)", "ops.rollouts.prompts.digest_of"),
+    (signature, PROMPTS, "preprocess_data", "data input_template input_key label_key apply_chat_template",
+     "ops.preflight.prompt.renderer"),
+    (signature, PROMPTS, "_str_to_content_list", "text", "ops.preflight.prompt.as_it_is"),
+    (text, PROMPTS, "preprocess_data", "= apply_chat_template(chat, tokenize=False, add_generation_prompt=True)",
+     "ops.preflight.images._problem: gets the messages"),
+    (signature, DATA, "blending_datasets",
+     "datasets probabilities strategy seed max_count stopping_strategy dataset_split", "ops.preflight.rows.FirstRows"),
+    (text, DATA, "", "from datasets import Dataset, interleave_datasets, load_dataset, load_from_disk",
+     "ops.preflight.rows.FirstRows: replaces the last two"),
+    (text, AGENT, "SingleTurnAgentExecutor.execute", "hf_tokenizer(text=prompt, add_special_tokens=False,",
+     "ops.preflight.prompt.shown"),
     (text, SAMPLES, "_collect_prompt_batch", "return prompts, labels, images, exhausted",
      "ops.rollouts.samples.SamplesGenerator._draw"),
     (text, VLLM_ENGINE, "create_vllm_engines", "RolloutRayActor.options(",

@@ -12,6 +12,7 @@ from arlopti_openrlhf.lab.scoring.inputs import Row, read_label, read_records
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)\n?<\|im_end\|>\n?", re.DOTALL)
+_ANSWER_BEGINS = re.compile(r"\s*(<\|im_start\|>assistant\s*(<think>\s*)?)?")
 # Data sources of the published files whose names do not fit into the name of a metric.
 _SOURCES = {
     "HuggingFaceH4/MATH-500": "math500",
@@ -72,8 +73,9 @@ def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
     """Yield the rows of a published verl-style parquet file, or of a file that `prepare_data` wrote.
 
     verl's files have the columns `prompt`, `reward_model` (whose `ground_truth` is read) and `data_source`; K&K's also
-    have `names`. With the format "text", a K&K prompt is the published ChatML text to the letter, up to the opening
-    `<think>`. With "messages", it is split into its turns.
+    have `names`. All turns of a prompt are kept. With the format "text", a single turn is its text to the letter. In
+    K&K's files that is ChatML, up to the opening `<think>`. Several turns are rendered as ChatML. With "messages",
+    ChatML in a single turn is split into its turns.
 
     Raises:
         OSError, ValueError: the file cannot be read, or lacks a column. The message names the file.
@@ -108,7 +110,8 @@ def read_data_set(name: str, prompt_format: str) -> Iterator[Read]:
         if name.startswith("kk_"):
             make = knights_knaves.chatml if prompt_format == "text" else knights_knaves.messages
             return _row(make(_text(question)), answer, re.sub(r"_(train|test)$", "", name))
-        return _math_row(f"{_text(question).strip()} {MATH_INSTRUCTION}", answer, name, prompt_format)
+        prompt = f"{_text(question).strip()} {MATH_INSTRUCTION}"
+        return _row(prompt if prompt_format == "text" else [{"role": "user", "content": prompt}], answer, name)
 
     for number, record in enumerate(records, start=1):
         yield _read(f"{source.path}, row {number}", convert, record, prompt_format)
@@ -137,20 +140,32 @@ def _from_prepared(record: dict, prompt_format: str) -> Row:
 def _message(message: dict) -> dict[str, str]:
     if not all(isinstance(message[name], str) for name in ("role", "content")):
         raise ValueError("a message's role or content is not text")
-    return dict(message)
+    given = {name: value for name, value in message.items() if value is not None}  # parquet fills up with None
+    return {"role": message["role"], "content": message["content"]} | given
 
 
 def _from_verl(record: dict, prompt_format: str) -> Row:
-    truth, text = record["reward_model"]["ground_truth"], record["prompt"][0]["content"]
-    if isinstance(truth, dict):
-        prompt = text if prompt_format == "text" else _turns(text)
-        return _row(prompt, truth["solution_text_format"], knights_knaves.datasource(len(record["names"])))
+    if record.get("images"):
+        raise ValueError("its images would be lost: give the file itself to --data.prompt_dataset")
+    truth, prompt = record["reward_model"]["ground_truth"], [_message(message) for message in record["prompt"]]
+    text = prompt[0]["content"]
+    is_rendered = len(prompt) == 1 and text.startswith("<|im_start|>")
     source = str(record.get("data_source") or "math")
-    return _math_row(_text(text), truth, _SOURCES.get(source, re.sub(r"[^\w.-]+", "_", source)), prompt_format)
+    source = _SOURCES.get(source, re.sub(r"[^\w.-]+", "_", source))
+    if isinstance(truth, dict):
+        if len(prompt) == 1 and not is_rendered:
+            raise ValueError(f"the prompt is not ChatML text: {text[:80]!r}")
+        truth, source = truth["solution_text_format"], knights_knaves.datasource(len(record["names"]))
+    turns = _turns(text) if is_rendered else prompt
+    if turns[-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's, so nothing is left to answer")
+    if prompt_format == "messages":
+        return _row(turns, truth, source)
+    return _row(_text(text) if len(prompt) == 1 else _chatml(prompt), truth, source)
 
 
-def _math_row(prompt: str, answer: Any, datasource: str, prompt_format: str) -> Row:
-    return _row(prompt if prompt_format == "text" else [{"role": "user", "content": prompt}], answer, datasource)
+def _chatml(turns: list[dict[str, str]]) -> str:
+    return "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in turns) + "<|im_start|>assistant\n"
 
 
 def _row(prompt: str | list[dict[str, str]], label: Any, datasource: str) -> Row:
@@ -165,9 +180,11 @@ def _text(value: Any) -> str:
 
 
 def _turns(text: str) -> list[dict[str, str]]:
-    turns = [{"role": role, "content": content} for role, content in _TURN.findall(_text(text))]
+    turns = [{"role": role, "content": content} for role, content in _TURN.findall(text)]
     if not turns:
         raise ValueError(f"the prompt is not ChatML text: {text[:80]!r}")
+    if not _ANSWER_BEGINS.fullmatch(rest := _TURN.sub("", text)):
+        raise ValueError(f"the prompt has text outside its ChatML turns: {rest[:80]!r}")
     return turns
 
 
@@ -177,7 +194,13 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def prompt_key(prompt: str | list[dict[str, str]]) -> str:
-    """Return a prompt's text without white space, template and roles: prompts with one key ask the same."""
-    text = prompt_text(prompt)
-    turns = [content for _, content in _TURN.findall(text)]
-    return "".join("".join(turns or [text]).split())
+    """Return a prompt's text without white space, template, roles and system text.
+
+    Prompts with one key ask the same.
+    """
+    if isinstance(prompt, str):
+        turns = _TURN.findall(prompt) or [("user", prompt)]
+    else:
+        turns = [(message["role"], message["content"]) for message in prompt]
+    asked = [content for role, content in turns if role != "system"] or [content for _, content in turns]
+    return "".join("".join(asked).split())

@@ -14,6 +14,7 @@ from arlopti_openrlhf.ops.preflight import (
     model,
     placement,
     reward,
+    trainable,
     values,
 )
 from arlopti_openrlhf.ops.preflight.finding import Check, Finding, Update
@@ -25,10 +26,13 @@ THOROUGH: tuple[Check, ...] = (
     placement.check_cluster,
     machine.check_disk,
     model.check,
+    trainable.check,
     images.check,
     data.check,
     reward.check,
 )
+
+_FAILED = "a check failed"
 
 
 def run(
@@ -61,10 +65,13 @@ def run(
     refuse_if_fatal(findings)
     if findings:
         print(listed(findings), file=sys.stderr, flush=True)
+    if first := data.describe(args):
+        print(f"arlopti_openrlhf: {first}", flush=True)
     if args.dry_run:
         if estimate := memory.describe(args, update):
             print(f"arlopti_openrlhf: {estimate}")
-        print("arlopti_openrlhf: the run can start. Nothing has been started.")
+        unknown = ", except for what a check that failed would have found" * any(f.value is _FAILED for f in findings)
+        print(f"arlopti_openrlhf: the run can start{unknown}. Nothing has been started.")
         sys.exit(0)
 
 
@@ -90,7 +97,8 @@ def _run(check: Check, args: SimpleNamespace) -> Iterator[Finding]:
     except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"a check failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        yield Finding("", "", problem, "this says nothing about the run; please report it", is_fatal=False)
+        remedy = "the run may end at what it would have found; please report it"
+        yield Finding("", _FAILED, problem, remedy, is_fatal=False)
 
 
 def _news(findings: Iterable[Finding], earlier: Iterable[Finding]) -> list[Finding]:

@@ -3,22 +3,22 @@
 import fnmatch
 import random
 import statistics
-from collections.abc import Generator, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Generator, Iterator, Sequence
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from arlopti_openrlhf.ops.preflight import images, probe
+from arlopti_openrlhf.ops.preflight import images, probe, prompt
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import is_offline, load_tokenizer, local_folder
-from arlopti_openrlhf.ops.preflight.rows import NotChecked, Row, Unreadable, read_rows
+from arlopti_openrlhf.ops.preflight.rows import FirstRows, NotChecked, Row, Unreadable, as_objects
 
 if TYPE_CHECKING:
+    from datasets import Features
     from transformers import PreTrainedTokenizerBase
 
 _TRAINING, _EVALUATION = "--data.prompt_dataset", "--eval.dataset"
-# Characters of a data set that are read. `datasets` reads 62 MiB of short rows in 1.5 s.
-READ_CHARACTERS = 64 * 2**20
+_ALL = 10**8  # rows that upstream takes of each data set to evaluate on
 # Rows whose prompts are rendered and counted, drawn by a seed. They take about a second.
 _COUNTED = 2000
 _LABELS = {"kk": 20_000, "math": 100}  # how many labels each grader reads in about a second
@@ -33,7 +33,8 @@ class _Data(NamedTuple):
     flag: str  # where it was named
     name: str
     rows: list[Row]  # the first is row 1
-    is_whole: bool  # these are all rows, and not the beginning of a large set
+    types: "Features"  # of the columns
+    is_whole: bool  # these are all rows that the run takes, and not the beginning of a large set
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
@@ -41,48 +42,89 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if not args.data.prompt_dataset:
         yield Finding(_TRAINING, None, "there is no data", "name a file with prompts")
         return
-    training, evaluation = args.data.prompt_dataset.split(","), (args.eval.dataset or "").split(",")
-    sets = []
-    for name in training:
-        sets.append((yield from _read(_TRAINING, name.strip(), args.data.prompt_split)))
-    are_whole = all(data and data.is_whole for data in sets)
-    prompts = sum(min(len(data.rows), args.data.max_samples) for data in sets if data)
-    for name in evaluation if args.eval.dataset else ():
-        sets.append((yield from _read(_EVALUATION, name.strip(), args.eval.split)))
-    read = [data for data in sets if data]
-
+    most = args.data.max_samples if args.data.max_samples > 0 else _ALL  # `values` refuses the others
+    training, prompts = yield from _blend(_TRAINING, args.data.prompt_dataset, args.data.prompt_split, most, args)
+    evaluation: list[_Data] = []
+    if args.eval.dataset:
+        evaluation, _ = yield from _blend(_EVALUATION, args.eval.dataset, args.eval.split, _ALL, args)
+    read = training + evaluation
     yield from _check_labels(read, args)
-    tokenizer = _load_tokenizer(args)
-    for data in read:
-        yield from _check_prompts(data, args, tokenizer)
-    if are_whole:
-        yield from _check_count(min(prompts, args.data.max_samples), args)
+    yield from _check_all_prompts(read, args)
+    if prompts is not None and args.data.max_samples > 0:
+        yield from _check_count(min(prompts, most), args)
     yield from _check_sampling(read, args)
 
 
 def first_prompts(args: SimpleNamespace, n: int) -> list[tuple[str, Any]]:
     """Return the first `n` prompts, as they are sent to vLLM, with their labels. None where they cannot be had."""
     try:
-        rows = list(islice(read_rows(args.data.prompt_dataset.split(",")[0], args.data.prompt_split), n))
-        tokenizer, label_key = _load_tokenizer(args), args.data.label_key
-        prompts = [(_render(row, args, tokenizer), row[label_key] if label_key else "") for row in rows]
-        return [(prompt, label) for prompt, label in prompts if isinstance(prompt, str)]
+        name, key, label_key = args.data.prompt_dataset.split(",")[0], args.data.input_key, args.data.label_key
+        rows = FirstRows(args.data.prompt_split, most_bytes=0).blend(name.strip(), n)[0]
+        tokenizer = _load_tokenizer(args)
+        as_text = prompt.renderer(args, _template(args, tokenizer))
+        if args.data.apply_chat_template and not tokenizer:  # the run downloads it
+            as_text = itemgetter(key)
+        prompts = [(as_text(row), row[label_key] if label_key else "") for row in rows]
+        return [(text, label) for text, label in prompts if isinstance(text, str)]
     except Exception:  # whatever it is, `check` has said it
         return []
 
 
-def _read(flag: str, name: str, split: str) -> Generator[Finding, None, _Data | None]:
-    """Return the data set, or None after a finding that says why not."""
-    rows: list[Row] = []
-    characters = 0
+def describe(args: SimpleNamespace) -> str | None:
+    """Return the first prompt as the model gets it, or None where it cannot be had."""
+    tokenizer, rows = _load_tokenizer(args), first_prompts(args, 1)
+    if not rows or not tokenizer:
+        return None
+    but = ", without its images" if args.data.max_images_per_prompt else ""
+    but += ", unless the agent changes it" if args.train.agent_func_path else ""
+    return f"the first prompt as the model gets it{but}: {prompt.shown(rows[0][0], tokenizer)}"
+
+
+def _blend(
+    flag: str, names: str, split: str, most: int, args: SimpleNamespace
+) -> Generator[Finding, None, tuple[list[_Data], int | None]]:
+    """Read data sets one by one, and as the run joins them.
+
+    Return them, and how many rows they make, or None if that is not known.
+    """
+    first_rows = FirstRows(split)
+    sets = []
+    for name in names.split(","):
+        sets.append((yield from _read(first_rows, flag, name.strip(), most)))
+    read = [data for data in sets if data]
+    if len(read) < len(sets):
+        return read, None
+    is_training = flag == _TRAINING
     try:
-        for row in read_rows(name, split):
-            if characters > READ_CHARACTERS:
-                return _Data(flag, name, rows, is_whole=False)
-            rows.append(row)
-            characters += len(str(row))
-        if rows:
-            return _Data(flag, name, rows, is_whole=True)
+        probabilities = args.data.prompt_probs if is_training else None
+        joined, _ = first_rows.blend(names, most, probabilities, args.train.seed)
+        return read, len(joined) if all(data.is_whole for data in read) else None
+    except Unreadable as error:
+        remedy = "give each column one type in all of them: it helps to write them in one format, .jsonl or .parquet"
+        yield Finding(flag, names, f"the data sets cannot be joined: {_misfit(read) or error}", remedy)
+        return read, None
+
+
+def _misfit(sets: Sequence[_Data]) -> str | None:
+    """Return the first column that has different types in two data sets."""
+    seen: dict[str, tuple[str, str]] = {}
+    for data in sets:
+        for column, feature in data.types.items():
+            kind = f"{str(feature)[:120]}"
+            if kind == "Value('null')":
+                continue
+            other, name = seen.setdefault(column, (kind, data.name))
+            if kind != other:
+                return f"the column {column} is {other} in {name} and {kind} in {data.name}"
+    return None
+
+
+def _read(first_rows: FirstRows, flag: str, name: str, most: int) -> Generator[Finding, None, _Data | None]:
+    """Return the data set, or None after a finding that says why not."""
+    try:
+        blended, is_whole = first_rows.blend(name, most)
+        if rows := as_objects(blended, name):
+            return _Data(flag, name, rows, blended.features, is_whole)
         yield Finding(flag, name, "it has no rows", "give a data set with prompts")
     except Unreadable as error:
         yield Finding(flag, name, str(error), "correct the path or the data")
@@ -165,61 +207,77 @@ def _load_tokenizer(args: SimpleNamespace) -> "PreTrainedTokenizerBase | None":
         return None
 
 
+def _template(args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None") -> Callable[..., str] | None:
+    return tokenizer.apply_chat_template if tokenizer and args.data.apply_chat_template else None
+
+
+def _check_all_prompts(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Finding]:
+    """Report prompts that are missing, cannot be rendered, are too long, or not what the model was made for."""
+    tokenizer, as_chat = _load_tokenizer(args), args.data.apply_chat_template
+    problem = None
+    if as_chat and tokenizer and tokenizer.chat_template:
+        problem = prompt.template_problem(tokenizer)
+    if problem:
+        remedy = "mend chat_template in its tokenizer_config.json, or chat_template.jinja"
+        yield Finding.of(args, "actor.model_name_or_path", f"its chat template fails: {problem}", remedy)
+    where: list[tuple[str, Row]] = []
+    texts: list[str] = []
+    for data in sets:
+        rendered = yield from _check_prompts(data, args, tokenizer, can_render=not problem)
+        where += [(f"{data.name}, {at}", row) for at, row, _ in rendered]
+        texts += [text for _, _, text in rendered]
+    if tokenizer and texts:
+        yield from prompt.check(where, texts, args, tokenizer)
+
+
 def _check_prompts(
-    data: _Data, args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None"
-) -> Iterator[Finding]:
-    """Report prompts that are missing, cannot be rendered, or are too long."""
+    data: _Data, args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None", can_render: bool
+) -> Generator[Finding, None, list[tuple[str, Row, str]]]:
+    """Report prompts of one data set, and return some as they are rendered: place, row, text."""
     key, as_chat = args.data.input_key, args.data.apply_chat_template
     yield from _check_key(data, args, "data.input_key")
     rows = [(f"row {number}, {key}", row) for number, row in enumerate(data.rows, start=1)]
-    texts: list[str] = []
     bad = [f"{where}: {problem}" for where, row in rows if (problem := _malformed(row.get(key), as_chat))]
-    if not bad:
-        for where, row in _draw(rows, _COUNTED):
+    can_render = can_render and not (as_chat and not (tokenizer and tokenizer.chat_template))
+    rendered: list[tuple[str, Row, str]] = []
+    if not bad and can_render:
+        as_text = prompt.renderer(args, _template(args, tokenizer))
+        for where, row in _draw([(where, row) for where, row in rows if not _is_empty(row.get(key))], _COUNTED):
             try:
-                texts += [] if _is_empty(row.get(key)) else [_render(row, args, tokenizer)]
+                rendered.append((where, row, as_text(row)))
             except Exception as error:  # a template raises what it likes
                 if not as_chat:  # --data.input_template, which has its own finding
-                    return
+                    return []
                 bad.append(f"{where}: the chat template refuses it: {error}")
     if bad:
         remedy = "give text, or messages with role and content" if as_chat else "give text"
         if "chat messages" in bad[0]:
             remedy = "add --data.apply_chat_template"
         yield Finding(data.flag, data.name, first_of(bad, "more rows"), remedy)
-    elif texts and not (as_chat and not (tokenizer and tokenizer.chat_template)):
+        return []
+    if rendered:
         yield from images.check_rows(data.flag, data.name, data.rows, args)
         if tokenizer and not args.data.max_images_per_prompt:
+            texts = [text for _, _, text in rendered]
             ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             yield from _check_lengths(data, [len(each) for each in ids], args)
+    return rendered
 
 
-def _malformed(prompt: Any, as_chat: bool) -> str | None:
-    if prompt is None or isinstance(prompt, str):
+def _malformed(value: Any, as_chat: bool) -> str | None:
+    if value is None or isinstance(value, str):
         return None
-    if not isinstance(prompt, list):
-        return f"a prompt is text{' or a list of messages' if as_chat else ''}, not {type(prompt).__name__}"
+    if not isinstance(value, list):
+        return f"a prompt is text{' or a list of messages' if as_chat else ''}, not {type(value).__name__}"
     if not as_chat:
         return "chat messages, which only a chat template turns into text"
-    for message in prompt:
+    for message in value:
         if not isinstance(message, dict):
             return f"a message is an object with role and content, not {str(message)[:60]}"
         for name, kinds in (("role", str), ("content", str | list)):
             if not isinstance(message.get(name), kinds):
                 return f"a message without {name}: {str(message)[:60]}"
     return None
-
-
-def _render(row: Row, args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """Return the prompt as upstream's `preprocess_data` makes it. Without a chat template, "" for messages."""
-    prompt = row[args.data.input_key]
-    if args.data.apply_chat_template:
-        if tokenizer and tokenizer.chat_template:
-            messages = images.as_messages(prompt)
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return prompt if isinstance(prompt, str) else ""
-    template = args.data.input_template
-    return template.format(prompt) if template else prompt
 
 
 def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -> Iterator[Finding]:
@@ -242,6 +300,8 @@ def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -
 
 def _check_count(prompts: int, args: SimpleNamespace) -> Iterator[Finding]:
     number = args.rollout.n_samples_per_prompt
+    if number < 1:  # which `values` refuses
+        return
     if prompts * number < args.train.batch_size:
         problem = f"{prompts} prompts with {number} samples each are no whole batch"
         yield Finding.of(args, "train.batch_size", problem, f"give {prompts * number} at most, or more data")

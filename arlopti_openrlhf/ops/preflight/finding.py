@@ -26,7 +26,7 @@ class Finding:
         return cls(f"--{flag}", attrgetter(flag)(args), problem, remedy, is_fatal)
 
     def __str__(self) -> str:
-        subject = f"{self.flag} {self.value}: " if self.flag else ""
+        subject = f"{self.flag} {self.value}".strip() + ": " if self.flag else ""
         return f"{subject}{self.problem}; {self.remedy}"
 
 

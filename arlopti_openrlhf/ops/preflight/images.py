@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
-from arlopti_openrlhf.ops.preflight.model import local_folder, read_json
+from arlopti_openrlhf.ops.preflight.prompt import is_vision_language, renderer
 from arlopti_openrlhf.ops.preflight.rows import Row
 
 _MOST = "data.max_images_per_prompt"
@@ -23,16 +23,6 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     elif has_vision and importlib.util.find_spec("torchvision") is None:
         problem = "vision-language models need torchvision, in transformers and in vLLM, and it is not installed"
         yield Finding.of(args, "actor.model_name_or_path", problem, "install the build that fits this PyTorch")
-
-
-def is_vision_language(args: SimpleNamespace) -> bool | None:
-    """Return whether the policy is a vision-language model, as upstream's `is_vlm_model` decides. None: not known."""
-    folder = local_folder(args.actor.model_name_or_path)
-    try:
-        config = read_json(folder / "config.json") if folder else {}
-    except ValueError:
-        return None
-    return "vision_config" in config if config else None
 
 
 def check_rows(flag: str, value: str, rows: Sequence[Row], args: SimpleNamespace) -> Iterator[Finding]:
@@ -59,21 +49,6 @@ def check_rows(flag: str, value: str, rows: Sequence[Row], args: SimpleNamespace
             yield Finding(flag, value, first_of(bad, "more rows"), "correct these rows")
 
 
-def as_messages(prompt: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a prompt as upstream's `preprocess_data` hands it to the chat template: `<image>` in a text is a part."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [message | {"content": _parts(message["content"])} for message in messages]
-
-
-def _parts(content: Any) -> Any:
-    if not (isinstance(content, str) and _TAG in content):
-        return content
-    first, *others = (
-        [{"type": "text", "text": text}] if (text := part.strip()) else [] for part in content.split(_TAG)
-    )
-    return first + [part for texts in others for part in ({"type": "image"}, *texts)]
-
-
 def _images(value: Any) -> list:
     """Return the images of a row. Upstream takes one or a list, and leaves out those that are None."""
     return [image for image in (value if isinstance(value, list) else [value]) if image is not None and image != ""]
@@ -89,7 +64,8 @@ def _problem(row: Row, images: list, args: SimpleNamespace) -> str | None:
     prompt = row.get(args.data.input_key)
     if not args.data.apply_chat_template or not isinstance(prompt, str | list):
         return None
-    contents = [message["content"] for message in as_messages(prompt)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
+    # What the run hands to the chat template is here what comes back.
+    messages: Any = renderer(args, lambda given, **_: given)(row)
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     places = sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
     return None if places == len(images) else f"{len(images)} images, and the prompt has {places} places ({_TAG})"

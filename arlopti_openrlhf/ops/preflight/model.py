@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _ACTOR = "--actor.model_name_or_path"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 _HUB_SECONDS = 5.0  # that the hub gets to answer
 _DOWNLOAD = "download it first, for a check and a faster start"
 # Forms of a tokenizer that transformers reads. Where none is there, it makes an empty one and says nothing.
@@ -104,18 +106,26 @@ def model_size(model: str | None) -> ModelSize | None:
     folder = local_folder(model)
     if folder is None:
         return None
+    try:
+        return ModelSize(build(folder).num_parameters(), load_config(folder).get_text_config())
+    except Exception:  # a model's class raises anything; the check of the model says what is wrong with it
+        return None
+
+
+def build(folder: Path) -> "PreTrainedModel":
+    """Return a model without its weights. It takes no memory.
+
+    Raises:
+        Exception: transformers cannot build it.
+    """
     import torch
     import transformers
 
-    try:
-        config = load_config(folder)
-        name = (config.architectures or [""])[0]
-        build = getattr(transformers, name)._from_config if name else transformers.AutoModelForCausalLM.from_config
-        with torch.device("meta"):
-            parameters = build(config).num_parameters()
-        return ModelSize(parameters, config.get_text_config())
-    except Exception:  # a model's class raises anything; the check of the model says what is wrong with it
-        return None
+    config = load_config(folder)
+    name = (config.architectures or [""])[0]
+    make = getattr(transformers, name)._from_config if name else transformers.AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        return make(config)
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
@@ -124,14 +134,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if not actor:
         yield Finding(_ACTOR, None, "there is no policy to train", "give a folder or a name")
         return
-    flags = {actor: _ACTOR}
-    if not args.reward.remote_url:  # a source of rewards leaves no work to the model
-        flags.setdefault(args.reward.model_name_or_path, "--reward.model_name_or_path")
-    # Last, because a critic that the user has not named is one of the others.
-    flags.setdefault(args.critic.model_name_or_path, "--critic.model_name_or_path")
-    for model, flag in flags.items():
-        if not model or (args.use_ms and not Path(model).is_dir()):
-            continue  # ModelScope has a cache of its own
+    for flag, model in loaded(args):
         findings = list(check_folder(flag, model))
         yield from findings
         folder = local_folder(model)
@@ -140,13 +143,28 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
             yield from _check_context(folder, args)
 
 
+def loaded(args: SimpleNamespace) -> Iterator[tuple[str, str]]:
+    """Yield the models that the run loads, each once, with the flags that name them."""
+    flags = {args.actor.model_name_or_path: _ACTOR}
+    if not args.reward.remote_url:  # a source of rewards leaves no work to the model
+        flags.setdefault(args.reward.model_name_or_path, "--reward.model_name_or_path")
+    # Last, because a critic that the user has not named is one of the others.
+    flags.setdefault(args.critic.model_name_or_path, "--critic.model_name_or_path")
+    for model, flag in flags.items():
+        # ModelScope has a cache of its own.
+        if model and not (args.use_ms and not Path(model).is_dir()):
+            yield flag, model
+
+
 def check_folder(flag: str, model: str) -> Iterator[Finding]:
     """Yield what keeps a model from being loaded: no folder, or one without a whole configuration or weights.
 
     The model is a folder, or a name on the hub. What the hub is to give, all of it or a part, is a warning.
     """
     folder = local_folder(model)
-    if folder is None:
+    if foreign := _foreign_form(Path(model) if folder is None else folder):
+        yield Finding(flag, model, *foreign)
+    elif folder is None:
         yield not_here(flag, model)
     elif not os.access(folder, os.R_OK | os.X_OK):
         yield Finding(flag, model, "the folder cannot be read", "mend its permissions")
@@ -181,6 +199,27 @@ def not_here(flag: str, model: str) -> Finding:
         return Finding(flag, model, problem, "the run fails unless it can be downloaded then", is_fatal=False)
     problem = f"{nowhere}, so the run downloads it from the hub, and none of it is checked"
     return Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)
+
+
+def _foreign_form(path: Path) -> tuple[str, str] | None:
+    """Return problem and remedy of what is a model, but not one that transformers, vLLM and DeepSpeed load alike."""
+    if path.is_file() and path.suffix != ".gguf":
+        return "it is a file", f"give the folder of a model, as {path.parent} may be"
+    gguf = path.name if path.is_file() else next((file.name for file in sorted(path.glob("*.gguf"))), None)
+    if gguf and (path.is_file() or not (path / "config.json").exists()):
+        folder = path.parent if path.is_file() else path
+        load = f"from_pretrained({str(folder)!r}, gguf_file={gguf!r})"
+        remedy = f"convert it: AutoModelForCausalLM.{load} and AutoTokenizer.{load}, then save_pretrained of both"
+        return f"{gguf} is a GGUF file, which cannot be trained", remedy
+    if (path / "adapter_config.json").exists():
+        try:
+            base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        except ValueError:
+            base = None
+        load = f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r})"
+        remedy = f"merge it: {load}.merge_and_unload().save_pretrained(FOLDER), with the tokenizer copied there"
+        return f"it is an adapter of {base or 'another model'}, not a model", remedy
+    return None
 
 
 def _hub_completes(model: str) -> bool:
@@ -290,13 +329,42 @@ def _check_tokenizer(model: str, folder: Path, args: SimpleNamespace) -> Iterato
 
 
 def _check_vocabulary(model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
-    rows, last = load_config(folder).get_text_config().vocab_size, max(tokenizer.get_vocab().values(), default=-1)
-    if last >= rows:
-        problem = f"its tokenizer has ids up to {last}, but the model has {rows} embeddings"
-        pad = tokenizer.pad_token_id
-        # Tokens that were added and do not occur do no harm. The pad token occurs in each batch.
-        is_fatal = tokenizer.vocab_size > rows or (pad is not None and pad >= rows)
+    config = load_config(folder).get_text_config()
+    rows = config.vocab_size
+    try:
+        embedding, head = (_rows_of(folder, names) for names in (_EMBEDDINGS, _HEADS))
+    except Exception:  # another form of weights, or broken ones, which `_check_weights` names
+        embedding = head = None
+    if embedding and embedding[1] != rows and "quantization_config" not in read_json(folder / "config.json"):
+        problem = f"config.json has vocab_size {rows}, and the weights have {embedding[1]} rows ({embedding[0]})"
+        yield Finding(_ACTOR, model, problem, f"set vocab_size to {embedding[1]}, if the weights are the model's")
+        return
+    if config.tie_word_embeddings and embedding and head and head[2] != embedding[2]:
+        problem = f"config.json ties the output to the embedding, and the weights have another {head[0]}"
+        remedy = "set tie_word_embeddings to false, or leave that tensor out: vLLM and transformers choose differently"
+        yield Finding(_ACTOR, model, problem, remedy, is_fatal=False)
+    beyond = {token: id for token, id in tokenizer.get_vocab().items() if id >= rows}
+    if beyond:
+        in_use = [token for token in (tokenizer.eos_token, tokenizer.pad_token) if token in beyond]
+        named = in_use or sorted(beyond, key=lambda token: beyond[token])
+        tokens = first_of([f"{token!r} is {beyond[token]}" for token in named])
+        problem = f"its tokenizer has ids up to {max(beyond.values())}, but the model has {rows} embeddings: {tokens}"
+        # Tokens that were added and do not occur do no harm. Those that end and fill up answers do occur.
+        is_fatal = tokenizer.vocab_size > rows or bool(in_use)
         yield Finding(_ACTOR, model, problem, "use the tokenizer of this model", is_fatal)
+
+
+def _rows_of(folder: Path, names: tuple[str, ...]) -> tuple[str, int, bytes] | None:
+    """Return a tensor's name, how many rows it has, and the first of them. None if no tensor has such a name."""
+    from safetensors import safe_open
+
+    for file in _weight_files(folder):
+        with safe_open(folder / file, "pt") as tensors:
+            for name in tensors.keys():
+                if name.endswith(names):
+                    part = tensors.get_slice(name)
+                    return name, part.get_shape()[0], part[:1].float().numpy().tobytes()
+    return None
 
 
 def _check_context(folder: Path, args: SimpleNamespace) -> Iterator[Finding]:

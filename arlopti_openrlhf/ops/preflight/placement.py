@@ -151,7 +151,7 @@ def check_batches(args: SimpleNamespace, update: Update) -> Iterator[Finding]:
                 remedy = f"give a multiple of {micro_batch * data_parallel}"
                 yield Finding.of(args, "train.batch_size", problem, remedy)
             yield from _check_shares(args, update, names, data_parallel)
-    if samples % batch and not update.takes_whole_steps:
+    if samples > 0 and samples % batch and not update.takes_whole_steps:
         # Gradients of the rest are carried over to the next rollout batch.
         problem = f"does not divide the rollout batch of {samples} samples, so steps mix two rollout batches"
         yield Finding.of(args, "train.batch_size", problem, f"give a divisor of {samples}", is_fatal=False)

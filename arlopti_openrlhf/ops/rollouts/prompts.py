@@ -10,12 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from openrlhf.datasets import prompts_dataset
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 from torch.utils.data import DataLoader
 
 from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
+from arlopti_openrlhf.ops.preflight import prompt
+from arlopti_openrlhf.patching import replaced_attribute
 
 logger = init_logger(__name__)
 
@@ -31,17 +34,23 @@ def install() -> None:
 def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
     """Return upstream's loaders and number of steps, with `Prompts` in place of the loader to train on.
 
+    Without a vision-language model, `<image>` in a prompt stays text. The log gets the first prompt.
+
     Raises:
         ValueError: there would be no optimizer step. The pre-flight says so of data that is on this machine. Upstream
             would save the model as it came.
     """
-    loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
+    parts = prompts_dataset._str_to_content_list if hasattr(tokenizer, "image_processor") else prompt.as_it_is
+    with replaced_attribute(prompts_dataset, "_str_to_content_list", parts):
+        loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
     args = strategy.args
     if not max_steps:
         raise ValueError(
             f"argument --data.prompt_dataset: {len(loader)} prompts with {args.rollout.n_samples_per_prompt} samples "
             f"each are fewer than one batch of --train.batch_size {args.train.batch_size}, so nothing would be trained"
         )
+    of_text = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    logger.info(f"the first prompt as the model gets it: {prompt.shown(loader.dataset.prompts[0], of_text)}")
     return Prompts(loader, digest_of(loader.dataset), args), eval_loader, max_steps
 
 

@@ -62,6 +62,15 @@ def test_a_check_that_fails_stops_nothing(listed):
     assert "warning: a check failed: KeyError: 'x' (" in lines[2] and len(lines) == 3
 
 
+def test_a_dry_run_says_last_that_a_check_has_failed(monkeypatch, capsys):
+    monkeypatch.setattr(check, "THOROUGH", (lambda args: {}["x"],))
+    with pytest.raises(SystemExit):
+        args = arguments("--dry-run")
+        check.run(args, [], [], describe_update(args))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("can start, except for what a check that failed would have found. Nothing has been started.")
+
+
 def test_of_a_flag_that_has_to_be_changed_one_finding_is_enough(listed):
     _, lines = listed(findings=[FATAL], upstream=[Finding("--a", 1, "upstream's assert", "change it"), WARNING])
     assert lines[1:] == ["  error: --a 1: is wrong; mend it", "  warning: --b 2: looks wrong; look"]
@@ -90,6 +99,10 @@ def test_a_run_that_can_start(fitting):
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert re.search(r"estimated peak memory per GPU of the actor: \d\.\d MiB \(weights 0\.2 MiB, ", done.stdout)
     assert "the run can start. Nothing has been started." in done.stdout
+    assert (
+        "arlopti_openrlhf: the first prompt as the model gets it: 34 tokens\n  '<|im_start|>user\\npuzzle 0"
+        in done.stdout
+    )
     assert cpu_seconds_of_children() - before < 60  # 5 s on an idle core
 
 

@@ -1,13 +1,18 @@
 """Each mistake with data is found before anything starts, with its place and what to do."""
 
+import datetime
 import json
 import shutil
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas
 import pytest
 from arlopti_testing.preflight_command import changed
 
-from arlopti_openrlhf.ops.preflight import data
+from arlopti_openrlhf.lab.data.knights_knaves import CHAT_TEMPLATE
+from arlopti_openrlhf.ops.preflight import data, rows
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
@@ -39,8 +44,6 @@ def check(tmp_path, tiny_model):
 
 
 def test_good_data_has_no_finding(check, tmp_path):
-    import pandas
-
     rows = [row(i) for i in range(8)]
     pandas.DataFrame(rows).to_parquet(tmp_path / "d.parquet")
     (tmp_path / "list.json").write_text(json.dumps(rows))
@@ -133,6 +136,93 @@ def test_a_folder_that_datasets_wrote(check, tmp_path):
     assert found.startswith("!--data.label_key label: no row of")
 
 
+def differing(**columns) -> tuple[list[dict], list[dict]]:
+    """Return rows of two data sets. Each column has one value in the first, and another one in the second."""
+    return tuple([row(i, **{name: each[j] for name, each in columns.items()}) for i in range(4)] for j in (0, 1))
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "column"),
+    [
+        ({}, None),
+        ({"more": (1, 2)}, None),
+        ({"more": (None, "x")}, None),
+        ({"more": (1, 1.5)}, "more"),
+        ({"more": ("2020-01-01", "x")}, "more"),
+        ({"prompt": ("text", [{"role": "user", "content": "x"}])}, "prompt"),
+        ({"prompt": (PARTS, [{"role": "user", "content": "x"}])}, "prompt"),
+        ({"prompt": ([{"role": "user", "content": "x", "name": "y"}], [{"role": "user", "content": "x"}])}, "prompt"),
+    ],
+)
+def test_data_sets_are_joined_as_the_run_joins_them(check, tmp_path, columns, column):
+    from openrlhf.datasets.utils import blending_datasets
+
+    first, second = differing(**columns)
+    names = f"{write(tmp_path / 'a.jsonl', first)},{write(tmp_path / 'b.jsonl', second)}"
+    flags = {"data__prompt_dataset": names, "rollout__batch_size": 1}
+    strategy = SimpleNamespace(print=print, is_rank_0=lambda: False)
+    if column is None:
+        assert check(**flags, eval__dataset=names) == []
+        assert len(blending_datasets(names, None, strategy)) == 8
+        assert "there are 8 prompts" in check(**flags | {"rollout__batch_size": 9})[0]
+        return
+    for flag in ("data__prompt_dataset", "eval__dataset"):  # data to train on and to evaluate on are not joined
+        [found] = check(**flags | {"data__prompt_dataset": str(tmp_path / "a.jsonl"), flag: names})
+        assert found.startswith(f"!--{flag.replace('__', '.')} {names}: the data sets cannot be joined: ")
+        assert f"the column {column} is" in found
+    with pytest.raises(ValueError, match="features can't be aligned"):
+        blending_datasets(names, None, strategy)
+
+
+def test_a_csv_file_beside_json_lines(check, tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,label\nx,a\n")
+    names = f"{write(tmp_path / 'b.jsonl', [{'prompt': 'x', 'label': 'a'}])},{tmp_path / 'a.csv'}"
+    [found] = check(data__prompt_dataset=names, rollout__batch_size=1)
+    assert "the column prompt is Value('string') in " in found and "and Value('large_string') in " in found
+
+
+def test_the_run_mixes_by_probability(check, tmp_path):
+    """The smaller set comes again until the larger has come once, so there are more prompts than rows."""
+    names = f"{write(tmp_path / 'a.jsonl', [row(0)] * 2)},{write(tmp_path / 'b.jsonl', [row(1)] * 6)}"
+    flags = {"data__prompt_dataset": names, "data__prompt_probs": "0.5,0.5", "train__seed": 1}
+    assert "there are 11 prompts" in check(**flags, rollout__batch_size=100)[0]
+
+
+def test_values_that_json_cannot_hold_are_as_the_run_has_them(check, tmp_path):
+    values = [Decimal("1.50"), datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1), b"x"]
+    for value in values:
+        pandas.DataFrame([row(i, label=value) for i in range(4)]).to_parquet(tmp_path / "d.parquet")
+        flags = {"data__prompt_dataset": str(tmp_path / "d.parquet"), "rollout__batch_size": 1}
+        assert check(**flags) == []
+        args = changed(**flags | {"data__apply_chat_template": False, "data__input_key": "datasource"})
+        assert data.first_prompts(args, 1) == [("kk_2ppl", value)]
+
+
+@pytest.mark.parametrize("most", [-5, 0])
+def test_a_number_that_is_refused_has_no_consequences(check, most):
+    assert check(data__max_samples=most, rollout__batch_size=8) == []
+
+
+def test_a_script_that_datasets_does_not_run(check, tmp_path):
+    (tmp_path / "make.py").write_text("")
+    [found] = check(data__prompt_dataset=str(tmp_path / "make.py"))
+    assert found.startswith(SET) and "a script makes the data, which datasets" in found
+
+
+def test_splits_on_disk(check, tmp_path):
+    import datasets
+
+    rows_of = {"train": [row(i) for i in range(8)], "test": [row(1, label=None)]}
+    sets = datasets.DatasetDict({name: datasets.Dataset.from_list(each) for name, each in rows_of.items()})
+    sets.save_to_disk(str(tmp_path / "saved"))
+    assert check(data__prompt_dataset=str(tmp_path / "saved")) == []
+    [found] = check(data__prompt_dataset=str(tmp_path / "saved"), data__prompt_split="other")
+    assert found.startswith(SET) and "it has no split other, but train, test" in found
+
+
 def test_a_file_that_is_not_utf8(check, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin1"))
     [found] = check(data__prompt_dataset=str(tmp_path / "latin.jsonl"))
@@ -154,7 +244,7 @@ def test_a_data_set_that_is_not_there(check, tmp_path, monkeypatch, flag, name, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("words")
     [found] = check(**{flag: f"{tmp_path / 'd.jsonl'},{name}"})
-    assert found.startswith("!" * fatal + f"--{flag.replace('__', '.')} {name}") and problem in found
+    assert found.startswith("!" * fatal + f"--{flag.replace('__', '.')} {name}".strip()) and problem in found
 
 
 def test_a_wrong_key(check):
@@ -165,9 +255,11 @@ def test_a_wrong_key(check):
 
 def test_a_template_that_refuses_the_messages(check, tmp_path, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    [found] = check(actor__model_name_or_path=str(tmp_path / "model"))
-    assert "row 1, prompt: the chat template refuses it: roles must alternate (and 7 more rows)" in found
+    refuses = "{{ raise_exception('roles must alternate') if messages | length > 2 }}"
+    (tmp_path / "model/chat_template.jinja").write_text(f"{refuses}{CHAT_TEMPLATE}")
+    given = [row(i, prompt=row(i)["prompt"] * 3) if i else row(i) for i in range(8)]
+    [found] = check(given, actor__model_name_or_path=str(tmp_path / "model"))
+    assert "row 2, prompt: the chat template refuses it: roles must alternate (and 6 more rows)" in found
 
 
 @pytest.mark.parametrize(
@@ -205,6 +297,7 @@ def test_of_a_large_file_the_beginning_is_read(check, tmp_path, monkeypatch):
     path = write(tmp_path / "large.jsonl", [row(i) for i in range(1000)])
     assert check(data__prompt_dataset=path, rollout__batch_size=1000) == []
     assert "there are 1000 prompts" in check(data__prompt_dataset=path, rollout__batch_size=1001)[0]
-    monkeypatch.setattr(data, "READ_CHARACTERS", 20_000)
+    monkeypatch.setattr(rows, "READ_BYTES", 20_000)
+    monkeypatch.setattr(rows, "_BATCH", 100)
     [found] = check(data__prompt_dataset=path, rollout__batch_size=1001, data__label_key="answer")
     assert "no row of" in found  # nothing of how many prompts there are, which nobody has counted

@@ -10,7 +10,7 @@ import pytest
 from arlopti_testing.preflight_command import arguments, changed
 
 from arlopti_openrlhf.cli import method_checks
-from arlopti_openrlhf.ops.preflight import data, images, model, rows
+from arlopti_openrlhf.ops.preflight import data, images, model, prompt, rows
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 # As a vision-language model's: contents are a text, or a list of parts.
@@ -89,7 +89,8 @@ def test_images_inside_a_data_set_are_not_decoded(tmp_path):
     types = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
     given = {"prompt": ["a"], "images": [[{"bytes": b"no image", "path": None}]]}
     datasets.Dataset.from_dict(given, features=types).to_parquet(str(tmp_path / "d.parquet"))
-    [found] = rows.read_rows(str(tmp_path / "d.parquet"), "train")
+    data, _ = rows.FirstRows("train").blend(str(tmp_path / "d.parquet"), 10)
+    [found] = rows.as_objects(data, "d.parquet")
     assert found == {"prompt": "a", "images": [{"bytes": b"no image", "path": None}]}
 
 
@@ -125,17 +126,17 @@ def test_methods_that_read_entropies(vision_language):
     assert list(method_checks.check_methods(arguments(f"{policy} ar"))) == []
 
 
-def test_prompts_are_rendered_as_upstream_does(vision_language):
+def test_prompts_are_rendered_as_upstream_does(vision_language, tiny_model):
+    """`<image>` stands for an image where the model takes some, and for itself where it does not."""
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
     tokenizer = load_tokenizer(vision_language)
     assert tokenizer.chat_template == TEMPLATE
+    of_images, of_text = (changed(actor__model_name_or_path=str(name)) for name in (vision_language, tiny_model))
+    template = tokenizer.apply_chat_template
     for text in ("<image>a", "a <image> b<image>", "<image><image>", " <image> ", "a", "a <image>\n<image> b "):
-        for prompt in (text, [{"role": "system", "content": "s"}, {"role": "user", "content": text}]):
-            got: list = []
-            preprocess_data(
-                {"prompt": prompt}, None, "prompt", None, lambda chat, got=got, **_: got.extend(chat) or ""
-            )
-            assert images.as_messages(prompt) == got
-            rendered = tokenizer.apply_chat_template(got, tokenize=False)
+        for row in ({"prompt": text}, {"prompt": [{"role": "user", "content": text}]}):
+            rendered = prompt.renderer(of_images, template)(row)
+            assert rendered == preprocess_data(row, None, "prompt", None, template)[0]
             assert rendered.count("<|image_pad|>") == text.count("<image>")
+            assert prompt.renderer(of_text, template)(row) == text

@@ -147,7 +147,11 @@ def test_what_the_hubs_cache_lacks_comes_from_the_hub(monkeypatch, cached):
         ("config.json", '{"model_type": ', "config.json cannot be read: Expecting value"),
         ("config.json", {"architectures": ["Qwen99ForCausalLM"]}, "does not know the architecture Qwen99ForCausalLM"),
         ("config.json", {"model_type": "qwen99"}, "its configuration cannot be loaded: "),
-        ("config.json", {"vocab_size": 200}, "ids up to 259, but the model has 200 embeddings"),
+        (
+            "config.json",
+            {"vocab_size": 200},
+            "vocab_size 200, and the weights have 320 rows (model.embed_tokens.weight)",
+        ),
         ("model.safetensors", None, "it has no weights: model.safetensors, pytorch_model.bin"),
         ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         ("model.safetensors", -1, "model.safetensors is not whole"),
@@ -180,6 +184,51 @@ def test_what_makes_up_for_it(folder):
     change(folder / "config.json", architectures=["Qwen99ForCausalLM"], auto_map={"AutoModelForCausalLM": "a.Qwen99"})
     (folder / "chat_template.jinja").unlink()
     assert check(folder, data__apply_chat_template=False) == []
+
+
+def test_a_token_that_no_answer_has_may_lie_outside_of_the_embedding(folder):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(62)])
+    tokenizer.save_pretrained(folder)
+    [found] = check(folder)
+    assert found.startswith("--actor") and "320 embeddings: '<extra 60>' is 320 (and 1 more); use" in found
+    change(folder / "tokenizer_config.json", eos_token="<extra 61>")
+    [found] = check(folder)
+    assert found.startswith("!--actor") and "320 embeddings: '<extra 61>' is 321; use" in found
+
+
+def test_an_output_layer_that_config_json_ties_away(folder, make_model):
+    shutil.copy(Path(make_model(tied=False), "model.safetensors"), folder)
+    [found] = check(folder)
+    assert (
+        found.startswith("--actor")
+        and "ties the output to the embedding, and the weights have another lm_head" in found
+    )
+    change(folder / "config.json", tie_word_embeddings=False)
+    assert check(folder) == []
+
+
+def test_an_adapter_is_no_model(folder):
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    [found] = check(folder)
+    assert found.startswith("!--actor") and "it is an adapter of some/base, not a model; merge it: AutoPeft" in found
+    (folder / "adapter_config.json").write_text("[")
+    assert "it is an adapter of another model" in check(folder)[0]
+
+
+def test_a_gguf_file_is_no_model(tmp_path, folder):
+    (tmp_path / "model.Q4.gguf").write_bytes(b"GGUF")
+    for given in (tmp_path / "model.Q4.gguf", tmp_path):
+        [found] = check(given)
+        assert (
+            found.startswith("!--actor")
+            and "model.Q4.gguf is a GGUF file, which cannot be trained; convert it" in found
+        )
+        assert f"from_pretrained('{tmp_path}', gguf_file='model.Q4.gguf')" in found
+    (folder / "model.gguf").write_bytes(b"GGUF")  # beside the model itself
+    assert check(folder) == []
+    [found] = check(folder / "model.safetensors")
+    assert found.endswith(f"it is a file; give the folder of a model, as {folder} may be")
 
 
 def test_a_folder_of_folders(folder):

@@ -1,5 +1,6 @@
 """The prompts come in the order of the seed, and their place survives a checkpoint."""
 
+import json
 import logging
 import pickle
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from openrlhf.utils.config import hierarchize
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.ops.rollouts.prompts import OtherPrompts, Prompts, digest_of, prepare_datasets, seed_of
@@ -92,19 +94,43 @@ def test_the_digest_knows_prompts_labels_and_their_order():
     assert of(("\ud800", None)) != of(("", None))
 
 
+@pytest.fixture
+def prepare(tiny_model):
+    """prepare(DATA, FLAGS) returns what `prepare_datasets` returns for chats and the tiny model."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def run(data: object, flags: str) -> tuple:
+        given = f"--data.prompt_dataset {data} --data.input_key prompt --data.label_key label {flags}"
+        args = arguments(*given.split(), "--data.apply_chat_template")
+        strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
+        strategy.setup_dataloader = lambda data, *_, **__: DataLoader(data, batch_size=1)
+        return prepare_datasets(strategy, tokenizer)
+
+    return run
+
+
 @pytest.mark.parametrize("samples", [63, 64])
-def test_data_for_less_than_one_step(samples, tiny_data):
+def test_data_for_less_than_one_step(samples, tiny_data, prepare):
     """Upstream takes no optimizer step then, and saves the model as it came."""
-    data = f"--data.prompt_dataset {tiny_data} --data.input_key prompt --data.label_key label".split()
-    sizes = f"--data.max_samples {samples} --rollout.n_samples_per_prompt 2 --train.batch_size 128".split()
-    args = arguments(*data, *sizes, "--rollout.batch_size", 64)
-    strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
-    strategy.setup_dataloader = lambda data, *_, **__: DataLoader(data, batch_size=1)
+    sizes = f"--data.max_samples {samples} --rollout.n_samples_per_prompt 2 --train.batch_size 128"
     if samples == 64:
-        assert prepare_datasets(strategy, None)[2] == 1
+        assert prepare(tiny_data, f"{sizes} --rollout.batch_size 64")[2] == 1
     else:
         with pytest.raises(ValueError, match="63 prompts with 2 samples each are fewer than one batch of .* 128"):
-            prepare_datasets(strategy, None)
+            prepare(tiny_data, f"{sizes} --rollout.batch_size 64")
+
+
+def test_the_log_shows_the_first_prompt_in_which_image_is_a_word(tmp_path, prepare, caplog):
+    """Upstream would make a list of parts of the prompt, whose text a model without vision would get."""
+    logger = logging.getLogger("arlopti_openrlhf.ops.rollouts.prompts")
+    logger.addHandler(caplog.handler)
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"prompt": "Is <image> a tag?", "label": "1"}) + "\n")
+    loader, _, _ = prepare(path, "--rollout.n_samples_per_prompt 1 --rollout.batch_size 1 --train.batch_size 1")
+    logger.removeHandler(caplog.handler)
+    expected = "<|im_start|>user\nIs <image> a tag?<|im_end|>\n<|im_start|>assistant\n<think>"
+    assert loader.loader.dataset.prompts == [expected]
+    assert f"the first prompt as the model gets it: 43 tokens\n  {expected!r}" in caplog.text
 
 
 def test_seeds_differ_and_stay():

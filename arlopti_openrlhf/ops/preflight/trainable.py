@@ -1,0 +1,78 @@
+"""Checks that the models can be trained as they are: none is quantized, and LoRA finds its modules."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.model import build, loaded, local_folder, read_json
+
+_LORA = "ds.lora.target_modules"
+
+
+def check(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield why a model of the run could not be trained, or its weights not be sent to vLLM."""
+    if args.ds.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        missing, remedy = "it needs bitsandbytes, which is not installed", "install it, or leave the flag out"
+        yield Finding.of(args, "ds.load_in_4bit", missing, remedy)
+    for flag, model in loaded(args):
+        folder = local_folder(model)
+        if folder is None:
+            continue
+        problem = _quantized(folder)
+        if problem:
+            remedy = (
+                "give the model that it was quantized from, or save what from_pretrained(...).dequantize() returns"
+            )
+            yield Finding(flag, model, problem, remedy)
+        elif args.ds.lora.rank and not flag.startswith("--reward"):
+            yield from _check_lora(folder, model, args)
+
+
+def _quantized(folder: Path) -> str | None:
+    """Return how a model is quantized, or None.
+
+    Weights of every such form are frozen in transformers, or need a library of their own. DeepSpeed casts all models,
+    and vLLM takes no bf16 weights in place of quantized ones.
+    """
+    try:
+        config = read_json(folder / "config.json")
+    except ValueError:  # `model` says so
+        return None
+    for each in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config", "quantization"):
+            found: Any = each.get(key)
+            if isinstance(found, dict):
+                method = found.get("quant_method") or key
+                return f"its weights are quantized ({method}), and a run needs them in 16 or 32 bits"
+    if (folder / "hf_quant_config.json").exists():
+        return "its weights are quantized (hf_quant_config.json), and a run needs them in 16 or 32 bits"
+    return None
+
+
+def _check_lora(folder: Path, model: str, args: SimpleNamespace) -> Iterator[Finding]:
+    """Give the model without its weights to PEFT, as the run does."""
+    from peft import LoraConfig, get_peft_model
+    from torch.nn import Linear
+
+    targets = args.ds.lora.target_modules
+    try:
+        bare = build(folder)
+    except Exception:  # `model` says what is wrong with it
+        return
+    names = [name for name, _ in bare.named_modules()]
+    linear = {name.rpartition(".")[2] for name, module in bare.named_modules() if isinstance(module, Linear)}
+    remedy = f"its linear modules are {', '.join(sorted(linear - {'lm_head'}))}"
+    try:
+        get_peft_model(bare, LoraConfig(r=1, target_modules=targets), low_cpu_mem_usage=True)
+    except Exception as error:  # PEFT raises anything
+        problem = f"PEFT cannot put an adapter on {model}: {str(error).splitlines()[0]}"
+        yield Finding.of(args, _LORA, problem, remedy)
+        return
+    if isinstance(targets, list):
+        missing = [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in names)]
+        if missing:
+            problem = f"{model} has no module {', '.join(missing)}, which gets no adapter"
+            yield Finding.of(args, _LORA, problem, remedy, is_fatal=False)

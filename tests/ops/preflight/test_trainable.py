@@ -1,0 +1,80 @@
+"""A model that cannot be trained as it is, or whose weights vLLM would not take, is refused before anything starts."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from arlopti_testing.preflight_command import changed
+
+from arlopti_openrlhf.ops.preflight import trainable
+
+
+def check(folder: Path | str, **flags) -> list[str]:
+    """Return the findings as text, those that are fatal after "!"."""
+    args = changed(actor__model_name_or_path=str(folder), **flags)
+    return ["!" * finding.is_fatal + str(finding) for finding in trainable.check(args)]
+
+
+def with_lora(folder: Path | str, *targets: str) -> list[str]:
+    args = changed(actor__model_name_or_path=str(folder))
+    args.ds.lora.rank = 8
+    if targets:
+        args.ds.lora.target_modules = list(targets)
+    return ["!" * finding.is_fatal + str(finding) for finding in trainable.check(args)]
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_model) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def test_a_good_model_has_no_finding(folder):
+    assert check(folder) == with_lora(folder) == with_lora(folder, "q_proj", "v_proj") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        *(
+            ({"quantization_config": {"quant_method": each}}, each)
+            for each in ("bitsandbytes", "gptq", "awq", "fp8", "mxfp4")
+        ),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantization_config"),
+        ({"text_config": {"quantization_config": {"quant_method": "compressed-tensors"}}}, "compressed-tensors"),
+        ({"quantization": {"bits": 4}}, "quantization"),
+    ],
+)
+def test_quantized_weights(folder, tiny_model, config, method):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    [found] = check(folder)
+    assert found.startswith(f"!--actor.model_name_or_path {folder}: its weights are quantized ({method})")
+    for flag in ("critic", "reward"):
+        [found] = check(tiny_model, **{f"{flag}__model_name_or_path": str(folder)})
+        assert found.startswith(f"!--{flag}.model_name_or_path {folder}: its weights are quantized ({method})")
+    assert check(tiny_model, reward__model_name_or_path=str(folder), reward__remote_url=["kk"]) == []
+
+
+def test_weights_that_model_optimizer_has_quantized(folder):
+    (folder / "hf_quant_config.json").write_text("{}")
+    assert "quantized (hf_quant_config.json)" in check(folder)[0]
+
+
+def test_4_bits_without_bitsandbytes(folder, monkeypatch):
+    args = changed(actor__model_name_or_path=str(folder), ds__load_in_4bit=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert ["!" * finding.is_fatal + str(finding) for finding in trainable.check(args)] == [
+        "!--ds.load_in_4bit True: it needs bitsandbytes, which is not installed; install it, or leave the flag out"
+    ]
+
+
+def test_modules_that_the_model_does_not_have(folder):
+    [found] = with_lora(folder, "query_key_value")
+    assert found.startswith("!--ds.lora.target_modules ['query_key_value']: PEFT cannot put an adapter on")
+    assert found.endswith("its linear modules are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
+    assert with_lora(folder, "all-linear")[0].startswith("!")  # PEFT knows it as a text, and not in a list
+    assert with_lora(folder, "mlp")[0].startswith("!")
+    [found] = with_lora(folder, "q_proj", "query_key_value")
+    assert found.startswith("--ds.lora") and "has no module query_key_value, which gets no adapter" in found
