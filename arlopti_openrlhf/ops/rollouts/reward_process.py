@@ -80,9 +80,7 @@ class RewardProcess:
         RuntimeError: the file cannot be loaded, or has no `reward_func`. The first line says why.
     """
 
-    def __init__(
-        self, path: str, timeout: float, import_timeout: float | None = None, is_quiet: bool = False
-    ) -> None:
+    def __init__(self, path: str, timeout: float, import_timeout: float | None = None, is_quiet: bool = False) -> None:
         self.path, self.timeout = path, timeout
         self._failure: RewardError | None = None  # of the call that ended the process
         self._needs_main_thread = False
@@ -260,10 +258,12 @@ def _own_functions(module: ModuleType) -> list[str]:
 
 
 def _parameters(function: Callable) -> list[str]:
+    """Return the names of the parameters that can be given by place, as OpenRLHF gives them."""
     try:
-        return list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # one that is written in C
         return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
 def main(path: str, stacks: str, *descriptors: str) -> None:
