@@ -25,7 +25,10 @@ def load(path: str | Path, name: str) -> ModuleType:
 
 
 def find_modules_beside(path: str | Path) -> None:
-    """Let this process find modules in the file's folder, too, after all other places. So they hide no package."""
-    folder = str(Path(path).absolute().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    """Let this process find modules in the file's folder, too, after all other places. So they hide no package.
+
+    Files of this package import one another by their whole names.
+    """
+    folder = Path(path).absolute().parent
+    if str(folder) not in sys.path and not folder.is_relative_to(Path(__file__).parent):
+        sys.path.append(str(folder))

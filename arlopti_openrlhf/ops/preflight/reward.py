@@ -84,6 +84,7 @@ def _check_function(source: str, args: SimpleNamespace) -> Iterator[Finding]:
     except RuntimeError as error:
         yield Finding(_FLAG, source, _first_line(error, path), _CONTRACT)
         return
+    problem: str | None
     is_fatal, remedy = True, "mend the function"
     try:
         process.timeout = max(seconds - (time.monotonic() - start), 1.0)

@@ -21,10 +21,10 @@ from arlopti_openrlhf.ops.rollouts.reward_process import RewardProcess
 def check(tmp_path, tiny_model):
     """check(source or FLAG=VALUE...) returns the findings as text, those that are fatal after "!"."""
     path = tmp_path / "d.jsonl"
-    rows = ({"prompt": f"puzzle {i}", "label": f"solution {i}"} for i in range(6))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    def run(*sources, **flags):
+    def run(*sources, label="solution", **flags):
+        rows = ({"prompt": f"puzzle {i}", "label": f"{label} {i}"} for i in range(6))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         base = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": str(path)}
         base["reward__remote_url"] = list(sources) or None
         return ["!" * finding.is_fatal + str(finding) for finding in reward.check(changed(**base | flags))]
@@ -119,7 +119,7 @@ NONE = "no right answer to 4 of the first 4 rows scores above a wrong one, first
         (function("return ['boxed{' + labels[0] in queries[0]]"), None),
         (function("return ['<answer>' + labels[0] + '</answer>' in queries[0]]"), None),
         (function("return ['</think>' in queries[0] and 'boxed' in queries[0]]"), None),
-        (function("return [queries[0][len(prompts[0]):] == labels[0]]"), None),
+        (function("return [queries[0][len(prompts[0]) :].split('</think>')[-1].strip() == labels[0]]"), None),
         (function("return [queries[0].endswith('answer is ' + labels[0] + '.')]"), None),
         (function("good = labels[0] in queries[0]; return {'rewards': [-len(queries[0])], 'scores': [good]}"), None),
         (function("return [1.0]"), "All of them earned 1, as did the wrong one"),
@@ -359,12 +359,17 @@ def test_a_server_that_redirects_without_end_is_a_warning(check, server):
 
 
 @pytest.fixture(scope="module")
-def ours():
-    """ours(token) returns the base of our own server's URLs. It listens, and its graders' processes do not run."""
-    running = {}
+def ours(tmp_path_factory):
+    """ours(token) returns the base of our own server's URLs. It starts its graders' processes when they are asked."""
+    running, folder = {}, tmp_path_factory.mktemp("graders")
+    (folder / "same.py").write_text("def reward_func(queries, prompts, labels): return [1.0 for _ in queries]")
+    (folder / "file.py").write_text(
+        "def reward_func(*lists): return [label in query for query, _, label in zip(*lists)]"
+    )
+    graders = {"file": f"{folder}/file.py", "same": f"{folder}/same.py", "kk": "kk", "math": "math"}
 
     def start(token: str | None) -> str:
-        app = RewardServer({"kk": "kk", "math": "math"}, 1, Limits(), token).app()
+        app = RewardServer(graders, 1, Limits(), token).app()
         server = uvicorn.Server(uvicorn.Config(app, port=free_port(), log_config=None))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
@@ -378,14 +383,24 @@ def ours():
         thread.join(20)
 
 
-@pytest.mark.parametrize("path", ["/get_reward", "/kk/get_reward", "/math/get_reward", "/math/get_reward/"])
+@pytest.mark.parametrize("path", ["/get_reward", "/file/get_reward", "/math/get_reward", "/math/get_reward/"])
 def test_where_our_own_server_grades(check, ours, path):
     assert check(ours(None) + path) == check(f"{ours('t0ken')}/t0ken{path}") == []
 
 
+def test_our_own_server_is_asked_right_answers(check, ours):
+    url = ours(None)
+    [found] = check(f"{url}/same/get_reward")
+    assert found.startswith(f"--reward.remote_url {url}: {NONE}") and "All of them earned 1" in found
+    [found] = check(f"{url}/kk/get_reward")
+    assert found.startswith(f"!--reward.remote_url {url}: the server refuses with status 422: ")
+    assert "a solution is numbered lines" in found and "for the label 'solution 0'" in found
+
+
 @pytest.mark.parametrize("path", ["/mth/get_reward", "/math/get_rewards", "/math", "/", ""])
 def test_a_path_that_our_own_server_does_not_serve(check, ours, path):
-    where = "at /get_reward or /kk/get_reward or /math/get_reward; correct the URL"
+    paths = ["/get_reward", *(f"/{name}/get_reward" for name in ("file", "same", "kk", "math"))]
+    where = f"at {' or '.join(paths)}; correct the URL"
     url = ours(None)
     good = f"{url}/get_reward"
     assert (
