@@ -180,15 +180,15 @@ def _check_path(
         problem = f"the server has no rewards at {path or '/'}, but at {paths}"
         yield Finding(_FLAG, server, problem, "correct the URL")
         return
+    remedy = "look at what the server's function reads of an answer, and at the labels"
     try:
-        problem, is_fatal = right_answers.unrewarded(_posting(client, url), rows), False
+        if unrewarded := right_answers.unrewarded(_posting(client, url), rows):
+            yield Finding(_FLAG, server, unrewarded, remedy, is_fatal=False)
     except Refused as error:
-        problem, is_fatal = f"{error}", True
+        yield Finding(_FLAG, server, f"{error}", remedy)
     except httpx.HTTPError as error:  # the run asks again
-        problem, is_fatal = f"it has not graded {len(rows)} rows: {type(error).__name__}", False
-    if problem:
-        remedy = "look at what the server's function reads of an answer, and at the labels"
-        yield Finding(_FLAG, server, problem, remedy, is_fatal)
+        problem = f"it has not graded {len(rows)} rows: {type(error).__name__}"
+        yield Finding(_FLAG, server, problem, remedy, is_fatal=False)
 
 
 def _posting(client: "httpx.Client", url: str) -> right_answers.Ask:

@@ -26,7 +26,7 @@ def install() -> None:
 def load(path: str) -> AgentExecutorBase:
     """Return upstream's executor of an agent's file, which may import modules next to it.
 
-    The agent's numbers may be plain ones, tensors, or lists of one. Where it returns anything else, the error names the
+    The agent's numbers may be plain ones, tensors, or lists of one. If it returns anything else, the error names the
     file and the field.
     """
     user_files.find_modules_beside(path)
