@@ -28,7 +28,6 @@ Three more names in the file say what the method asks for:
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import io
 import itertools
@@ -41,6 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from arlopti_openrlhf import user_files
 from arlopti_openrlhf.methods import FOLDER, built_in, name_of, parse_argument
 from arlopti_openrlhf.token_update import token_probabilities
 
@@ -306,11 +306,8 @@ def _load_one(source: str, name: str, given: dict[str, Any]) -> Method:
     path = Path(source) if source.endswith(".py") else FOLDER / f"{source}.py"
     if not path.is_file():
         raise ValueError(f"{source}: there is no such file")
-    spec = importlib.util.spec_from_file_location(f"token_method_{name}", path)
-    assert spec and spec.loader  # the name ends in .py
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = user_files.load(path, f"token_method_{name}")
         return _probed(_bound(name, vars(module), _constants(vars(module), given)))
     except (Exception, SystemExit) as error:
         message = (str(error).splitlines() or [""])[0].removeprefix(f"token method {name}: ")

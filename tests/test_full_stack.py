@@ -1,5 +1,6 @@
 """Runs the command on the whole stack (Ray, DeepSpeed, vLLM, weight sync), a few times with many features on."""
 
+import decimal
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ import threading
 import urllib.request
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -46,7 +49,7 @@ def train(tiny_model, tiny_data, tmp_path):
         result = subprocess.run(
             command + flags.split(), env=environment, capture_output=True, text=True, timeout=600, errors="replace"
         )
-        log = result.stdout + result.stderr
+        log = f"{result.stdout}{result.stderr}\nstatus {result.returncode}"
         assert (result.returncode != 0) == fails, log[-6000:]
         assert (tmp_path / "final" / saves).exists() != fails
         if not fails:  # nothing looks like an error, as what vLLM's or wandb's processes print when Ray kills them
@@ -204,7 +207,7 @@ def test_a_reward_server_that_restarts_in_mid_run(train, noisy_reward, tmp_path)
     assert max(graded) >= 3 * 32
 
 
-# The pre-flight asks the function four times, in a process that ends with it.
+# The pre-flight asks the function 24 times, in a process that ends with it.
 RAISES = """
 calls = 0
 
@@ -212,7 +215,7 @@ calls = 0
 def reward_func(queries, prompts, labels, **kwargs):
     global calls
     calls += 1
-    if calls > 8:
+    if calls > 30:
         raise KeyError("in the function")
     return [0.0]
 """
@@ -226,3 +229,77 @@ def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
     assert "reward_func raised KeyError: 'in the function'" in log
     assert 'raises.py", line 9, in reward_func' in log and "query: <|im_start|>user" in log
     assert not steps(log)
+
+
+# It sets an alarm, as math-verify does, and gives no answer a score, so dynamic filtering leaves out each prompt.
+ALARM = """
+import decimal
+import signal
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    assert labels == [decimal.Decimal("42.50")]
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)
+    signal.alarm(0)
+    return {"rewards": [1.0], "scores": [0.0]}
+"""
+
+
+@pytest.mark.long
+def test_a_run_whose_prompts_are_all_left_out_is_no_success(train, tmp_path):
+    """Its reward works in no thread, and its labels are decimals, which are no JSON."""
+    (tmp_path / "reward.py").write_text(ALARM, encoding="utf-8")
+    prompt = [[{"role": "user", "content": "A puzzle."}]] * 16
+    labels = pyarrow.array([decimal.Decimal("42.50")] * 16, pyarrow.decimal128(10, 2))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": prompt, "label": labels}), tmp_path / "data.parquet")
+    flags = f"{GRPO} {ONE_RANK} --algo.dynamic_filtering_enable --data.prompt_dataset {tmp_path}/data.parquet"
+    log = train(flags, reward=f"{tmp_path}/reward.py", fails=True)
+    assert "warning: --reward.remote_url" in log and "no right answer to 4 of the first 4 rows" in log
+    assert "filtered out: mean score 0.00" in log and not steps(log)
+    assert "arlopti_openrlhf: run stopped: no step was trained: dynamic filtering left out every prompt" in log
+    assert "status 6" in log
+
+
+AGENT = """
+import random
+
+from next_to_the_agent import SCORE
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class Instance(AgentInstanceBase):
+    def __init__(self):
+        pass
+
+    async def step(self, state_dict, **kwargs):
+        return {"rewards": random.random(), "scores": SCORE, "environment_feedback": "", "done": True}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Instance)
+"""
+METHOD = """
+from next_to_the_method import WEIGHT
+
+
+def weigh(tokens):
+    return tokens.mask.float() * WEIGHT
+"""
+
+
+@pytest.mark.long
+def test_files_that_import_modules_next_to_them_and_an_agent_of_plain_numbers(train, tmp_path):
+    for name, text in (
+        ("agent/agent.py", AGENT),
+        ("agent/next_to_the_agent.py", "SCORE = 1"),
+        ("method/method.py", METHOD),
+        ("method/next_to_the_method.py", "WEIGHT = 0.5"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    flags = f"--train.agent_func_path {tmp_path}/agent/agent.py --algo.token_method {tmp_path}/method/method.py"
+    log = train(f"{GRPO} {ONE_RANK} {flags}", prompts=8)
+    assert len(steps(log)) == 1 and "'score': 1.0" in log
+    assert list(scalars(tmp_path, "train/token_method/method/mean_weight").values()) == [0.5]

@@ -57,6 +57,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess:
         ([1, "killed", 4, 0], 0, 4),
         ([1, 2], 2, 2),  # refused
         ([3], 3, 1),  # diverged
+        ([6], 6, 1),  # nothing trained
         ([143], 143, 1),
         ([129], 129, 1),
         ([1, 1, 1, 1, 0], 1, 4),  # RESTARTS

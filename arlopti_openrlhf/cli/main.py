@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     interrupts.answer()
     word, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if word in COMMANDS:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does. Rewards and methods may import what is there
         sys.argv = [f"arlopti {word}", *rest]  # the commands read the process's words, as under `python -m`
         importlib.import_module(f"arlopti_openrlhf.cli.{COMMANDS[word][0]}").main()
     elif word in ("-h", "--help"):

@@ -83,7 +83,7 @@ def train(args: SimpleNamespace) -> None:
         from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
         from arlopti_openrlhf.ops.health import guard
         from arlopti_openrlhf.ops.lifecycle import driver, heartbeat, progress, watch
-        from arlopti_openrlhf.ops.rollouts import engine, experience_maker, prompts, reward_client, samples
+        from arlopti_openrlhf.ops.rollouts import agents, engine, experience_maker, prompts, reward_client, samples
         from arlopti_openrlhf.update import policy_actor
 
         policy_actor.install()
@@ -92,6 +92,7 @@ def train(args: SimpleNamespace) -> None:
         if method_checks.is_selective(args):
             policy_actor.install_selective_actor()
         reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
+        agents.install()
         engine.install()
         prompts.install()
         samples.install(args.eval.sampling)

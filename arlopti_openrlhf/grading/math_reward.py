@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import torch
@@ -145,8 +146,12 @@ def _alternatives(answer: object) -> tuple[str, ...]:
 
 
 def _label(value: object) -> str:
+    if isinstance(value, Decimal) and value.is_finite():  # parquet's decimal128
+        value = f"{value:f}"
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"a label is a number, text or a list of these; got {str(value)[:200]!r}")
+        raise ValueError(
+            f"a label is a number, text or a list of these; got {str(value)[:200]!r} ({type(value).__name__})"
+        )
     if isinstance(value, float) and not math.isfinite(value):  # pandas writes a missing label so
         raise ValueError(f"a label is no finite number: {value}")
     if isinstance(value, float) and value.is_integer():

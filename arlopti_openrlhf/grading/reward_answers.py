@@ -1,9 +1,11 @@
-"""Reads what a reward function or a reward server answers, in every form that users write.
+"""Reads what a reward function or server answers, in every form that users write, and writes what a server is asked.
 
 This is the one reading: of the run, for a function and for a server, of the pre-flight, and of our own server. A
 function's answer passes through JSON before, since the function runs in a process of its own each time.
 """
 
+import datetime
+import decimal
 import json
 import math
 from typing import Any
@@ -15,6 +17,23 @@ SERVER = "arlopti_openrlhf"
 def to_json(value: Any) -> str:
     """Return a value as JSON. Tensors and arrays become lists, and what JSON does not know becomes its text."""
     return json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
+
+
+def request_body(query: str, prompt: str, label: Any) -> bytes:
+    """Return what a server is asked for one sample, as JSON. A label that is a decimal or a date becomes its text.
+
+    Raises:
+        ValueError: the label is, or holds, something that has no such text, as bytes have none.
+    """
+
+    def text(value: Any) -> Any:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        if isinstance(value, decimal.Decimal | datetime.date | datetime.time):
+            return str(value)
+        raise ValueError(f"a label that is {type(value).__name__} cannot be sent to a server; store it as text")
+
+    return json.dumps({"query": [query], "prompts": [prompt], "labels": [label]}, default=text).encode()
 
 
 def normalise(answer: Any, n: int) -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """Calls a function in processes that can be killed, which bounds what hostile input costs in time and in memory.
 
 A template process imports the function once and forks workers from itself, which takes milliseconds. Each worker has a
-socket of its own to the caller, which carries JSON, never pickle. When a call's time is up, the kernel ends the worker
-by the default action of its interval timer, which no code of the worker can delay. The caller then sees the end of the
-socket, and takes another worker for its next call.
+socket of its own to the caller, which carries JSON, never pickle. It calls the function in its main thread, so signals
+and the interval timer are the function's. When a call's time is up, the caller kills the worker, which no code of the
+worker can delay, and takes another one for its next call.
 """
 
 import atexit
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import resource
@@ -25,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from arlopti_openrlhf import user_files
 from arlopti_openrlhf.grading.reward_answers import to_json
 
 # Why not pebble's ProcessPool, as fast with eight callers? Measured with 5.2.3, two workers from a fork server
@@ -38,7 +38,6 @@ _TEMPLATE = (
     f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); from {__name__} import main; main(sys.argv[1:])"
 )
 _START_SECONDS = 300  # to import the function; only the first call waits for it
-_GRACE_SECONDS = 10  # after its limit, how long a call waits for a worker that the kernel did not end
 _ASLEEP_SECONDS = 5  # a limit that is noticed so much too late ran out while the machine slept
 
 
@@ -98,25 +97,20 @@ class WorkerPool:
 
     def _call(self, args: tuple) -> Any:
         for is_last in (False, True):
-            template, start, limit = self.start(), time.monotonic(), self.timeout
+            template, start = self.start(), time.monotonic()
             try:
                 # Idle workers may have been killed in the meantime. A new one is not idle.
-                reply = template.ask(args, self.timeout + _GRACE_SECONDS, is_new=is_last)
-            except TimeoutError:  # the worker is stuck
-                template.kill()
-                limit += _GRACE_SECONDS
+                reply = template.ask(args, self.timeout, is_new=is_last)
+            except TimeoutError:
+                if is_last or time.monotonic() - start <= self.timeout + _ASLEEP_SECONDS:
+                    self.timed_out += 1
+                    raise TimedOut(f"no result after {self.timeout:g} s") from None
             except OSError:
-                pass
+                self.died += 1
             else:
                 if "raised" in reply:
                     raise Raised(reply["raised"])
                 return reply["result"]
-            waited = time.monotonic() - start
-            if waited < self.timeout:
-                self.died += 1
-            elif is_last or waited <= limit + _ASLEEP_SECONDS:
-                self.timed_out += 1
-                raise TimedOut(f"no result after {self.timeout:g} s")
         raise Died("the process that ran the call ended, twice")
 
     def start(self) -> "_Template":
@@ -150,7 +144,7 @@ class _Template:
     def __init__(self, pool: WorkerPool) -> None:
         self.socket, theirs = socket.socketpair()
         command = [sys.executable, "-c", _TEMPLATE, os.pathsep.join(sys.path)]
-        command += [pool.function, str(pool.timeout), str(pool.memory_gib), str(theirs.fileno())]
+        command += [pool.function, str(pool.memory_gib), str(theirs.fileno())]
         with theirs:
             self.process = subprocess.Popen(
                 command,
@@ -160,7 +154,7 @@ class _Template:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
         self.killed = False
-        self.idle: list[socket.socket] = []  # of workers
+        self.idle: list[_Worker] = []
         self.socket.settimeout(_START_SECONDS)
         with suppress(TimeoutError):
             if self.socket.recv(1):
@@ -169,25 +163,29 @@ class _Template:
         raise RuntimeError(f"{pool.function} could not be loaded: see the traceback above")
 
     def ask(self, args: tuple, seconds: float, is_new: bool) -> dict:
-        """Return the reply of an idle worker, or of a new one. OSError where there will be none."""
+        """Return the reply of an idle worker, or of a new one.
+
+        Raises:
+            TimeoutError: there is none in time, and the worker is killed.
+            OSError: the worker has ended.
+        """
         try:
             worker = self._fork() if is_new else self.idle.pop()
         except IndexError:
             worker = self._fork()
-        worker.settimeout(seconds)
-        worker.sendall(json.dumps(args).encode() + b"\n")
-        with worker.makefile("rb") as replies:
-            line = replies.readline()
-        if not line.endswith(b"\n"):
-            raise ConnectionResetError
+        try:
+            reply = worker.ask(args, seconds)
+        except TimeoutError:
+            worker.kill()
+            raise
         self.idle.append(worker)
-        return json.loads(line)
+        return reply
 
-    def _fork(self) -> socket.socket:
+    def _fork(self) -> "_Worker":
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self.socket, [b"\n"], [theirs.fileno()])
-        return ours
+        return _Worker(ours)
 
     def is_alive(self) -> bool:
         # While another thread waits for the end of a process, `poll` returns None even if it has ended.
@@ -200,12 +198,38 @@ class _Template:
         self.process.wait()
 
 
+class _Worker:
+    """A worker process, on the caller's side."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.socket.settimeout(_START_SECONDS)
+        self.pid = int(self._line())
+
+    def ask(self, args: tuple, seconds: float) -> dict:
+        self.socket.settimeout(seconds)
+        self.socket.sendall(json.dumps(args).encode() + b"\n")
+        return json.loads(self._line())
+
+    def kill(self) -> None:
+        # Its number is still its own: the socket has just shown that it lives.
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _line(self) -> bytes:
+        with self.socket.makefile("rb") as replies:
+            line = replies.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError
+        return line
+
+
 # --- in the template process ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> None:
-    """Run the template. `argv` is the function, its two limits, and the descriptor of the caller's socket."""
-    function, timeout, memory_gib, descriptor = argv
+    """Run the template. `argv` is the function, its limit of memory, and the descriptor of the caller's socket."""
+    function, memory_gib, descriptor = argv
     call = _load(function)
     caller = socket.socket(fileno=int(descriptor))
     gc.freeze()
@@ -217,25 +241,22 @@ def main(argv: list[str]) -> None:
             if os.fork() == 0:
                 caller.close()
                 try:
-                    _serve(call, connection, float(timeout), float(memory_gib))
+                    _serve(call, connection, float(memory_gib))
                 finally:
                     os._exit(0)
+    os.killpg(0, signal.SIGKILL)  # the caller has ended. Workers may still work, to no end
 
 
 def _load(function: str) -> Callable:
     module, _, name = function.rpartition(":")
     if not module.endswith(".py"):
         return getattr(importlib.import_module(module), name)
-    spec = importlib.util.spec_from_file_location("reward_func", module)
-    if spec is None or spec.loader is None or not os.path.exists(module):
-        raise FileNotFoundError(module)
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return getattr(loaded, name)
+    return getattr(user_files.load(module, "reward_func"), name)
 
 
-def _serve(call: Callable, connection: socket.socket, timeout: float, memory_gib: float) -> None:
+def _serve(call: Callable, connection: socket.socket, memory_gib: float) -> None:
     """Answer requests in a worker, until the caller closes its end."""
+    connection.sendall(f"{os.getpid()}\n".encode())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the function may start processes of its own
     with open("/proc/self/status") as status:
         data = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
@@ -244,11 +265,9 @@ def _serve(call: Callable, connection: socket.socket, timeout: float, memory_gib
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for request in connection.makefile("rb", 2**18):  # a socket holds about as much
         args = json.loads(request)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
             message = to_json({"result": call(*args)})
         except (Exception, KeyboardInterrupt, SystemExit):
             message = json.dumps({"raised": traceback.format_exc()})
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that is left would go off here
         connection.sendall(message.encode() + b"\n")

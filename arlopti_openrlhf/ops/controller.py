@@ -232,6 +232,22 @@ _TrainingActor: Any = plain_class(ppo_trainer_async.TrainingActor)
 _PPOTrainerAsync: Any = plain_class(ppo_trainer_async.PPOTrainerAsync)
 
 
+def _refuse_without_a_step(trainer: Any) -> None:
+    """Call this after the last prompt.
+
+    Raises:
+        NothingTrained: no step was trained. Upstream would save the model as it came.
+    """
+    if trainer.last_step:
+        return
+    low, high = trainer.args.algo.dynamic_filtering_range
+    why = f"dynamic filtering left out every prompt, as no mean score is in ({low:g}, {high:g})"
+    raise stopping.NothingTrained(
+        f"no step was trained: {why} (--algo.dynamic_filtering_range). The log's lines "
+        '"filtered out" have the scores, and the model is not saved.'
+    )
+
+
 def _evaluates(trainer: Any) -> bool:
     return trainer.eval_dataloader is not None and trainer.args.eval.steps != float("inf")
 
@@ -251,6 +267,7 @@ class PPOTrainer(Controller, _PPOTrainer):
                 if _evaluates(self) and not self.last_step:
                     self.save_best_checkpoint(self.evaluate(0, **samples), 0)
                 super().fit(global_step)
+                _refuse_without_a_step(self)
                 if _evaluates(self) and self.evaluated_step != self.last_step:
                     with self._saving_the_model():
                         logs = self.evaluate(self.last_step, **samples)
@@ -293,6 +310,7 @@ class TrainingActor(Controller, _TrainingActor):
             with self.answering_signals():
                 super().fit(global_step)
                 stopping.obey()  # the generator may have done so first
+                _refuse_without_a_step(self)
         except Exception:
             self.close_trackers()
             raise

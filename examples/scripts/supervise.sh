@@ -10,6 +10,7 @@
 #   2         was refused: the same flags would be refused again
 #   3         has diverged: it would train on the same prompts from the same checkpoint, so somebody has to look first
 #   5         has checkpoints, and none of them is whole: somebody has to look first
+#   6         has trained no step, because dynamic filtering left out every prompt: it would do so again
 #   129, 130, 143  was asked to end. SIGHUP, SIGINT and SIGTERM are handed on to the command alone, and the run saves a
 #             checkpoint. A script in between has to `exec` the training, as train_kk.sh does. nohup keeps SIGHUP away.
 set -uo pipefail
@@ -47,7 +48,7 @@ while true; do
   child=
   case $status in
     0) exit 0 ;;
-    2|3|5|129|130|143) echo "supervise.sh: status $status: not started again" >&2; exit "$status" ;;
+    2|3|5|6|129|130|143) echo "supervise.sh: status $status: not started again" >&2; exit "$status" ;;
   esac
   if [ "$restart" -ge "$RESTARTS" ]; then
     echo "supervise.sh: status $status after $restart restarts (RESTARTS): given up" >&2

@@ -45,6 +45,29 @@ def test_a_command_gets_its_own_words_and_its_status_is_passed_on():
     assert "--algo.ar.alpha" in arlopti("train", "--help").stdout
 
 
+HELPER_BESIDE = "import in_the_working_folder\nimport next_to_the_file\n"
+
+
+@pytest.mark.parametrize("command", [["-m", "arlopti_openrlhf.cli.train_ppo_ray"], ["bin/arlopti", "train"]])
+def test_both_ways_to_start_a_training_find_the_same_modules(tmp_path, command):
+    """The script's own folder is on its path, and the working folder is not, unless the command puts it there."""
+    for name, text in {
+        "bin/arlopti": "from arlopti_openrlhf.cli.main import main\nmain()",
+        "in_the_working_folder.py": "",
+        "files/next_to_the_file.py": "",
+        "files/reward.py": f"{HELPER_BESIDE}def reward_func(queries, prompts, labels): return 1.0",
+        "files/method.py": f"{HELPER_BESIDE}def weigh(tokens): return tokens.mask.float()",
+        "data.jsonl": '{"input": "A puzzle."}\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    flags = "--data.prompt_dataset data.jsonl --reward.remote_url files/reward.py --algo.token_method files/method.py"
+    words = [*command, *flags.split(), "--actor.model_name_or_path", "nowhere", "--dry-run"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert "nowhere" in done.stderr and done.returncode == 2  # all checks have run
+    assert not re.search("No module named|--reward.remote_url|--algo.token_method", done.stderr), done.stderr
+
+
 def test_every_command_has_a_main_and_every_command_of_the_package_is_there():
     modules = {module for module, _ in console.COMMANDS.values()}
     assert all(callable(import_module(f"arlopti_openrlhf.cli.{module}").main) for module in modules)

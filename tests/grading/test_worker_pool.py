@@ -10,13 +10,29 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from arlopti_testing.processes import wait_until
 
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
 FUNCTIONS = """
 import os, signal, sys, time
 
+def stop(*args):
+    raise TimeoutError("by the function's own alarm")
+
+signal.signal(signal.SIGALRM, stop)
+
 def answer(what, value=None):
+    if what == "own alarm":
+        signal.setitimer(signal.ITIMER_REAL, value)
+        while True:
+            pass
+    if what == "alarm that is left":
+        signal.setitimer(signal.ITIMER_REAL, value)
+    if what == "alarm that is cancelled":
+        signal.alarm(5)
+        signal.alarm(0)
+        time.sleep(value)
     if what == "echo":
         return value
     if what == "pid":
@@ -110,12 +126,37 @@ def test_a_call_is_ended_at_its_limit(strict_pool, what):
     assert is_still_there(strict_pool)
 
 
-def test_a_call_that_is_deaf_to_its_timer_is_ended_too(strict_pool, monkeypatch):
-    monkeypatch.setattr("arlopti_openrlhf.grading.worker_pool._GRACE_SECONDS", 0.5)
+@pytest.mark.parametrize("what", ["deaf", "alarm that is cancelled"])
+def test_no_alarm_of_the_function_lifts_the_limit(strict_pool, what):
+    """Nor does the end of such a call end others."""
+    template, start = strict_pool.start(), time.monotonic()
     with pytest.raises(TimedOut):
-        strict_pool.call("deaf")
-    monkeypatch.undo()
-    assert is_still_there(strict_pool)
+        strict_pool.call(what, 60)
+    assert time.monotonic() - start < 8
+    assert is_still_there(strict_pool) and strict_pool.start() is template
+
+
+def test_a_functions_own_alarm_is_its_own(pool):
+    """It has set the handler at its import."""
+    with pytest.raises(Raised, match="TimeoutError: by the function's own alarm"):
+        pool.call("own alarm", 0.2)
+    pool.call("alarm that is left", 0.2)
+    time.sleep(0.4)
+    assert pool.call("echo", "next") == "next" and not pool.died
+
+
+def test_a_caller_that_is_killed_leaves_no_worker(functions):
+    code = f"""if True:
+        import os, threading, time
+        from arlopti_openrlhf.grading.worker_pool import WorkerPool
+        pool = WorkerPool({functions!r}, workers=2, timeout=99)
+        print(pool.call("pid"), flush=True)
+        pool.submit("busy in C")
+        time.sleep(0.5)
+        os.kill(os.getpid(), 9)
+    """
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    assert wait_until(lambda: not os.path.exists(f"/proc/{out.strip()}"))
 
 
 @pytest.mark.parametrize(

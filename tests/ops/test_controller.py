@@ -223,6 +223,16 @@ def test_a_metric_key_that_does_not_exist_is_refused_before_the_first_step(train
     trainer.save_best_checkpoint({"eval_kk_pass1": 1.0}, 10)  # later, nothing stops a run
 
 
+def test_a_run_without_a_step_is_refused_at_its_end(train):
+    trainer = train("--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_range", "0.1", "0.9")
+    controller._refuse_without_a_step(trainer)  # step 4
+    trainer.last_step = 0
+    with pytest.raises(
+        controller.stopping.NothingTrained, match=r"left out every .* no mean score is in \(0.1, 0.9\)"
+    ):
+        controller._refuse_without_a_step(trainer)
+
+
 def test_a_failing_last_evaluation_does_not_lose_the_model(train):
     trainer, called = train(), []
     trainer.async_run_method = lambda method_name: called.append(method_name) or []

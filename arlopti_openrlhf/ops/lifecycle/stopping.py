@@ -34,6 +34,12 @@ class NotResponding(RunStopped):
     exit_code = 4
 
 
+class NothingTrained(RunStopped):
+    """All prompts have been drawn, and no step was trained."""
+
+    exit_code = 6
+
+
 class Interrupted(RunStopped):
     """A signal asks the run to end."""
 

@@ -179,11 +179,7 @@ def _check_labels(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Find
     if not labels:
         return
     try:
-        if grader == "kk":
-            bad = probe.unreadable_labels(grader, labels)
-        else:  # it starts processes, which end with that of the call
-            function = f"{probe.__name__}:unreadable_labels"
-            bad = probe.ask(function, grader, labels, seconds=_LABELS_SECONDS).result()
+        bad = probe.ask_about_labels(grader, labels, _LABELS_SECONDS)
     except probe.NO_ANSWER as error:
         problem = f"{grader} has not read the labels: {probe.reason(error)}"
         yield Finding.of(args, flag, problem, "look at them yourself", is_fatal=False)

@@ -1,20 +1,26 @@
-"""Asks a user's code, or a grader, in a process that can be killed (`grading.worker_pool`)."""
+"""Asks a function, or our graders about labels, in a process that can be killed (`grading.worker_pool`)."""
 
-import contextlib
-import io
-import json
-import runpy
-import traceback
+import base64
+import pickle
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from arlopti_openrlhf.grading.reward_answers import normalise, to_json
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
 NO_ANSWER = (TimedOut, Died, Raised, RuntimeError)  # RuntimeError: the function cannot be loaded
-_RESPONSE = "I do not know."
 _UNLIMITED = 2.0**20  # GiB
+# Words around an answer, which a model will not write around its own.
+_BEFORE = re.compile(
+    r"(?:(?:the\s+)?(?:final\s+)?(?:answer|ans|solution|result)\s*(?::|=|\bis\b)"
+    r"|(?:approximately|approx\.?|about|around|roughly|nearly|almost|circa)\b|[~≈])\s*",
+    re.IGNORECASE,
+)
+_GLOSS = re.compile(r"\s+\([A-Za-z][A-Za-z -]{2,}\)$")
+_OR = re.compile(r"\s+or\s+|\s*\\text\{\s*or\s*\}\s*")
+
+Labels = Sequence[tuple[str, Any]]  # where each stands, and the label
 
 
 def ask(function: str, *args: Any, seconds: float) -> Future:
@@ -35,19 +41,51 @@ def reason(error: Exception) -> str:
     return f"{error}, imports included" if isinstance(error, TimedOut) else f"cannot be asked: {str(error)[-200:]}"
 
 
-def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tuple[str, str, bool]]:
+def ask_about_labels(grader: str, labels: Labels, seconds: float) -> list[tuple[str, str, bool]]:
+    """Return `unreadable_labels`. math is asked in a process of its own, because it starts others, which end with it.
+
+    Raises:
+        TimedOut, Died, Raised, RuntimeError: there is no answer.
+    """
+    if grader == "kk":
+        return unreadable_labels(grader, labels)
+    pickled = base64.b64encode(pickle.dumps(labels)).decode()  # as in a run, where labels need not be JSON
+    return ask(f"{__name__}:unreadable_pickled_labels", grader, pickled, seconds=seconds).result()
+
+
+def unreadable_pickled_labels(grader: str, pickled: str) -> list[tuple[str, str, bool]]:
+    """Return `unreadable_labels` of labels as `ask_about_labels` hands them on."""
+    return unreadable_labels(grader, pickle.loads(base64.b64decode(pickled)))
+
+
+def unreadable_labels(grader: str, labels: Labels) -> list[tuple[str, str, bool]]:
     """Return the labels that kk or math cannot read: where each stands, why, and whether the grader raises there.
 
-    The math grader does not raise where a label can only be matched letter by letter, so no answer may earn it.
+    The math grader does not raise where a label can only be matched letter by letter, so no answer may earn it. Nor
+    does it where the label has words around the answer, and the answer without them earns nothing.
     """
     from arlopti_openrlhf.grading import kk_reward, math_reward
+
+    def is_right(answer: str, label: Any) -> bool:
+        return math_reward.grade(f"\\boxed{{{answer}}}", label).score > 0
+
+    def earns(label: Any, answers: Sequence[str]) -> bool:
+        if any(is_right(answer, label) for answer in answers):
+            return True
+        # "1 or 2" may name two solutions, while "1/2 or 0.5" names one.
+        return not is_right(answers[0], answers[-1]) and is_right(", ".join(answers), label)
 
     def problem_of(label: Any) -> tuple[str, bool] | None:
         try:
             if grader == "kk":
                 kk_reward.grade("", label)
-            elif math_reward.label_text(label) and not math_reward.is_readable(label):
+                return None
+            text = math_reward.label_text(label)
+            if not math_reward.is_readable(label):
                 return f"{str(label)[:60]!r} is not recognised as an answer to itself", False
+            answers = _answers_in(text)
+            if answers and not earns(label, answers):
+                return f"{str(label)[:60]!r} is met by these words only, and not by {answers[0]!r}", False
         except ValueError as error:
             return str(error), True
         return None
@@ -57,33 +95,8 @@ def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tu
         return [(where, *problem) for (where, _), problem in zip(labels, problems, strict=True) if problem]
 
 
-def reward_problem(path: str, rows: Sequence[tuple[str, Any]]) -> str | None:
-    """Return what keeps a reward file from grading prompts and labels, or None where it grades them.
-
-    It is loaded and called as in the run (`ops.rollouts.reward_process`), with one sample at a time.
-    """
-    # What it prints is not for the list of findings.
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            function = runpy.run_path(path, run_name="reward_func").get("reward_func")
-        except (Exception, SystemExit) as error:
-            return f"its import fails: {_message(error, path)}"
-        if not callable(function):
-            return "it has no function `reward_func`"
-        for prompt, label in rows:
-            try:
-                answer = json.loads(to_json(function([prompt + _RESPONSE], [prompt], [label])))
-            except (Exception, SystemExit) as error:
-                return f"reward_func raised {_message(error, path)} for the label {str(label)[:60]!r}"
-            try:
-                normalise(answer, 1)
-            except ValueError as error:
-                return f"reward_func returned {error}"
-    return None
-
-
-def _message(error: BaseException, path: str) -> str:
-    """Return an error with the last line of the file that it comes from."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    text = (str(error).splitlines() or [""])[0][:200]
-    return f"{type(error).__name__}: {text}" + (f" (line {lines[-1]})" if lines else "")
+def _answers_in(label: str) -> list[str]:
+    """Return what a person would answer to a label with words around its answer: a hedge, a gloss, alternatives."""
+    bare = _GLOSS.sub("", _BEFORE.sub("", label, count=1) if _BEFORE.match(label) else label)
+    answers = [answer for part in _OR.split(bare) if (answer := part.strip(" $"))]
+    return answers if len(answers) > 1 or bare != label else []

@@ -3,18 +3,20 @@
 import importlib.util
 import re
 import symtable
+import time
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from arlopti_openrlhf.grading import REWARD_FILES
-from arlopti_openrlhf.grading.reward_answers import SERVER
-from arlopti_openrlhf.grading.worker_pool import TimedOut
-from arlopti_openrlhf.ops.preflight import data, probe
+from arlopti_openrlhf.grading.reward_answers import SERVER, request_body
+from arlopti_openrlhf.ops.preflight import data, right_answers
 from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.preflight.right_answers import Refused
+from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, RewardTimeout
 
 if TYPE_CHECKING:
     import httpx
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 _FLAG, _AGENT = "--reward.remote_url", "--train.agent_func_path"
 _PROBE_ROWS = 4
 _PROBE_SECONDS = 8.0  # for the import of a reward file and its answers to the rows
+_OWN_SECONDS = 60.0  # the same for our own graders, most of it for the import of PyTorch
+_CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
 _HEALTH_SECONDS = 2.0
 _RETRIES = 3  # within two seconds
 
@@ -33,10 +37,12 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield from _check_agent(args.train.agent_func_path)
     elif sources[0] == "math" and not importlib.util.find_spec("math_verify"):
         yield Finding(_FLAG, "math", "math-verify is not installed", "pip install math-verify")
-    elif sources[0].endswith(".py"):
-        yield from _check_file(sources[0], args)
-    elif sources[0] and sources[0] not in REWARD_FILES:
-        yield from _check_servers(sources)
+    elif sources[0].endswith(".py") and not Path(sources[0]).is_file():
+        yield Finding(_FLAG, sources[0], "there is no such file", "correct the path")
+    elif sources[0].endswith(".py") or sources[0] in REWARD_FILES:
+        yield from _check_function(sources[0], args)
+    elif sources[0]:
+        yield from _check_servers(sources, data.first_prompts(args, _PROBE_ROWS))
 
 
 def defined_names(path: str) -> set[str]:
@@ -65,29 +71,61 @@ def _check_agent(path: str) -> Iterator[Finding]:
         yield Finding(_AGENT, path, f"it does not parse: {error}", "mend the file")
 
 
-def _check_file(path: str, args: SimpleNamespace) -> Iterator[Finding]:
-    if not Path(path).is_file():
-        yield Finding(_FLAG, path, "there is no such file", "correct the path")
-        return
-    rows, limit = data.first_prompts(args, _PROBE_ROWS), args.reward.timeout_seconds
-    seconds, remedy, is_fatal = min(_PROBE_SECONDS, limit), "mend the function", True
+def _check_function(source: str, args: SimpleNamespace) -> Iterator[Finding]:
+    """Ask a file, or a grader of ours, as the run does: in a process of its own, one sample a call."""
+    path, is_ours, limit = REWARD_FILES.get(source, source), source in REWARD_FILES, args.reward.timeout_seconds
+    rows, start = data.first_prompts(args, _PROBE_ROWS), time.monotonic()
+    seconds = _OWN_SECONDS if is_ours else min(_PROBE_SECONDS, limit)
     try:
-        problem = probe.ask(f"{probe.__name__}:reward_problem", path, rows, seconds=seconds).result()
-    except probe.NO_ANSWER as error:
-        problem = f"it has not graded {len(rows)} rows: {probe.reason(error)}"
-        if isinstance(error, TimedOut):
-            # A reward that asks another model may take longer. The run waits as long as it is told to.
-            remedy = f"make sure that it returns: the run ends a call after {limit:g} s (--reward.timeout_seconds)"
-            is_fatal = seconds == limit
+        process = RewardProcess(path, seconds, import_timeout=max(seconds, _PROBE_SECONDS), is_quiet=True)
+    except TimeoutError as error:
+        yield Finding(_FLAG, source, f"{error}", "make sure that it ends: the run waits for it", is_fatal=False)
+        return
+    except RuntimeError as error:
+        yield Finding(_FLAG, source, _first_line(error, path), _CONTRACT)
+        return
+    problem: str | None
+    is_fatal, remedy = True, "mend the function"
+    try:
+        process.timeout = max(seconds - (time.monotonic() - start), 1.0)
+        problem = right_answers.unrewarded(_asking(process), rows)
+        is_fatal, remedy = False, "look at what the function reads of an answer, and at the labels"
+    except RewardTimeout:
+        problem = f"it has not graded {len(rows)} rows: no result after {seconds:g} s, its import included"
+        # A reward that asks another model may take longer. The run waits as long as it is told to.
+        remedy = f"make sure that it returns: the run ends a call after {limit:g} s (--reward.timeout_seconds)"
+        is_fatal = seconds == limit
+    except Refused as error:
+        problem = None if is_ours else f"{error}"  # ours refuses labels, of which `data.check` has said so
+    finally:
+        process.kill()
+    if foreign := right_answers.foreign_parameters(process.parameters):
+        problem, remedy = f"{problem}. {foreign}" if problem else foreign, _CONTRACT
     if problem:
-        yield Finding(_FLAG, path, problem, remedy, is_fatal)
+        yield Finding(_FLAG, source, problem, remedy, is_fatal)
 
 
-def _check_servers(urls: list[str]) -> Iterator[Finding]:
+def _asking(process: RewardProcess) -> right_answers.Ask:
+    def ask(query: str, prompt: str, label: Any) -> Any:
+        try:
+            return process.call(query, prompt, label)
+        except RewardTimeout:
+            raise
+        except RewardError as error:
+            raise Refused(_first_line(error, process.path)) from None
+
+    return ask
+
+
+def _first_line(error: Exception, path: str) -> str:
+    return str(error).splitlines()[0].removeprefix(f"{path}: ")[:400]
+
+
+def _check_servers(urls: list[str], rows: Sequence[tuple[str, Any]]) -> Iterator[Finding]:
     """Ask servers for /health alone. A request for a reward could have side effects on somebody else's server.
 
     One that is away is fatal where no other answers, and a stranger's answer says nothing. Our own says at which paths
-    it grades. The run would end at the first request to another one.
+    it grades. The run would end at the first request to another one. It is asked to grade the rows.
     """
     import httpx  # which transformers has imported by then
 
@@ -108,14 +146,16 @@ def _check_servers(urls: list[str]) -> Iterator[Finding]:
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 away[server] = error
             else:
-                yield from _check_path(client, url, answer)
+                yield from _check_path(client, url, answer, rows)
     for server, cause in away.items():
         is_fatal = len(away) == len(set(map(_without_secrets, urls)))
         yield Finding(_FLAG, server, f"no answer: {cause}", "start the server first, or correct the URL", is_fatal)
 
 
-def _check_path(client: "httpx.Client", url: str, health: "httpx.Response") -> Iterator[Finding]:
-    """Check that a server grades at a URL's path, by what it says at /health."""
+def _check_path(
+    client: "httpx.Client", url: str, health: "httpx.Response", rows: Sequence[tuple[str, Any]]
+) -> Iterator[Finding]:
+    """Check that a server grades at a URL's path, by what it says at /health. Our own has to grade the rows, too."""
     server, path = _without_secrets(url), urlsplit(url).path.rstrip("/")
     try:
         said = health.json()
@@ -126,6 +166,8 @@ def _check_path(client: "httpx.Client", url: str, health: "httpx.Response") -> I
         problem = f"something answers, but not this package's server ({status}), so rewards are not checked"
         yield Finding(_FLAG, server, problem, "make sure that it gives some", is_fatal=False)
         return
+    import httpx
+
     token, paths = "", " or ".join(said["serves"])
     if said["needs_token"]:
         token, _, path = path.removeprefix("/").partition("/")
@@ -137,6 +179,31 @@ def _check_path(client: "httpx.Client", url: str, health: "httpx.Response") -> I
     if path not in said["serves"]:
         problem = f"the server has no rewards at {path or '/'}, but at {paths}"
         yield Finding(_FLAG, server, problem, "correct the URL")
+        return
+    remedy = "look at what the server's function reads of an answer, and at the labels"
+    try:
+        if unrewarded := right_answers.unrewarded(_posting(client, url), rows):
+            yield Finding(_FLAG, server, unrewarded, remedy, is_fatal=False)
+    except Refused as error:
+        yield Finding(_FLAG, server, f"{error}", remedy)
+    except httpx.HTTPError as error:  # the run asks again
+        problem = f"it has not graded {len(rows)} rows: {type(error).__name__}"
+        yield Finding(_FLAG, server, problem, remedy, is_fatal=False)
+
+
+def _posting(client: "httpx.Client", url: str) -> right_answers.Ask:
+    def ask(query: str, prompt: str, label: Any) -> Any:
+        try:
+            body = request_body(query, prompt, label)
+        except ValueError as error:
+            raise Refused(f"{error}") from None
+        headers = {"Content-Type": "application/json"}
+        answer = client.post(url, content=body, headers=headers, timeout=_OWN_SECONDS)
+        if answer.status_code < 500 and not answer.is_success:
+            raise Refused(f"the server refuses with status {answer.status_code}: {answer.text[:200]}")
+        return answer.raise_for_status().json()
+
+    return ask
 
 
 def _without_secrets(url: str) -> str:

@@ -19,12 +19,13 @@ from openrlhf.utils.logging_utils import init_logger
 from vllm import SamplingParams
 
 from arlopti_openrlhf.grading import REWARD_FILES
-from arlopti_openrlhf.grading.reward_answers import normalise
+from arlopti_openrlhf.grading.reward_answers import normalise, request_body
 from arlopti_openrlhf.ops.lifecycle import awake, credentials
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, about
 
 logger = init_logger(__name__)
 
+_JSON = {"Content-Type": "application/json"}
 _ATTEMPT = aiohttp.ClientTimeout(total=180)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, doubling
 _SAY_EVERY = 60.0  # seconds
@@ -166,10 +167,16 @@ class RewardExecutor(SingleTurnAgentExecutor):
 
 
 async def _post(url: str, query: str, prompt: str, label: Any) -> Any:
-    message = {"query": [query], "prompts": [prompt], "labels": [label]}
+    try:
+        body = request_body(query, prompt, label)
+    except ValueError as error:
+        raise RewardError(f"{error}{about(query, label)}") from None
     # Each request opens its own connection, as upstream's do. A kept one could have died with its server since.
     whole = credentials.expand(url)
-    async with aiohttp.ClientSession(timeout=_ATTEMPT) as session, session.post(whole, json=message) as response:
+    async with (
+        aiohttp.ClientSession(timeout=_ATTEMPT) as session,
+        session.post(whole, data=body, headers=_JSON) as response,
+    ):
         if response.status < 400:
             return await response.json(content_type=None)
         text = (await response.text())[:500]

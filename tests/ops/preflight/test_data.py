@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pandas
 import pytest
 from arlopti_testing.preflight_command import changed
@@ -128,9 +129,23 @@ def test_a_label_that_the_math_grader_cannot_read(check, labels, fatal, problem)
     assert "math cannot read the label: " in found and problem in found
 
 
-def test_a_folder_that_datasets_wrote(check, tmp_path):
-    import datasets
+@pytest.mark.parametrize(
+    "label, problem",
+    [
+        (Decimal("42.50"), None),
+        (datetime.date(2020, 1, 2), "got '2020-01-02' (date)"),
+        (b"42", "got \"b'42'\" (bytes)"),
+    ],
+)
+def test_labels_that_are_no_json(check, tmp_path, label, problem):
+    """Nothing else of the data set goes unchecked with them."""
+    datasets.Dataset.from_list([row(i, label=label, prompt=i) for i in range(4)]).to_parquet(tmp_path / "d.parquet")
+    found = check(data__prompt_dataset=str(tmp_path / "d.parquet"), reward__remote_url=["math"])
+    assert any("a prompt is text" in line for line in found)
+    assert [problem in line for line in found if line.startswith(f"!{KEY}")] == ([True] if problem else [])
 
+
+def test_a_folder_that_datasets_wrote(check, tmp_path):
     datasets.Dataset.from_list([row(i, label=None) for i in range(8)]).save_to_disk(str(tmp_path / "saved"))
     [found] = check(data__prompt_dataset=str(tmp_path / "saved"))
     assert found.startswith("!--data.label_key label: no row of")

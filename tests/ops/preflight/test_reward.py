@@ -13,17 +13,18 @@ from arlopti_testing.processes import free_port, wait_until
 
 from arlopti_openrlhf.grading.grader import Limits
 from arlopti_openrlhf.grading.server import RewardServer
-from arlopti_openrlhf.ops.preflight import probe, reward
+from arlopti_openrlhf.ops.preflight import reward, right_answers
+from arlopti_openrlhf.ops.rollouts.reward_process import RewardProcess
 
 
 @pytest.fixture
 def check(tmp_path, tiny_model):
     """check(source or FLAG=VALUE...) returns the findings as text, those that are fatal after "!"."""
     path = tmp_path / "d.jsonl"
-    rows = ({"prompt": f"puzzle {i}", "label": f"solution {i}"} for i in range(6))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    def run(*sources, **flags):
+    def run(*sources, label="solution", **flags):
+        rows = ({"prompt": f"puzzle {i}", "label": f"{label} {i}"} for i in range(6))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         base = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": str(path)}
         base["reward__remote_url"] = list(sources) or None
         return ["!" * finding.is_fatal + str(finding) for finding in reward.check(changed(**base | flags))]
@@ -47,11 +48,12 @@ def function(body: str) -> str:
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
+        (function("return [float(labels[0] in queries[0])]"), None),
         (function("return {'rewards': [1.0], 'scores': [1.0], 'extra_logs': {'x': [1]}}"), None),
         (function("return [0.5 for _ in queries]"), None),
         ("import numpy\n" + function("print('noise'); return numpy.ones(len(queries))"), None),
         ("def reward_func(queries, prompts, labels, **kwargs):\n    assert len(queries) == 1; return 1", None),
-        (function("assert queries[0].startswith(prompts[0]) and prompts[0][-1] == labels[0][-1]; return [1]"), None),
+        (function("assert queries[0].startswith(prompts[0]) and labels[0][-1] in prompts[0]; return [1]"), None),
         ("reward_func = max\n" + function("return 0"), None),
         ("def reward_func(:\n", "its import fails: SyntaxError: invalid syntax"),
         ("x = 1\nimport nowhere_to_be_found\n", "its import fails: ModuleNotFoundError: No module named"),
@@ -74,19 +76,23 @@ def function(body: str) -> str:
         ),
     ],
 )
-def test_what_a_function_answers(write, capsys, body, problem):
-    found = probe.reward_problem(write(body), [(f"puzzle {i}", f"solution {i}") for i in range(4)])
-    assert capsys.readouterr() == ("", "")
-    assert found == problem if problem is None else problem in found and "\n" not in found
+def test_what_a_function_answers(check, write, capfd, body, problem):
+    found = check(write(body))
+    assert capfd.readouterr() == ("", "")
+    if problem is None:
+        assert all("no right answer" in line for line in found)  # most of these are the same for every answer
+    else:
+        [line] = found
+        assert line.startswith("!") and problem in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("assert 'puzzle ' + labels[0][-1] in prompts[0]; return [1]", None),
+        ("assert 'puzzle ' + labels[0][-1] in prompts[0]; return [labels[0] in queries[0]]", None),
         ("return 1 / (labels[0][-1] != '2')", "reward_func raised ZeroDivisionError"),
-        ("import os; os._exit(1)", "it has not graded 4 rows: its process ends"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "it has not graded 4 rows: its process ends"),
+        ("import os; os._exit(1)", "its process ended with status 1 while it graded this sample"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended with status -9"),
     ],
 )
 def test_a_function_grades_the_first_rows_in_a_process_of_its_own(check, write, body, problem):
@@ -98,7 +104,157 @@ def test_a_function_grades_the_first_rows_in_a_process_of_its_own(check, write, 
 
 @pytest.mark.parametrize("sources", [("kk",), ("math",), ()])
 def test_the_packages_own_have_no_finding(check, sources):
+    """`data.check` says which labels kk cannot read."""
     assert check(*sources) == []
+
+
+# --- right answers -----------------------------------------------------------------------------------------------
+
+NONE = "no right answer to 4 of the first 4 rows scores above a wrong one, first for the label 'solution 0'; tried "
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (function("return ['boxed{' + labels[0] in queries[0]]"), None),
+        (function("return ['<answer>' + labels[0] + '</answer>' in queries[0]]"), None),
+        (function("return ['</think>' in queries[0] and 'boxed' in queries[0]]"), None),
+        (function("return [queries[0][len(prompts[0]) :].split('</think>')[-1].strip() == labels[0]]"), None),
+        (function("return [queries[0].endswith('answer is ' + labels[0] + '.')]"), None),
+        (function("good = labels[0] in queries[0]; return {'rewards': [-len(queries[0])], 'scores': [good]}"), None),
+        (function("return [1.0]"), "All of them earned 1, as did the wrong one"),
+        (function("return {'rewards': [len(queries[0])], 'scores': [0]}"), "All of them earned 0"),
+        (function("return [0.0 if labels[0] in queries[0] else 1.0]"), NONE),
+        (
+            "def reward_func(prompts, completions, answer):\n    return [answer[0] in completions[0]]",
+            "`completions` gets the prompts, `answer` gets the labels; the file needs reward_func(queries, prompts, ",
+        ),
+        (
+            "def reward_func(source, solution_str, ground_truth):\n    return [ground_truth[0] in source[0]]",
+            "It is called as reward_func(queries, prompts, labels): `source` gets the queries (prompts with their",
+        ),
+        (
+            "def reward_func(completions, **kwargs):\n    return [1.0]",
+            "!takes 1 positional argument but 3 were given for the label 'solution 0'. It is called as",
+        ),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0",
+            "!it has no function `reward_func`, but compute_score(data_source, solution_str, ground_truth,",
+        ),
+        (
+            "import os\ndef _part(x): return x\ndef reward(completions, **kwargs): return 1.0",
+            "!it has no function `reward_func`, but reward(completions); the file needs",
+        ),
+        (
+            function("return [lables[0] == 'x'] if labels[0] in queries[0] else [0.0]"),
+            "!reward_func raised NameError: name 'lables' is not defined (line 2) for the label 'solution 0' and the",
+        ),
+        (function("return [1 / 0] if 'boxed' in queries[0] else [float(labels[0] in queries[0])]"), "!reward_func"),
+        (
+            function("return [float('nan')] if labels[0] in queries[0] else [0.0]"),
+            "!reward_func returned rewards that",
+        ),
+    ],
+)
+def test_a_function_that_is_asked_right_answers(check, write, body, problem):
+    found = check(write(body))
+    assert len(found) == (problem is not None)
+    for line in found:
+        assert line.startswith("!") == problem.startswith("!") and problem.removeprefix("!") in line, line
+
+
+@pytest.mark.parametrize(
+    ("label", "answer"),
+    [
+        ("3", "3"),
+        (3.5, "3.5"),
+        ('["0.01", "1%"]', "0.01"),
+        (["a", "b"], "a"),
+        ({"ground_truth": "7", "style": "rule"}, "7"),
+        ("6 * 7 = 42 #### 42", "42"),
+        ("[1, 2]", "[1, 2]"),
+        (b"four", "four"),
+        (0, "0"),
+    ],
+)
+def test_the_answer_that_a_label_has(label, answer):
+    rows = [("A puzzle.", label), ("A puzzle. <think>\n", label)]
+    asked = []
+
+    def ask(query, prompt, label):
+        asked.append(query)
+        return float(query.endswith(answer))
+
+    assert right_answers.unrewarded(ask, rows) is None
+    assert len(asked) == 12 and sum(f"\\boxed{{{answer}}}" in query for query in asked) == 4
+    assert all(
+        query.count("</think>") == 1 for query in asked if "<think>" in query and right_answers.WRONG not in query
+    )
+
+
+@pytest.mark.parametrize("label", [None, "", []])
+def test_without_a_label_nothing_is_right(label):
+    assert right_answers.unrewarded(lambda *sample: 1.0, [("A puzzle.", label)]) is None
+
+
+def test_all_answers_are_asked_for_at_a_time(check, write):
+    """As in a run. A function that asks a service for two seconds would not answer 24 times one by one."""
+    body = "import time\n" + function("time.sleep(2); return [labels[0] in queries[0]]")
+    assert check(write(body)) == []
+
+
+ALARM = """
+import signal
+import threading
+
+def stop(*args):
+    raise TimeoutError
+
+def reward_func(queries, prompts, labels):
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(5)
+    try:
+        return [float(labels[0] in queries[0])]
+    finally:
+        signal.alarm(0)
+"""
+MATH_VERIFY = """
+from math_verify import parse, verify
+
+def reward_func(queries, prompts, labels):
+    try:
+        return [float(verify(parse(f"${labels[0][-1]}$"), parse(queries[0][len(prompts[0]):])))]
+    except Exception:
+        return [0.0]
+"""
+LOOP = """
+import asyncio
+
+async def score(query, label):
+    return float(label in query)
+
+def reward_func(queries, prompts, labels):
+    return [asyncio.get_event_loop().run_until_complete(score(queries[0], labels[0]))]
+"""
+
+
+@pytest.mark.parametrize("body", [ALARM, MATH_VERIFY, LOOP], ids=["alarm", "math-verify", "event loop"])
+def test_what_works_in_the_run_passes(check, write, body):
+    assert check(write(body)) == []
+
+
+def test_the_check_calls_as_the_run_does(check, write, monkeypatch):
+    calls = []
+    monkeypatch.setattr(RewardProcess, "call", lambda self, *sample: calls.append(sample) or 1.0)
+    check(write(function("return 1 / 0")))
+    assert len(calls) == 24 and calls[0][1:] == (calls[0][0].removesuffix(right_answers.WRONG), "solution 0")
+
+
+def test_an_import_that_takes_long_is_a_warning(check, write, monkeypatch):
+    """The run has no limit for it."""
+    monkeypatch.setattr(reward, "_PROBE_SECONDS", 1.0)
+    [found] = check(write("import time; time.sleep(60)\n" + function("return 1")))
+    assert "its import takes more than 1 s; make sure that it ends" in found and not found.startswith("!")
 
 
 def test_prompts_that_cannot_be_rendered_are_the_datas_finding(check, write, tmp_path):
@@ -115,7 +271,7 @@ def test_a_file_that_is_not_there(check):
 def test_a_function_that_never_returns(check, write, monkeypatch, limit, fatal):
     """It may only be slow, as a reward that asks another model is. It is refused where the run would end it, too."""
     monkeypatch.setattr(reward, "_PROBE_SECONDS", 2.0)
-    path, start = write(function("while True: pass")), time.monotonic()
+    path, start = write(function("import time; time.sleep(60)")), time.monotonic()
     [found] = check(path, reward__timeout_seconds=limit)
     assert time.monotonic() - start < 20
     assert found.startswith(
@@ -203,12 +359,17 @@ def test_a_server_that_redirects_without_end_is_a_warning(check, server):
 
 
 @pytest.fixture(scope="module")
-def ours():
-    """ours(token) returns the base of our own server's URLs. It listens, and its graders' processes do not run."""
-    running = {}
+def ours(tmp_path_factory):
+    """ours(token) returns the base of our own server's URLs. It starts its graders' processes when they are asked."""
+    running, folder = {}, tmp_path_factory.mktemp("graders")
+    (folder / "same.py").write_text("def reward_func(queries, prompts, labels): return [1.0 for _ in queries]")
+    (folder / "file.py").write_text(
+        "def reward_func(*lists): return [label in query for query, _, label in zip(*lists)]"
+    )
+    graders = {"file": f"{folder}/file.py", "same": f"{folder}/same.py", "kk": "kk", "math": "math"}
 
     def start(token: str | None) -> str:
-        app = RewardServer({"kk": "kk", "math": "math"}, 1, Limits(), token).app()
+        app = RewardServer(graders, 1, Limits(), token).app()
         server = uvicorn.Server(uvicorn.Config(app, port=free_port(), log_config=None))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
@@ -222,14 +383,24 @@ def ours():
         thread.join(20)
 
 
-@pytest.mark.parametrize("path", ["/get_reward", "/kk/get_reward", "/math/get_reward", "/math/get_reward/"])
+@pytest.mark.parametrize("path", ["/get_reward", "/file/get_reward", "/math/get_reward", "/math/get_reward/"])
 def test_where_our_own_server_grades(check, ours, path):
     assert check(ours(None) + path) == check(f"{ours('t0ken')}/t0ken{path}") == []
 
 
+def test_our_own_server_is_asked_right_answers(check, ours):
+    url = ours(None)
+    [found] = check(f"{url}/same/get_reward")
+    assert found.startswith(f"--reward.remote_url {url}: {NONE}") and "All of them earned 1" in found
+    [found] = check(f"{url}/kk/get_reward")
+    assert found.startswith(f"!--reward.remote_url {url}: the server refuses with status 422: ")
+    assert "a solution is numbered lines" in found and "for the label 'solution 0'" in found
+
+
 @pytest.mark.parametrize("path", ["/mth/get_reward", "/math/get_rewards", "/math", "/", ""])
 def test_a_path_that_our_own_server_does_not_serve(check, ours, path):
-    where = "at /get_reward or /kk/get_reward or /math/get_reward; correct the URL"
+    paths = ["/get_reward", *(f"/{name}/get_reward" for name in ("file", "same", "kk", "math"))]
+    where = f"at {' or '.join(paths)}; correct the URL"
     url = ours(None)
     good = f"{url}/get_reward"
     assert (

@@ -1,6 +1,8 @@
 """Each sample has a reward, or the run stops, beside servers that are away, slow, or talk nonsense."""
 
 import asyncio
+import datetime
+import decimal
 import importlib
 import json
 import os
@@ -14,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -267,12 +270,151 @@ def test_a_module_keeps_its_state_and_serves_many_at_a_time(tmp_path):
     assert [output["reward"] for output in outputs] == [4.0] * 4
 
 
+MAIN_THREAD = """
+import signal, threading, time
+seen = []
+
+def stop(*args):
+    raise TimeoutError("alarm")
+
+{AT_IMPORT}
+
+def reward_func(queries, prompts, labels):
+    seen.append(prompts[0])
+    try:
+        {CALL}
+    except ValueError:
+        return [0.0]
+    return [float(len(seen)) + (threading.current_thread() is threading.main_thread()) / 2]
+"""
+
+
+@pytest.mark.parametrize(
+    ("at_import", "call"),
+    [
+        ("", "signal.signal(signal.SIGALRM, stop); signal.alarm(9); signal.alarm(0)"),
+        ("signal.signal(signal.SIGALRM, stop)", "signal.alarm(9); signal.alarm(0)"),
+        ("from signal import SIGALRM, setitimer, signal as handle", "handle(SIGALRM, stop); setitimer(0, 9)"),
+        ("import math_verify", "math_verify.verify(math_verify.parse('$1$'), math_verify.parse('1'))"),
+    ],
+)
+def test_a_function_that_needs_the_main_thread_gets_it(tmp_path, at_import, call):
+    """Each call that was made in a thread is made again, and then those of the main thread share the file's state."""
+    (tmp_path / "r.py").write_text(MAIN_THREAD.replace("{AT_IMPORT}", at_import).replace("{CALL}", call))
+    executor = RewardExecutor([f"{tmp_path}/r.py"])
+    [output] = execute(executor)
+    assert output["reward"] == 2.5  # the second time, in the main thread
+    rewards = [output["reward"] for output in execute(executor, prompts="abcdefgh")]
+    assert sorted(rewards) == [3.5 + i for i in range(8)]
+
+
+def test_an_alarm_of_the_function_ends_its_own_call_and_nothing_else(tmp_path):
+    body = "signal.setitimer(signal.ITIMER_REAL, 0.2); time.sleep({'long': 30}.get(labels[0], 0))"
+    text = MAIN_THREAD.replace("{AT_IMPORT}", "signal.signal(signal.SIGALRM, stop)").replace("{CALL}", body)
+    (tmp_path / "r.py").write_text(text)
+    executor = RewardExecutor([f"{tmp_path}/r.py"], timeout_seconds=20)
+    with pytest.raises(RewardError, match=r"r.py: reward_func raised TimeoutError: alarm \(line \d+\)"):
+        execute(executor, label="long")
+    execute(executor)  # and leaves an alarm
+    time.sleep(0.4)
+    [output] = execute(executor)
+    assert output["reward"] == 4.5
+
+
+@pytest.mark.parametrize("label", ["slow", "raises"])
+def test_calls_in_the_main_thread_have_the_same_limits(tmp_path, label):
+    body = "signal.alarm(0); {'slow': lambda: time.sleep(60), 'raises': lambda: 1 / 0}.get(labels[0], int)()"
+    text = MAIN_THREAD.replace("{AT_IMPORT}", "").replace("{CALL}", body)
+    (tmp_path / "r.py").write_text(text)
+    executor = RewardExecutor([f"{tmp_path}/r.py"], timeout_seconds=2)
+    problem = "gave no result after 2 s" if label == "slow" else "raised ZeroDivisionError"
+    with pytest.raises(RewardError, match=f"reward_func {problem}") as error:
+        execute(executor, label=label)
+    assert f"label: {label}" in str(error.value) and (label != "slow" or "in reward_func" in str(error.value))
+
+
+def test_calls_that_wait_for_the_main_thread_are_in_time(tmp_path):
+    """The limit is one call's. Eight that take 0.5 s one after another are within 2 s each."""
+    text = MAIN_THREAD.replace("{AT_IMPORT}", "").replace("{CALL}", "signal.alarm(0); time.sleep(0.5)")
+    (tmp_path / "r.py").write_text(text)
+    assert len(execute(RewardExecutor([f"{tmp_path}/r.py"], timeout_seconds=2), prompts="abcdefgh")) == 8
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))",
+        "asyncio.run(asyncio.sleep(0)); asyncio.get_event_loop_policy()",
+        "loop = asyncio.get_event_loop(); loop.run_until_complete(asyncio.sleep(0)); loop.close()",
+    ],
+)
+def test_each_call_has_an_event_loop(tmp_path, body):
+    path = write(tmp_path / "r.py", f"import asyncio; {body}; return 1.0")
+    executor = RewardExecutor([path])
+    for _ in range(3):
+        assert [output["reward"] for output in execute(executor, prompts="ab")] == [1.0] * 2
+
+
+def test_the_files_functions_can_be_pickled_for_forked_processes(tmp_path):
+    body = "return multiprocessing.get_context('fork').Pool(1).map(double, [1.0])"
+    path = write(tmp_path / "r.py", body)
+    with open(path, "a") as file:
+        file.write("\nimport multiprocessing\ndef double(x): return 2 * x\n")
+    assert execute(RewardExecutor([path]))[0]["reward"] == 2.0
+
+
+def test_a_file_imports_a_module_next_to_it_after_all_others(tmp_path, monkeypatch):
+    (tmp_path / "next_to_it.py").write_text("REWARD = 2.0")
+    (tmp_path / "torch.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir("/")
+    path = write(tmp_path / "r.py", "import torch; return next_to_it.REWARD * len(torch.ones(1))")
+    with open(path, "a") as file:
+        file.write("\nimport next_to_it\n")
+    assert execute(RewardExecutor([path]))[0]["reward"] == 2.0
+
+
+LABELS = [
+    decimal.Decimal("42.50"),
+    datetime.date(2020, 1, 2),
+    datetime.datetime(2020, 1, 2, 3),
+    b"42",
+    2**62,
+    1.5,
+    None,
+    {"ground_truth": {"a": [1, None]}},
+    [1, "x"],
+    np.arange(3),
+]
+
+
+@pytest.mark.parametrize("label", LABELS, ids=lambda label: type(label).__name__)
+def test_a_label_reaches_a_function_as_it_is(tmp_path, label):
+    path = write(tmp_path / "r.py", "return float(repr(labels) == EXPECTED)")
+    with open(path, "a") as file:
+        file.write(f"\nimport numpy\nEXPECTED = {repr([label])!r}\n")
+    assert execute(RewardExecutor([path]), label=label)[0]["reward"] == 1.0
+
+
+@pytest.mark.parametrize("label", LABELS, ids=lambda label: type(label).__name__)
+def test_a_label_reaches_a_server_as_json_or_is_refused(server, label):
+    http = server(lambda n, message: (200, GOOD))
+    if isinstance(label, bytes):
+        with pytest.raises(RewardError, match="a label that is bytes cannot be sent to a server; store it as text"):
+            execute(RewardExecutor([http.url]), label=label)
+        return
+    execute(RewardExecutor([http.url]), label=label)
+    texts = (decimal.Decimal, datetime.date)
+    expected = str(label) if isinstance(label, texts) else label.tolist() if isinstance(label, np.ndarray) else label
+    assert http.messages[0]["labels"] == [expected]
+
+
 @pytest.mark.parametrize("text", [None, "def reward_func(:", "def other(): pass", "import os; os._exit(3)"])
 def test_a_file_that_gives_no_function(tmp_path, text):
     path = tmp_path / "r.py"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(RuntimeError, match=f"{path}: (cannot be loaded|its process ended with status 3)"):
+    why = r"(its import fails|it has no function `reward_func`, but other\(\)|its process ended with status 3)"
+    with pytest.raises(RuntimeError, match=f"{path}: {why}"):
         RewardExecutor([str(path)])
 
 

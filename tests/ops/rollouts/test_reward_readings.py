@@ -9,7 +9,7 @@ from arlopti_testing.reward_server import post, server
 from vllm import SamplingParams
 
 from arlopti_openrlhf.grading.reward_answers import normalise
-from arlopti_openrlhf.ops.preflight.probe import reward_problem
+from arlopti_openrlhf.ops.preflight import reward, right_answers
 from arlopti_openrlhf.ops.rollouts.reward_client import SCORES_ARE_REWARDS, RewardError, RewardExecutor
 
 # What a function returns for n queries, by name. The label is the name.
@@ -68,12 +68,12 @@ NAMES = [line.split('"')[1] for line in ANSWERS.splitlines() if "lambda n" in li
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """What asks the file, what asks a server that has it, the file, and the server's URL."""
+    """What asks the file, what asks a server that has it, and the server's URL."""
     path = tmp_path_factory.mktemp("rewards") / "answers.py"
     path.write_text(ANSWERS, encoding="utf-8")
     with server("--grader", path, "--workers", "1") as process:
         url = f"{process.url}/get_reward"
-        yield RewardExecutor([str(path)]), RewardExecutor([url]), str(path), url
+        yield RewardExecutor([str(path)]), RewardExecutor([url]), url
 
 
 def outcome(executor: RewardExecutor, label: str) -> dict | None:
@@ -98,11 +98,16 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_sample_is_read_alike_in_process_over_http_and_before_the_run(sources, name):
-    function, service, file, _ = sources
+    function, service, _ = sources
     in_process, over_http = outcome(function, name), outcome(service, name)
     assert same(in_process, over_http), "a server changes the answer"
     assert same(in_process, READ.get(name))
-    assert (reward_problem(file, [("prompt", name)]) is None) == (in_process is not None)
+    try:
+        right_answers.unrewarded(reward._asking(function._process), [("prompt", name)])
+    except right_answers.Refused:
+        assert in_process is None
+    else:
+        assert in_process is not None
 
 
 @pytest.mark.parametrize("name", NAMES)
