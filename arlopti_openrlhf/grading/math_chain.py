@@ -77,9 +77,10 @@ def contradicts_itself(parsed: object, latex: str) -> bool:
         parsed: the answer.
         latex: its text, from which the digits of decimals are taken.
     """
+    readings = (*_READINGS, _angle) if "\\circ" in latex else _READINGS
     items = [parsed, *parsed.atoms(sympy.And, sympy.Eq)] if isinstance(parsed, sympy.Basic) else []
     return any(
-        not any(_agree([read(_with_constants(side)) for side in found], latex) for read in _READINGS)
+        not any(_agree([read(_with_constants(side)) for side in found], latex) for read in readings)
         for found in map(sides, items)
         if found
     )
@@ -87,7 +88,7 @@ def contradicts_itself(parsed: object, latex: str) -> bool:
 
 def _with_constants(side: sympy.Basic) -> sympy.Basic:
     constants = {"i": sympy.I, "e": sympy.E}
-    return side.xreplace({x: constants[x.name] for x in side.atoms(sympy.Symbol) if x.name in constants})
+    return side.xreplace({x: constants[x.name] for x in side.free_symbols if x.name in constants})
 
 
 def _agree(found: list, latex: str) -> bool:
@@ -158,6 +159,11 @@ def in_degrees(parsed: Any) -> Any:
     for angle in parsed.atoms(InverseTrigonometricFunction):
         changes[angle] = angle * 180 / sympy.pi
     return parsed.xreplace(changes)
+
+
+def _angle(side: sympy.Basic) -> sympy.Basic:
+    side = in_degrees(side)
+    return side * 180 / sympy.pi if isinstance(side, sympy.Expr) and side.has(sympy.pi) else side
 
 
 _READINGS: tuple[Callable[[Any], Any], ...] = (lambda side: side, in_degrees, _natural)

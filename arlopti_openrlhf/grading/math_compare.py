@@ -40,8 +40,11 @@ from arlopti_openrlhf.grading.math_units import MULTIPLIER, split_unit, words
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}(?!\w)")
 _MULTIPLIED = re.compile(rf"(\$|\\\]|\\\))[\s-]+((?:{MULTIPLIER.pattern})(?![a-zA-Z]))")
 _CONGRUENCE = re.compile(r"(.*\\equiv)?(.*?)\\pmod\s*(?:\{([^{}]*)\}|(\d))\s*", re.DOTALL)
+_PREFACE = re.compile(r"\A\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*answer[^{}]*\}\s*:?", re.IGNORECASE)
+# A gap between two values, and not one after a comma or before a unit.
+_QUAD = re.compile(r"(?<=[^\s,;:=])\s*\\q?quad(?![a-zA-Z])\s*(?=[^\s,;=\\}]|\\(?!text|math|q?quad|[pb]mod|[ ,;:!]))")
 # Words between two numbers, which would be read as products of letters.
-_BETWEEN = re.compile(r"\\(?:text|mathrm|mbox)\s*\{(?!\s*,?\s*(?:or|and)\s*\})[^{}]*[a-zA-Z]{2}[^{}]*\}(?=[^=,;]*\d)")
+_BETWEEN = re.compile(r"\\(?:text|mathrm|mbox)\s*\{(?!\s*,?\s*(?:or|and)\s*\})[^{}]*[a-zA-Z][^{}]*\}(?=[^=,;]*\d)")
 _ARROW = re.compile(r"\\(?:implies|iff|therefore|to|(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow)(?![a-zA-Z])|[→⇒⟹⇔∴]")
 # math-verify's defaults, but for the units, which are ours.
 _TARGETS = (
@@ -134,7 +137,7 @@ def _is_right(label: _Reading, answer: _Reading) -> bool:
 def _read_answer(answer: str, labels: _Labels) -> _Reading:
     is_approximate = "\\approx" in answer or "≈" in answer
     answer = re.sub(r"(?<![\\.])[.,;:]\s*\Z", "", re.sub(r"(?<!\\)\$", "", answer).strip())
-    answer = rewritten(answer).strip().removeprefix("=")
+    answer = _QUAD.sub(", ", _PREFACE.sub("", rewritten(answer)).strip().removeprefix("="))
     if (congruence := _CONGRUENCE.fullmatch(answer)) and "pmod" not in labels.words:
         answer = congruence[2] if _are_congruent(congruence) else "?"
     if not labels.has_arrow:
@@ -148,8 +151,10 @@ def _read_answer(answer: str, labels: _Labels) -> _Reading:
 def _are_congruent(congruence: re.Match) -> bool:
     *others, last = re.split(r"\\equiv|=", (congruence[1] or "") + congruence[2])
     modulus = congruence[3] or congruence[4]
-    numbers = [int(x) for x in (*others, last) if re.fullmatch(r"\s*-?\d+\s*", x)]
-    return not re.fullmatch(r"\s*[1-9]\d*\s*", modulus) or len({number % int(modulus) for number in numbers}) < 2
+    numbers = [_expression(split_unit(side, frozenset())[0])[0] for side in (*others, last)]
+    if len(numbers) < 2 or not re.fullmatch(r"\s*[1-9]\d*\s*", modulus):
+        return True
+    return all(isinstance(x, Expr) and (x.free_symbols or (x - numbers[-1]).doit() % int(modulus) == 0) for x in numbers)
 
 
 def _last_statement(latex: str) -> str:
@@ -159,7 +164,7 @@ def _last_statement(latex: str) -> str:
     *others, last = _ARROW.split(latex)
     values: list[str] = []
     for first, *rest in map(_sides, others):
-        if re.fullmatch(r"\s*\\?\w*\s*", first) and rest:
+        if re.fullmatch(r"\s*\\?\w*\s*(?:\([^()]*\))?\s*", first) and rest:
             values += rest
         elif not rest or not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+|(?<![a-z])(?:or|and)(?![a-z])", "", first)):
             values += [first, *rest]  # an equation in a variable, such as x^2 = 4, gives no value
@@ -183,7 +188,9 @@ def _read(latex: str, labels: _Labels, has_fallback: bool) -> _Reading:
         latex = _in_base_ten(latex, numbers)
     currency = {"dollar"} if "\\$" in latex else set()
     latex = latex.replace("\\$", "")
-    bare, measures = split_unit(latex, labels.words)
+    *named, last = _sides(latex)
+    bare, measures = split_unit(last, labels.words)
+    bare = "=".join([*(split_unit(side, labels.words)[0] for side in named), bare])
     if re.search(r"\\circ\s*\}?\s*\Z", bare):
         measures |= {"deg"}
     readings = (_parse_latex(text, has_fallback) for text in dict.fromkeys((bare, latex)))
@@ -229,13 +236,13 @@ def _parse_latex(latex: str, has_fallback: bool) -> list:
             signs = ({"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"})
             both = [re.sub(r"\\(?:pm|mp)(?![a-zA-Z])", lambda m, sign=sign: sign[m[0]], latex) for sign in signs]
             found = [_expression(text)[0] for text in both]
-            parsed = [FiniteSet(*found), *parsed] if all(isinstance(x, Expr) for x in found) else parsed
+            parsed = [FiniteSet(*found), *parsed] if all(isinstance(x, Expr | Eq) for x in found) else parsed
         elif len(parts := _sides(latex)) > 1 and not re.search(r"[,;<>]|\\(?:[lg]eq?|ne|in)(?![a-zA-Z])", latex):
             parsed = _chain(parts) + parsed
         elif has_fallback:
             parsed = _parse(f"${latex}$", "any_match")
     if "\\circ" in latex:
-        parsed = [in_degrees(part) if isinstance(part, Basic) else part for part in parsed]
+        parsed = [in_degrees(part) if isinstance(part, Expr) else part for part in parsed]
     return parsed
 
 
@@ -253,7 +260,8 @@ def _chain(parts: list[str]) -> list:
     for i, part in enumerate(parts):
         side = _expression(split_unit(part, frozenset())[0])[0]
         if not isinstance(side, Expr):
-            if re.search(r"\d", part) or i == len(parts) - 1:
+            is_call = re.fullmatch(r"\s*\\?\w+(?:\{\w+\})?\s*[(\[].*[)\]]\s*", part)
+            if (re.search(r"\d", part) and not is_call) or i == len(parts) - 1:
                 return []  # it may be a list of values
             side = Function(f"unread_{i}")(i)
         sides.append(side)
@@ -262,10 +270,10 @@ def _chain(parts: list[str]) -> list:
 
 
 def _sides(latex: str) -> list[str]:
-    """Return what stands between signs of equality that are in no braces."""
+    """Return what stands between signs of equality that are in no braces or parentheses."""
     parts = [""]
     for piece in re.split("(=)", latex):
-        if piece == "=" and parts[-1].count("{") == parts[-1].count("}"):
+        if piece == "=" and all(parts[-1].count(a) == parts[-1].count(b) for a, b in ("{}", "()")):
             parts.append("")
         else:
             parts[-1] += piece

@@ -100,7 +100,7 @@ def _is_segment(side: object) -> bool:
 
 
 def _symbols(parsed: sympy.Basic, is_cased: bool) -> dict:
-    return {symbol: _symbol(symbol.name, is_cased) for symbol in parsed.atoms(sympy.Symbol)} | {
+    return {symbol: _symbol(symbol.name, is_cased) for symbol in parsed.free_symbols} | {
         sympy.EulerGamma: sympy.Symbol("gamma")
     }
 

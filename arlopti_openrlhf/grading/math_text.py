@@ -163,7 +163,7 @@ def _is_argument(latex: str, match: re.Match) -> bool:
 
 # --- words, choices, times and ratios -----------------------------------------------------------------------------
 
-_CHOICE = re.compile(rf"(?:{_TEXT}\{{\s*)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[.)])(\}}?)((?:{_GAP})?)(?=[^+*/^_=,:\s])", re.DOTALL)
+_CHOICE = re.compile(rf"(?:{_TEXT}\{{\s*)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[.)])((?:\s*\}})?)((?:{_GAP})?)(?=[^+*/^_=,:\s])", re.DOTALL)
 _TIME = re.compile(r"(?<![\d.:])(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?![\d:.])")
 _COLON = re.compile(r"(?:\\!|\s)*:(?:\\!|\s)*")
 
@@ -218,15 +218,15 @@ def with_times(latex: str, has_ratio: bool) -> str:
 # --- the final answer of a text without a box ---------------------------------------------------------------------
 
 FORMULA = re.compile(r"(?<!\\)(\$\$?|\\\[|\\\()(.+?)(?<!\\)(\$\$?|\\\]|\\\))", re.DOTALL)
-_TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-_BOLD = re.compile(r"(?<![\w*)\]}])(\*\*|__)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
+_TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_BOLD = re.compile(r"(?<![\w*)\]}])(\*\*|__|\*|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
 _ANNOUNCED = re.compile(
     r"(?:answer|答案)(?:[^\S\n]{0,3}(?:is|are|:|：|=|是|为|為)){1,2}[^\S\n]*\n?", re.IGNORECASE
 )
 _SENTENCE = re.compile(r"(?:\.|。)(?=\s|\Z)|\n|\s*I hope")
 _DELIMITERS = re.compile(r"(?<!\\)\$\$?|\\[\[\]()](?![a-zA-Z])")
 _TOKENS = re.compile(
-    rf"(?:{_GAP}|{_TEXT}\{{[^{{}}]*\}}|\\begin.*?\\end\{{\w+\}}|\\[a-zA-Z]+|\\.|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?:and|or)(?![a-zA-Z])|[^a-zA-Z])*",
+    rf"(?:{_GAP}|{_TEXT}\{{[^{{}}]*\}}|\\begin.*?\\end\{{\w+\}}|\\[a-zA-Z]+|\\.|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?:and|or)(?![a-zA-Z])|[\d_]|\W)*",
     re.DOTALL,
 )
 
@@ -243,11 +243,11 @@ def final_answer(text: str) -> str | None:
     announced = None
     for announced in _ANNOUNCED.finditer(text):  # noqa: B007
         pass
-    rest = text[announced.end() :] if announced else text.rpartition("\n")[2]
+    rest = text[announced.end() :] if announced else text.rpartition("\n")[2].lstrip("#")
     if end := next((m for m in _SENTENCE.finditer(rest) if rest[: m.start()].count("$") % 2 == 0 and rest[: m.start()].strip() and rest[:m.start()].count("\\[") == rest[:m.start()].count("\\]")), None):
         rest = rest[: end.start()]
     rest = _DELIMITERS.sub("", rest).strip()
     bare, _ = split_unit(rest, frozenset())
-    if rest and re.search(r"[\w\\]", rest) and (_TOKENS.fullmatch(bare) or _MULTIPLIED.fullmatch(rest)):
+    if rest and re.search(r"[\w\\]", rest) and (_TOKENS.fullmatch(bare) or (announced and bare.isalpha()) or _MULTIPLIED.fullmatch(rest)):
         return rest
     return None

@@ -180,7 +180,7 @@ def _is_plain_unit(word: str, before: str, is_apart: bool) -> bool:
     if not is_apart or min(map(len, parts)) == 1:
         return all(part in _UNITS for part in parts) and (len(word) > 1 or is_apart) and is_number
     return (is_number or min(map(len, parts)) > 3) and all(
-        _unit(part) or part.lower() in _COUNTED or (len(part) > 3 and _is_counted(part)) for part in parts
+        _unit(part) or part.lower() in _COUNTED or (len(part) > 3 and _is_counted(part, bool(_SINGULAR.search(before)))) for part in parts
     )
 
 
