@@ -40,8 +40,8 @@ def sides(answer: object) -> list:
 def is_name(side: sympy.Basic) -> bool:
     r"""Return whether a side names a value, as x, f(x), f'(x), f^{-1}(x) and \sin A do."""
     if isinstance(side, sympy.Pow):  # how math-verify reads f' and f^{-1}
-        side = side.base
-    elif isinstance(side, TrigonometricFunction):
+        return isinstance(side.base, AppliedUndef) or "(" in str(getattr(side.base, "name", ""))
+    if isinstance(side, TrigonometricFunction):
         side = side.args[0]
     return isinstance(side, sympy.Symbol | AppliedUndef | sympy.Derivative)
 
@@ -56,8 +56,7 @@ def values(found: list) -> list:
         found = [side for side in found if not side.free_symbols and not side.has(AppliedUndef)]  # 3 = x names one too
         return [*dict.fromkeys((found[0], found[-1]))] if found else []
     is_solved = isinstance(first, sympy.Symbol | sympy.Function) and not isinstance(first, sympy.exp)
-    is_function = isinstance(first, sympy.Pow) and isinstance(first.base, AppliedUndef)
-    if len(first.free_symbols) == 1 and not is_solved and not is_function:
+    if len(first.free_symbols) == 1 and not is_solved and not is_name(first):
         return []
     if first.free_symbols & last.free_symbols and not first.has(AppliedUndef, sympy.Derivative):
         return [last] if same_value(first, last) else []  # an identity, or an equation
@@ -92,7 +91,9 @@ def _with_constants(side: sympy.Basic) -> sympy.Basic:
 
 
 def _agree(found: list, latex: str) -> bool:
-    numbers = [side for side in found if isinstance(side, sympy.Expr) and side.is_number and not side.has(AppliedUndef)]
+    numbers = [
+        side for side in found if isinstance(side, sympy.Expr) and side.is_number and not side.has(AppliedUndef)
+    ]
     # A turn is no difference between two angles.
     turn = 360 if len(numbers) == latex.count("\\circ") == 2 else 0
     known = {(value, _tolerance(side, value, latex)) for side in numbers if (value := _value(side)) is not None}

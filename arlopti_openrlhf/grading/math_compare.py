@@ -61,7 +61,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 parser.latex2sympy = functools.partial(
     latex2sympy2.latex2sympy, conversion_config=latex2sympy2.ConversionConfig(lowercase_symbols=False)
 )
-parser.get_last_eq = lambda latex: latex  # the last side of an equation that it does not read
+# Of an equation that it does not read, math-verify would take the last side.
+parser.get_last_eq = str
 parser.parse_expr_cached = functools.lru_cache(maxsize=20)(
     lambda text: parser.latex2sympy(text.replace("**", "^").rstrip(". "), normalization_config=None)
 )
@@ -142,7 +143,11 @@ def _read_answer(answer: str, labels: _Labels) -> _Reading:
         answer = congruence[2] if _are_congruent(congruence) else "?"
     if not labels.has_arrow:
         answer = _last_statement(answer)
-    if any(split_unit(f"1 {text[0]}", labels.words)[0] != "1" for text in _BETWEEN.finditer(answer) if re.search(r"\d[^=,;]*\Z", answer[: text.start()])):
+    if any(
+        split_unit(f"1 {text[0]}", labels.words)[0] != "1"
+        for text in _BETWEEN.finditer(answer)
+        if re.search(r"\d[^=,;]*\Z", answer[: text.start()])
+    ):
         answer = "?"
     reading = _read(answer, labels, has_fallback=False)
     return reading._replace(latex=reading.latex + "\\approx" * is_approximate)
@@ -154,7 +159,9 @@ def _are_congruent(congruence: re.Match) -> bool:
     numbers = [_expression(split_unit(side, frozenset())[0])[0] for side in (*others, last)]
     if len(numbers) < 2 or not re.fullmatch(r"\s*[1-9]\d*\s*", modulus):
         return True
-    return all(isinstance(x, Expr) and (x.free_symbols or (x - numbers[-1]).doit() % int(modulus) == 0) for x in numbers)
+    return isinstance(numbers[-1], Expr) and all(
+        isinstance(x, Expr) and (x.free_symbols or (x - numbers[-1]).doit() % int(modulus) == 0) for x in numbers
+    )
 
 
 def _last_statement(latex: str) -> str:
@@ -166,7 +173,9 @@ def _last_statement(latex: str) -> str:
     for first, *rest in map(_sides, others):
         if re.fullmatch(r"\s*\\?\w*\s*(?:\([^()]*\))?\s*", first) and rest:
             values += rest
-        elif not rest or not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+|(?<![a-z])(?:or|and)(?![a-z])", "", first)):
+        elif not rest or not re.search(
+            "[a-zA-Z]", re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-z])(?:or|and)(?![a-z])", "", first)
+        ):
             values += [first, *rest]  # an equation in a variable, such as x^2 = 4, gives no value
     return "=".join([*filter(str.strip, values), last])
 

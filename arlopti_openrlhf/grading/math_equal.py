@@ -14,7 +14,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from arlopti_openrlhf.grading.math_chain import Chain, is_name, sides, values
-from arlopti_openrlhf.grading.math_values import exact_numbers, is_undefined, ratio, same_value
+from arlopti_openrlhf.grading.math_values import exact_numbers, ratio, same_value
 
 _ORDER = (sympy.LessThan, sympy.StrictLessThan, sympy.GreaterThan, sympy.StrictGreaterThan)
 
@@ -33,7 +33,10 @@ def equal(label: object, answer: object, label_braced: bool, answer_braced: bool
     """
     if not isinstance(label, sympy.Basic | sympy.MatrixBase) or not isinstance(answer, sympy.Basic | sympy.MatrixBase):
         return isinstance(label, str) and isinstance(answer, str) and label.strip() == answer.strip() != ""
-    if any(part.has(sympy.zoo, sympy.nan) or (isinstance(part, sympy.Add) and part.has(sympy.oo)) for part in (label, answer)):
+    if any(
+        part.has(sympy.zoo, sympy.nan) or (isinstance(part, sympy.Add) and part.has(sympy.oo))
+        for part in (label, answer)
+    ):
         return False
     is_cased = any(len({name.lower() for name in names}) < len(names) for names in map(_names, (label, answer)))
     return _equal(_read(label, label_braced, is_cased), _read(answer, answer_braced, is_cased))
@@ -71,7 +74,9 @@ def _read(parsed: Any, braced: bool, is_cased: bool) -> Any:
     if isinstance(parsed, sympy.MatrixBase):
         return parsed.applyfunc(lambda cell: cell.xreplace(opaque | _symbols(cell, is_cased)))
     if isinstance(parsed, sympy.Eq) and _is_segment(parsed.lhs) and not parsed.rhs.free_symbols:
-        return sympy.Eq(sympy.Symbol("".join(sorted(map(str, parsed.lhs.args))).lower()), read(parsed.rhs), evaluate=False)
+        return sympy.Eq(
+            sympy.Symbol("".join(sorted(map(str, parsed.lhs.args))).lower()), read(parsed.rhs), evaluate=False
+        )
     if isinstance(parsed, Relational):
         return parsed.func(*map(read, parsed.args), evaluate=False)
     return parsed.xreplace(opaque).xreplace(_symbols(parsed, is_cased))
@@ -80,7 +85,13 @@ def _read(parsed: Any, braced: bool, is_cased: bool) -> Any:
 def _real_root(power: sympy.Pow) -> sympy.Expr | None:
     """Return an odd root of a negative number as a real number, for sympy takes a complex one."""
     base, exponent = power.args
-    if not base.is_number or not base.is_negative or not exponent.is_Rational or exponent.q % 2 == 0 or exponent.q == 1:
+    if (
+        not base.is_number
+        or not base.is_negative
+        or not exponent.is_Rational
+        or exponent.q % 2 == 0
+        or exponent.q == 1
+    ):
         return None
     return sympy.Pow(-base, exponent) * (-1) ** (exponent.p % 2)
 

@@ -34,7 +34,9 @@ MAX_RESPONSE = 2**18
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
-_EMPTY = re.compile(r"(?:\s|~|\$|\{|\}|\\[ ,;:!]|\\q?quad(?![a-z])|\\[hv]?phantom\{[^{}]*\}|\\(?:text|mathrm)(?=\{\s*\}))*")
+_EMPTY = re.compile(
+    r"(?:\s|~|\$|\{|\}|\\[ ,;:!]|\\q?quad(?![a-z])|\\[hv]?phantom\{[^{}]*\}|\\(?:text|mathrm)(?=\{\s*\}))*"
+)
 # What may stand between two boxes of one list.
 _JOINT = re.compile(
     r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"

@@ -47,7 +47,10 @@ _REWRITES = [
         (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
         (r"\\text\s*\{\s*OR\s*\}", r" \\text{ or } "),
         # {x | x < 3}
-        (rf"\\\{{\s*[a-zA-Z]\s*(?:{_REALS}\s*)?(?:\\mid|\\vert|\||:)([^{{}}:|]*?)(?:,\s*[a-zA-Z]\s*{_REALS}\s*)?\\\}}", r"\1"),
+        (
+            rf"\\\{{\s*[a-zA-Z]\s*(?:{_REALS}\s*)?(?:\\mid|\\vert|\||:)([^{{}}:|]*?)(?:,\s*[a-zA-Z]\s*{_REALS}\s*)?\\\}}",
+            r"\1",
+        ),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
@@ -65,7 +68,9 @@ _REWRITES = [
     )
 ]
 _MILLIONS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_IN_MILLIONS = re.compile(rf"(?<=\d)((?:{_GAP})?)(?:{_TEXT}\{{[\s~]*({'|'.join(_MILLIONS)})(?![a-z])|(?<=[\s~])({'|'.join(_MILLIONS)})(?![a-z]))")
+_IN_MILLIONS = re.compile(
+    rf"(?<=\d)((?:{_GAP})?)(?:{_TEXT}\{{[\s~]*({'|'.join(_MILLIONS)})(?![a-z])|(?<=[\s~])({'|'.join(_MILLIONS)})(?![a-z]))"
+)
 _REPEATED = r"(?:\\(?:overline|bar|dot)\s*(?:\{([\d\u0305]+)\}|(\d))(?:(\d*)\\dot\s*\{?(\d)\}?)?|\((\d+)\))"
 _REPEATING = re.compile(rf"(?<![\w.])(\d*)\.(\d*)(?:\\[,!]|\s)*{_REPEATED}(?![\d(])")
 _TWO_NUMBERS = re.compile(rf"(?<![\w.^])(\d+){_GAP}(?=[\d.])")
@@ -163,7 +168,9 @@ def _is_argument(latex: str, match: re.Match) -> bool:
 
 # --- words, choices, times and ratios -----------------------------------------------------------------------------
 
-_CHOICE = re.compile(rf"(?:{_TEXT}\{{\s*)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[.)])((?:\s*\}})?)((?:{_GAP})?)(?=[^+*/^_=,:\s])", re.DOTALL)
+_CHOICE = re.compile(
+    rf"(?:{_TEXT}\{{\s*)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[.)])((?:\s*\}})?)((?:{_GAP})?)(?=[^+*/^_=,:\s])", re.DOTALL
+)
 _TIME = re.compile(r"(?<![\d.:])(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?![\d:.])")
 _COLON = re.compile(r"(?:\\!|\s)*:(?:\\!|\s)*")
 
@@ -212,7 +219,7 @@ def with_times(latex: str, has_ratio: bool) -> str:
     if has_ratio:
         return latex
     latex = _TIME.sub(lambda time: f"{int(time[1]) * 3600 + int(time[2]) * 60 + int(time[3] or 0)} \\Xi_{{60}}", latex)
-    return re.sub(r"(?<=\d):(?=\d)", " ? ", latex)
+    return latex if "\\{" in latex else latex.replace(":", " ? ")
 
 
 # --- the final answer of a text without a box ---------------------------------------------------------------------
@@ -220,9 +227,7 @@ def with_times(latex: str, has_ratio: bool) -> str:
 FORMULA = re.compile(r"(?<!\\)(\$\$?|\\\[|\\\()(.+?)(?<!\\)(\$\$?|\\\]|\\\))", re.DOTALL)
 _TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOLD = re.compile(r"(?<![\w*)\]}])(\*\*|__|\*|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
-_ANNOUNCED = re.compile(
-    r"(?:answer|答案)(?:[^\S\n]{0,3}(?:is|are|:|：|=|是|为|為)){1,2}[^\S\n]*\n?", re.IGNORECASE
-)
+_ANNOUNCED = re.compile(r"(?:answer|答案)(?:[^\S\n]{0,3}(?:is|are|:|：|=|是|为|為)){1,2}[^\S\n]*\n?", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?:\.|。)(?=\s|\Z)|\n|\s*I hope")
 _DELIMITERS = re.compile(r"(?<!\\)\$\$?|\\[\[\]()](?![a-zA-Z])")
 _TOKENS = re.compile(
@@ -244,10 +249,23 @@ def final_answer(text: str) -> str | None:
     for announced in _ANNOUNCED.finditer(text):  # noqa: B007
         pass
     rest = text[announced.end() :] if announced else text.rpartition("\n")[2].lstrip("#")
-    if end := next((m for m in _SENTENCE.finditer(rest) if rest[: m.start()].count("$") % 2 == 0 and rest[: m.start()].strip() and rest[:m.start()].count("\\[") == rest[:m.start()].count("\\]")), None):
+    if end := next(
+        (
+            m
+            for m in _SENTENCE.finditer(rest)
+            if rest[: m.start()].count("$") % 2 == 0
+            and rest[: m.start()].strip()
+            and rest[: m.start()].count("\\[") == rest[: m.start()].count("\\]")
+        ),
+        None,
+    ):
         rest = rest[: end.start()]
     rest = _DELIMITERS.sub("", rest).strip()
     bare, _ = split_unit(rest, frozenset())
-    if rest and re.search(r"[\w\\]", rest) and (_TOKENS.fullmatch(bare) or (announced and bare.isalpha()) or _MULTIPLIED.fullmatch(rest)):
+    if (
+        rest
+        and re.search(r"[\w\\]", rest)
+        and (_TOKENS.fullmatch(bare) or (announced and bare.isalpha()) or _MULTIPLIED.fullmatch(rest))
+    ):
         return rest
     return None

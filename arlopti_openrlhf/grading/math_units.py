@@ -103,7 +103,7 @@ _NO_NOUNS = frozenset(
 _NO_SINGULARS = frozenset(
     """
     about almost although and approximately around because but circa either except false from half have maybe mean mod
-    modulo more nearly neither none only or over perhaps possibly probably quarter roughly squared than that then there
+    modulo more nearly neither none not only or over perhaps possibly probably quarter roughly squared than that then there
     true under unless until when where which with wrong
     """.split()
 )
@@ -180,7 +180,10 @@ def _is_plain_unit(word: str, before: str, is_apart: bool) -> bool:
     if not is_apart or min(map(len, parts)) == 1:
         return all(part in _UNITS for part in parts) and (len(word) > 1 or is_apart) and is_number
     return (is_number or min(map(len, parts)) > 3) and all(
-        _unit(part) or part.lower() in _COUNTED or (len(part) > 3 and _is_counted(part, bool(_SINGULAR.search(before)))) for part in parts
+        _unit(part)
+        or part.lower() in _COUNTED
+        or (len(part) > 3 and _is_counted(part, bool(_SINGULAR.search(before))))
+        for part in parts
     )
 
 
