@@ -1,7 +1,7 @@
 """Reads equations and chains of them, as in a = b = c: their sides, the values they give, and their contradictions.
 
-A chain gives two values at most: its first side and its last, which agree to the digits shown. Otherwise an answer could
-list guesses. This part of the math reward runs in worker processes.
+A chain gives two values at most: its first side and its last, which agree to the digits shown. With more of them, an
+answer could list guesses. This part of the math reward runs in worker processes.
 """
 
 import itertools

@@ -227,7 +227,7 @@ def _read_text(text: str, labels: _Labels) -> _Reading:
 
 
 def _in_base_ten(latex: str, numbers: list[BasedNumber | None]) -> str:
-    """Return LaTeX in base ten, for a label without a base. Neither the digits of 101_2 nor its value are an answer."""
+    """Return LaTeX in base ten, for a label without a base. 101_2 is no answer to it, by digits or by value."""
     is_based = len(numbers) == 1 and numbers[0] is not None and numbers[0].base not in (None, 10)
     return "?" if is_based else with_decimals(latex)
 
@@ -242,8 +242,7 @@ def _parse_latex(latex: str, has_fallback: bool) -> list:
     parsed = _expression(latex)
     if not isinstance(parsed[0], Basic | MatrixBase):
         if "\\pm" in latex:
-            signs = ({"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"})
-            both = [re.sub(r"\\(?:pm|mp)(?![a-zA-Z])", lambda m, sign=sign: sign[m[0]], latex) for sign in signs]
+            both = [latex.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
             found = [_expression(text)[0] for text in both]
             parsed = [FiniteSet(*found), *parsed] if all(isinstance(x, Expr | Eq) for x in found) else parsed
         elif len(parts := _sides(latex)) > 1 and not re.search(r"[,;<>]|\\(?:[lg]eq?|ne|in)(?![a-zA-Z])", latex):

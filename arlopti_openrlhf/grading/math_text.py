@@ -69,7 +69,8 @@ _REWRITES = [
 ]
 _MILLIONS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _IN_MILLIONS = re.compile(
-    rf"(?<=\d)((?:{_GAP})?)(?:{_TEXT}\{{[\s~]*({'|'.join(_MILLIONS)})(?![a-z])|(?<=[\s~])({'|'.join(_MILLIONS)})(?![a-z]))"
+    rf"(?<=\d)((?:{_GAP})?)(?:{_TEXT}\{{[\s~]*({'|'.join(_MILLIONS)})(?![a-z])"
+    rf"|(?<=[\s~])({'|'.join(_MILLIONS)})(?![a-z]))"
 )
 _REPEATED = r"(?:\\(?:overline|bar|dot)\s*(?:\{([\d\u0305]+)\}|(\d))(?:(\d*)\\dot\s*\{?(\d)\}?)?|\((\d+)\))"
 _REPEATING = re.compile(rf"(?<![\w.])(\d*)\.(\d*)(?:\\[,!]|\s)*{_REPEATED}(?![\d(])")
@@ -191,7 +192,7 @@ def spelled(text: str) -> str:
 
 
 def choice(answer: str) -> tuple[str, str]:
-    r"""Return the letter of a choice and what is chosen, as in `C. 36` and `\textbf{(C)}\ 36`. Else an empty letter."""
+    r"""Return the letter of a choice, if any, and what is chosen, as in `C. 36` and `\textbf{(C)}\ 36`."""
     match = _CHOICE.match(answer)
     if not match or not (match[3] or match[4]):
         return "", answer
@@ -231,7 +232,8 @@ _ANNOUNCED = re.compile(r"(?:answer|答案)(?:[^\S\n]{0,3}(?:is|are|:|：|=|是|
 _SENTENCE = re.compile(r"(?:\.|。)(?=\s|\Z)|\n|\s*I hope")
 _DELIMITERS = re.compile(r"(?<!\\)\$\$?|\\[\[\]()](?![a-zA-Z])")
 _TOKENS = re.compile(
-    rf"(?:{_GAP}|{_TEXT}\{{[^{{}}]*\}}|\\begin.*?\\end\{{\w+\}}|\\[a-zA-Z]+|\\.|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?:and|or)(?![a-zA-Z])|[\d_]|\W)*",
+    rf"(?:{_GAP}|{_TEXT}\{{[^{{}}]*\}}|\\begin.*?\\end\{{\w+\}}|\\[a-zA-Z]+|\\."
+    r"|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?:and|or)(?![a-zA-Z])|[\d_]|\W)*",
     re.DOTALL,
 )
 
@@ -255,6 +257,7 @@ def final_answer(text: str) -> str | None:
             for m in _SENTENCE.finditer(rest)
             if rest[: m.start()].count("$") % 2 == 0
             and rest[: m.start()].strip()
+            and rest[: m.start()].count("{") == rest[: m.start()].count("}")
             and rest[: m.start()].count("\\[") == rest[: m.start()].count("\\]")
         ),
         None,

@@ -103,8 +103,8 @@ _NO_NOUNS = frozenset(
 _NO_SINGULARS = frozenset(
     """
     about almost although and approximately around because but circa either except false from half have maybe mean mod
-    modulo more nearly neither none not only or over perhaps possibly probably quarter roughly squared than that then there
-    true under unless until when where which with wrong
+    modulo more nearly neither none not only or over perhaps possibly probably quarter roughly squared than that then
+    there true under unless until when where which with wrong
     """.split()
 )
 # They change the number. A quarter is counted too, and a month only ends like a fraction.

@@ -18,7 +18,10 @@ def is_undefined(value: sympy.Basic) -> bool:
 
 
 def same_value(label: sympy.Expr, answer: sympy.Expr) -> bool:
-    """Return whether two expressions have one value, or are p% and p. Of what is infinite, only the sign of infinity has."""
+    """Return whether two expressions have one value, or are p% and p.
+
+    Infinity has a value. What else is infinite or undefined has none.
+    """
     if is_undefined(label) or is_undefined(answer):
         return label == answer and label in (sympy.oo, -sympy.oo)
     if label == answer:

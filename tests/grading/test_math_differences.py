@@ -1,5 +1,6 @@
 """The math reward against math-verify itself. Each difference is of a kind whose reason stands in a table."""
 
+# ruff: noqa: E501, E731
 import json
 import os
 import random

@@ -11,6 +11,7 @@ from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.grading.math_reward import grade
 from arlopti_openrlhf.grading.worker_pool import WorkerPool
 
+# ruff: noqa: E501, UP031
 # Relations, words, commas, arrows and what else may stand between two values.
 JOINERS = r"""
  = | \approx | \equiv | \simeq | \cong | \sim | \triangleq | := | == | ~= | \overset{?}{=} | \stackrel{!}{=} | = x = | = f(1) =
@@ -22,8 +23,8 @@ JOINERS = sorted({joiner.strip() for joiner in JOINERS.split("|")} - {""})
 # Values are written in these ways, with v for an integer and w for its neighbour below.
 INTEGERS = [
     "{v}", "|{v}|", "{v}.0", r"\frac{{{twice}}}{{2}}", "{w}+1", r"\lfloor {v}.5 \rfloor", r"{v}^\circ", r"\text{{{v}}}",
-    r"\mathbf{{{v}}}", r"\max({w},{v})", r"\binom{{{v}}}{{1}}", r"{v}\text{{ cm}}", r"\${v}", "({v})", r"{v}\cos 0",
-    r"\sqrt{{{square}}}", "f({v})", r"{v}\%",
+    r"\mathbf{{{v}}}", r"\max({w},{v})", r"\binom{{{v}}}{{1}}", r"{v}\text{{ cm}}", r"\${v}", "({v})", r"{v}\cos(0)",
+    r"\sqrt{{{square}}}", r"{v}\%",
 ]  # fmt: skip
 AROUND = [
     "%s", "x = %s", "= %s", r"\{%s\}", "(%s)", "[%s]", r"x \in \{%s\}", r"\text{answer: } %s", r"\textbf{%s}", r"\boxed{%s}",
