@@ -4,25 +4,48 @@ math-verify finds and parses the answer; `math_equal` decides. Nothing here is b
 processes are. Their template imports this module and fills its tables once, before it forks them.
 """
 
+import contextlib
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from latex2sympy2_extended import NormalizationConfig, latex2sympy2
+from latex2sympy2_extended.logic import And
+from latex2sympy2_extended.math_normalization import normalize_latex
+from latex2sympy2_extended.sets import FiniteSet
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parser
-from sympy import Basic, Expr, Float, Function, NumberSymbol
+from sympy import Basic, Eq, Expr, Function, MatrixBase
 
-from arlopti_openrlhf.grading.math_equal import equal, sides
-from arlopti_openrlhf.grading.math_text import BasedNumber, based_number, rewritten, with_decimals, with_formulas
+from arlopti_openrlhf.grading.math_chain import contradicts_itself, in_degrees
+from arlopti_openrlhf.grading.math_equal import equal
+from arlopti_openrlhf.grading.math_text import (
+    FORMULA,
+    BasedNumber,
+    based_number,
+    choice,
+    final_answer,
+    is_ratio,
+    rewritten,
+    spelled,
+    with_decimals,
+    with_formulas,
+    with_times,
+)
 from arlopti_openrlhf.grading.math_units import MULTIPLIER, split_unit, words
 
 # Not part of a word or of a longer number.
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}(?!\w)")
-_FORMULA = re.compile(r"(?<!\\)(\$\$?|\\\[|\\\()(.+?)(?<!\\)(\$\$?|\\\]|\\\))", re.DOTALL)
 _MULTIPLIED = re.compile(rf"(\$|\\\]|\\\))[\s-]+((?:{MULTIPLIER.pattern})(?![a-zA-Z]))")
-_CONGRUENCE = re.compile(r"(?:.*\\equiv)?(.*?)\\pmod\s*(?:\{[^{}]*\}|\d)\s*", re.DOTALL)
+_CONGRUENCE = re.compile(r"(.*\\equiv)?(.*?)\\pmod\s*(?:\{([^{}]*)\}|(\d))\s*", re.DOTALL)
+_PREFACE = re.compile(r"\A\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*answer[^{}]*\}\s*:?", re.IGNORECASE)
+# A gap between two values, and not one after a comma or before a unit.
+_QUAD = re.compile(r"(?<=[^\s,;:=])\s*\\q?quad(?![a-zA-Z])\s*(?=[^\s,;=\\}]|\\(?!text|math|q?quad|[pb]mod|[ ,;:!]))")
+# Words between two numbers, which would be read as products of letters.
+_BETWEEN = re.compile(r"\\(?:text|mathrm|mbox)\s*\{(?!\s*,?\s*(?:or|and)\s*\})[^{}]*[a-zA-Z][^{}]*\}(?=[^=,;]*\d)")
+_ARROW = re.compile(r"\\(?:implies|iff|therefore|to|(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow)(?![a-zA-Z])|[→⇒⟹⇔∴]")
 # math-verify's defaults, but for the units, which are ours.
 _TARGETS = (
     LatexExtractionConfig(
@@ -38,6 +61,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 parser.latex2sympy = functools.partial(
     latex2sympy2.latex2sympy, conversion_config=latex2sympy2.ConversionConfig(lowercase_symbols=False)
 )
+# Of an equation that it does not read, math-verify would take the last side.
+parser.get_last_eq = str
 parser.parse_expr_cached = functools.lru_cache(maxsize=20)(
     lambda text: parser.latex2sympy(text.replace("**", "^").rstrip(". "), normalization_config=None)
 )
@@ -50,12 +75,23 @@ class _Reading(NamedTuple):
     measures: the measures of the unit.
     braced: there are braces, so what is listed is a set.
     numbers: the sides of an equation as integers, or None for a side that is none.
+    latex: the text that was read, before its numbers are written in base ten.
     """
 
     parsed: list
     measures: Set[str]
     braced: bool
     numbers: list[BasedNumber | None]
+    latex: str = ""
+
+
+class _Labels(NamedTuple):
+    """What reading an answer depends on: the words of the labels, whether one is a ratio, and has a base."""
+
+    words: Set[str]
+    has_ratio: bool
+    has_base: bool
+    has_arrow: bool
 
 
 def compare(answer: str, labels: list[str], boxed: bool) -> bool:
@@ -69,9 +105,22 @@ def compare(answer: str, labels: list[str], boxed: bool) -> bool:
         labels: LaTeX, without dollars or with.
         boxed: which of the two the answer is.
     """
-    label_words = frozenset().union(*map(words, labels))
-    read = _read_answer(answer, label_words) if boxed else _read_text(answer, label_words)
-    if "\\circ" not in answer and any(map(_contradicts_itself, read.parsed)):
+    if not boxed and (found := final_answer(answer)) is not None:
+        answer, boxed = found, True
+    if boxed and (word := spelled(answer)) and any(word == spelled(label) for label in labels):
+        return True
+    known = _Labels(
+        frozenset().union(*map(words, labels)),
+        any(map(is_ratio, labels)),
+        any(number.base for label in labels if (number := _read_label(label).numbers[-1])),
+        any(map(_ARROW.search, labels)),
+    )
+    if boxed and (chosen := choice(answer))[0]:
+        if any(spelled(label) == chosen[0].lower() for label in labels):
+            return True
+        answer = chosen[1]
+    read = _read_answer(answer, known) if boxed else _read_text(answer, known)
+    if any(contradicts_itself(part, read.latex) for part in read.parsed):
         return False
     return any(_is_right(_read_label(label), read) for label in labels)
 
@@ -86,64 +135,164 @@ def _is_right(label: _Reading, answer: _Reading) -> bool:
     return any(equal(a, b, label.braced, answer.braced) for a in label.parsed for b in answer.parsed)
 
 
-def _read_answer(answer: str, label_words: Set[str]) -> _Reading:
+def _read_answer(answer: str, labels: _Labels) -> _Reading:
+    is_approximate = "\\approx" in answer or "≈" in answer
     answer = re.sub(r"(?<![\\.])[.,;:]\s*\Z", "", re.sub(r"(?<!\\)\$", "", answer).strip())
-    answer = rewritten(answer).strip().removeprefix("=")
-    if (congruence := _CONGRUENCE.fullmatch(answer)) and "pmod" not in label_words:
-        answer = congruence[1]
-    return _read(answer, label_words, "first_match")
+    answer = _QUAD.sub(", ", _PREFACE.sub("", rewritten(answer)).strip().removeprefix("="))
+    if (congruence := _CONGRUENCE.fullmatch(answer)) and "pmod" not in labels.words:
+        answer = congruence[2] if _are_congruent(congruence) else "?"
+    if not labels.has_arrow:
+        answer = _last_statement(answer)
+    if any(
+        split_unit(f"1 {text[0]}", labels.words)[0] != "1"
+        for text in _BETWEEN.finditer(answer)
+        if re.search(r"\d[^=,;]*\Z", answer[: text.start()])
+    ):
+        answer = "?"
+    reading = _read(answer, labels, has_fallback=False)
+    return reading._replace(latex=reading.latex + "\\approx" * is_approximate)
+
+
+def _are_congruent(congruence: re.Match) -> bool:
+    *others, last = re.split(r"\\equiv|=", (congruence[1] or "") + congruence[2])
+    modulus = congruence[3] or congruence[4]
+    numbers = [_expression(split_unit(side, frozenset())[0])[0] for side in (*others, last)]
+    if len(numbers) < 2 or not re.fullmatch(r"\s*[1-9]\d*\s*", modulus):
+        return True
+    return isinstance(numbers[-1], Expr) and all(
+        isinstance(x, Expr) and (x.free_symbols or (x - numbers[-1]).doit() % int(modulus) == 0) for x in numbers
+    )
+
+
+def _last_statement(latex: str) -> str:
+    r"""Return the last of several statements, with the values that others give as sides, as in x=1 \implies x=2."""
+    if any(latex[: arrow.start()].count("{") != latex[: arrow.start()].count("}") for arrow in _ARROW.finditer(latex)):
+        return latex  # as in \\lim_{x \\to 0}
+    *others, last = _ARROW.split(latex)
+    values: list[str] = []
+    for first, *rest in map(_sides, others):
+        if re.fullmatch(r"\s*\\?\w*\s*(?:\([^()]*\))?\s*", first) and rest:
+            values += rest
+        elif not rest or not re.search(
+            "[a-zA-Z]", re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-z])(?:or|and)(?![a-z])", "", first)
+        ):
+            values += [first, *rest]  # an equation in a variable, such as x^2 = 4, gives no value
+    return "=".join([*filter(str.strip, values), last])
 
 
 @functools.lru_cache(maxsize=1024)
 def _read_label(label: str) -> _Reading:
+    known = _Labels(words(label), is_ratio(label), True, True)
     if "$" not in label.replace("\\$", ""):
-        return _read(rewritten(label), words(label), "any_match")
+        return _read(rewritten(label), known, has_fallback=True)
     parsed = _parse(_in_formulas(label.replace("\\$", ""), rewritten), "any_match")
     return _Reading(parsed, frozenset(), "\\{" in label, [None])
 
 
-def _read(latex: str, label_words: Set[str], extraction_mode: str) -> _Reading:
+def _read(latex: str, labels: _Labels, has_fallback: bool) -> _Reading:
     """Read LaTeX with its unit as a unit, and as the product that it also is."""
     numbers = [based_number(side) for side in latex.split("=")]
-    if len(numbers) > 1:
-        latex = with_decimals(latex)
-    latex = _in_minutes(latex, label_words)
+    latex = shown = with_times(latex, labels.has_ratio)
+    if len(numbers) > 1 or not labels.has_base:
+        latex = _in_base_ten(latex, numbers)
     currency = {"dollar"} if "\\$" in latex else set()
     latex = latex.replace("\\$", "")
-    bare, measures = split_unit(latex, label_words)
-    readings = (_parse(f"${text}$", extraction_mode) for text in dict.fromkeys((bare, latex)))
-    return _Reading([part for parsed in readings for part in parsed], measures | currency, "\\{" in latex, numbers)
+    *named, last = _sides(latex)
+    bare, measures = split_unit(last, labels.words)
+    bare = "=".join([*(split_unit(side, labels.words)[0] for side in named), bare])
+    if re.search(r"\\circ\s*\}?\s*\Z", bare):
+        measures |= {"deg"}
+    readings = (_parse_latex(text, has_fallback) for text in dict.fromkeys((bare, latex)))
+    return _Reading(
+        [part for parsed in readings for part in parsed], measures | currency, "\\{" in latex, numbers, shown
+    )
 
 
-def _read_text(text: str, label_words: Set[str]) -> _Reading:
+def _read_text(text: str, labels: _Labels) -> _Reading:
     last = _Reading([], frozenset(), False, [None])
 
     def read(formula: str) -> str:
         nonlocal last
-        formula = _in_minutes(rewritten(formula), label_words)
-        bare, measures = split_unit(formula, label_words)
-        last = _Reading([], measures, "\\{" in formula, [based_number(side) for side in formula.split("=")])
-        return bare
+        formula = with_times(rewritten(formula), labels.has_ratio)
+        bare, measures = split_unit(formula, labels.words)
+        numbers = [based_number(side) for side in formula.split("=")]
+        last = _Reading([], measures, "\\{" in formula, numbers, formula)
+        return bare if labels.has_base else _in_base_ten(bare, numbers)
 
     parsed = _parse(_in_formulas(text, read), "first_match")
     # Where the formula does not parse, math-verify would look for a number in it.
     if not any(isinstance(part, Basic) for part in parsed):
-        parsed = parsed + _parse(_in_formulas(_FORMULA.sub(" ", text), read), "first_match")
+        parsed = parsed + _parse(_in_formulas(FORMULA.sub(" ", text), read), "first_match")
     return last._replace(parsed=parsed)
 
 
-def _in_minutes(latex: str, label_words: Set[str]) -> str:
-    """Return LaTeX with times of the day in minutes, where the label is one. They would be read as ratios."""
-    if label_words.isdisjoint(("am", "pm")):
-        return latex
-    return re.sub(r"(\d+)(?:\\!)*:(?:\\!)*(\d\d)", r"\1 \\cdot 60 + \2", latex)
+def _in_base_ten(latex: str, numbers: list[BasedNumber | None]) -> str:
+    """Return LaTeX in base ten, for a label without a base. 101_2 is no answer to it, by digits or by value."""
+    is_based = len(numbers) == 1 and numbers[0] is not None and numbers[0].base not in (None, 10)
+    return "?" if is_based else with_decimals(latex)
+
+
+def _parse_latex(latex: str, has_fallback: bool) -> list:
+    r"""Parse LaTeX. What math-verify does not read is read with + and - for \pm, or side by side.
+
+    Args:
+        latex: without dollars.
+        has_fallback: a number is looked for in LaTeX that does not parse.
+    """
+    parsed = _expression(latex)
+    if not isinstance(parsed[0], Basic | MatrixBase):
+        if "\\pm" in latex:
+            both = [latex.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
+            found = [_expression(text)[0] for text in both]
+            parsed = [FiniteSet(*found), *parsed] if all(isinstance(x, Expr | Eq) for x in found) else parsed
+        elif len(parts := _sides(latex)) > 1 and not re.search(r"[,;<>]|\\(?:[lg]eq?|ne|in)(?![a-zA-Z])", latex):
+            parsed = _chain(parts) + parsed
+        elif has_fallback:
+            parsed = _parse(f"${latex}$", "any_match")
+    if "\\circ" in latex:
+        parsed = [in_degrees(part) if isinstance(part, Expr) else part for part in parsed]
+    return parsed
+
+
+def _expression(latex: str) -> list:
+    """Return the expression that LaTeX is, where it parses, and its text."""
+    text = normalize_latex(_without_exponents(f"${latex}$")[1:-1], _TARGETS[0].normalization_config)
+    with contextlib.suppress(Exception):  # the parser says in many ways that it cannot
+        return [parser.parse_latex_cached(text), text]
+    return [text]
+
+
+def _chain(parts: list[str]) -> list:
+    """Read an equation side by side. Of a side that is not read, neither value nor contradiction is known."""
+    sides = []
+    for i, part in enumerate(parts):
+        side = _expression(split_unit(part, frozenset())[0])[0]
+        if not isinstance(side, Expr):
+            is_call = re.fullmatch(r"\s*\\?\w+(?:\{\w+\})?\s*[(\[].*[)\]]\s*", part)
+            if (re.search(r"\d", part) and not is_call) or i == len(parts) - 1:
+                return []  # it may be a list of values
+            side = Function(f"unread_{i}")(i)
+        sides.append(side)
+    relations = [Eq(a, b, evaluate=False) for a, b in itertools.pairwise(sides)]
+    return [relations[0] if len(relations) == 1 else And(*relations)]
+
+
+def _sides(latex: str) -> list[str]:
+    """Return what stands between signs of equality that are in no braces or parentheses."""
+    parts = [""]
+    for piece in re.split("(=)", latex):
+        if piece == "=" and all(parts[-1].count(a) == parts[-1].count(b) for a, b in ("{}", "()")):
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return parts
 
 
 def _in_formulas(text: str, change: Callable[[str], str]) -> str:
     """Change the formulas of a text. What else is no plain number becomes one."""
     # What multiplies a formula may stand behind it, as in $17$ million.
     text = _MULTIPLIED.sub(r"\\text{ \2}\1", text)
-    parts = _FORMULA.split(text)  # text, delimiter, formula, delimiter, text, and so on
+    parts = FORMULA.split(text)  # text, delimiter, formula, delimiter, text, and so on
     parts[::4] = (with_formulas(_without_exponents(part)) for part in parts[::4])
     parts[2::4] = map(change, parts[2::4])
     return "".join(parts)
@@ -153,23 +302,6 @@ def _parse(text: str, extraction_mode: str) -> list:
     """Return what math-verify extracts from a text: the expression where it parses, and its text."""
     text = _without_exponents(text)
     return parser.parse(text, _TARGETS, extraction_mode=extraction_mode, parsing_timeout=None)
-
-
-def _contradicts_itself(answer: object) -> bool:
-    """Return whether an answer equates two numbers that differ by more than decimals are rounded."""
-    equated = sides(answer)
-    return any(map(_differ, equated, equated[1:]))
-
-
-def _differ(left: object, right: object) -> bool:
-    pair = [side for side in (left, right) if isinstance(side, Expr)]
-    # A function may take degrees, or another base of the logarithm.
-    if len(pair) < 2 or not all(x.is_number and not x.has(Function) for x in pair):
-        return False
-    # Decimals are rounded, and π is given as 22/7.
-    tolerance = 1e-2 if any(x.has(Float, NumberSymbol) for x in pair) else 1e-12
-    first, second = (x.doit().evalf(20) for x in pair)
-    return bool(abs(first - second) > tolerance * abs(second))
 
 
 def _without_exponents(text: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from arlopti_openrlhf.grading.kk_reward import assistant_turns
+from arlopti_openrlhf.grading.math_text import plain
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
 TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds per answer
@@ -34,6 +35,15 @@ MAX_RESPONSE = 2**18
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
+_EMPTY = re.compile(
+    r"(?:\s|~|\$|\{|\}|\\[ ,;:!]|\\q?quad(?![a-z])|\\[hv]?phantom\{[^{}]*\}|\\(?:text|mathrm)(?=\{\s*\}))*"
+)
+# What may stand between two boxes of one list.
+_JOINT = re.compile(
+    r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
+    r"([,;=/]?\s*(?:(?:\\text\{\s*)?(?:or|and)(?:\s*\})?|\\(?:approx|equiv|lor|vee|sim|to|cup)(?![a-z])|[≈、&])?)"
+    r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
+)
 # OpenRLHF decodes special tokens too, and math-verify finds no number right before one.
 _END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
 
@@ -97,26 +107,34 @@ def reward_func(
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{}` that is not inside another, or None."""
+    r"""Return the content of the last closed `\boxed{}` that is not inside another, or None. An empty box is none.
+
+    Boxes that only a comma, a relation or a word such as "or" stands between are one list, with all their contents.
+    """
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
-    # One entry per open brace: where its box's content begins, or None for a brace that opens no box.
-    opened: list[int | None] = []
-    boxes = 0
-    last = None
+    # One entry per open brace: where its box and its content begin, or None for a brace that opens no box.
+    opened: list[tuple[int, int] | None] = []
+    boxes, end = 0, 0
+    found: list[str] = []
     for token in _BRACES.finditer(text):
         if token[0] == "}":
-            if opened:
-                start = opened.pop()
-                if start is not None:
-                    boxes -= 1
-                    if not boxes:
-                        last = text[start : token.start()]
+            if opened and (start := opened.pop()):
+                boxes -= 1
+                content = text[start[1] : token.start()]
+                if not boxes and not _EMPTY.fullmatch(content):
+                    if found and (joint := _JOINT.fullmatch(text, end, start[0])):
+                        found += [joint[1] or " ", content]
+                    else:
+                        found = [content]
+                    end = token.end()
         elif token[0].endswith("{") and token[0] != "\\{":
-            start = token.end() if len(token[0]) > 1 else None
-            boxes += start is not None
-            opened.append(start)
-    return last
+            is_box = len(token[0]) > 1
+            boxes += is_box
+            opened.append((token.start(), token.end()) if is_box else None)
+    # The answer may stand in two boxes.
+    is_one = len(set(map(str.strip, found[::2]))) == 1
+    return (found[0] if is_one else "".join(found)) if found else None
 
 
 def label_text(answer: object) -> str:
@@ -197,17 +215,9 @@ def _compare(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
 # is not kept, for the machine may have been slow.
 @functools.lru_cache(maxsize=2**14)
 def _finished(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
-    if boxed and any(_plain(answer) == _plain(label) for label in labels):
+    if boxed and any(plain(answer) == plain(label) for label in labels):
         return Grade(1.0, boxed, timed_out=False)
     try:
         return Grade(float(worker_pool().call(answer, labels, boxed)), boxed, timed_out=False)
     except Raised as error:  # what math-verify lets through comes from the answer, such as deep recursion
         return Grade(0.0, boxed, timed_out="MemoryError" in str(error))
-
-
-def _plain(text: str) -> str:
-    r"""Drop what does not change a text's meaning: white space, dollars, a final full stop, `\left`, `\dfrac`."""
-    text = text.replace("\\$", "").strip().strip("$").rstrip(".")
-    # A space between two digits may be one between two numbers.
-    text = re.sub(r"(?<!\d)(?:\s|\\[,;:!])+|(?:\s|\\[,;:!])+(?!\d)|\\left(?![a-z])|\\right(?![a-z])", "", text)
-    return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")

@@ -1,13 +1,15 @@
 r"""Rewrites LaTeX that math-verify does not read, or reads wrongly, as `0.\overline{3}` and `101_{\text{two}}`."""
 
+import math
 import re
 from typing import NamedTuple
 
-from arlopti_openrlhf.grading.math_units import MULTIPLIER
+from arlopti_openrlhf.grading.math_units import MULTIPLIER, split_unit
 
 _UNICODE = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty "}
     | {"°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap "}
+    | {"⁄": "/", "∕": "/", "：": ":", "，": ",", "。": "."}
     | {"∈": r"\in ", "∅": r"\emptyset ", "′": "'", "％": r"\%", "⟨": r"\langle ", "⟩": r"\rangle "}
     | dict.fromkeys("\u2009\u202f\u00a0", " ")
     | {power: f"^{digit}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
@@ -16,21 +18,39 @@ _UNICODE = str.maketrans(
 _GAP = r"(?:\s|~|\\[ ,;:!>]|\\q?quad(?![a-zA-Z]))+"
 _TEXT = r"\\(?:text(?:rm|it|bf|sf|normal)?|math(?:rm|it|bf|sf)|mbox)\s*"
 _FUNCTION = "ln|log|exp|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc"
+_BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+# An argument without braces. A command that has arguments itself is none.
+_BARE = r"(\\pi(?![a-zA-Z])|\\[a-zA-Z]+(?![a-zA-Z]|\s*[{\[])|[^\s\\{}])"
+_REALS = r"\\in\s*\\mathbb\s*\{?\s*R\s*\}?"
 _DECORATED = re.compile(r"\\(?:underline|uline|boldsymbol|bm|pmb|emph)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\\[hv]?phantom\s*\{[^{}]*\}", " "),
+        (rf"(\\[dtc]?frac)\s*{_BARE}", r"\1{\2}"),
+        (rf"(\\[dtc]?frac\s*{_BRACED})\s*{_BARE}", r"\1{\2}"),
+        (rf"(\\sqrt\s*\[[^\]]*\])\s*{_BARE}", r"\1{\2}"),
+        (r"\\degree(?![a-zA-Z])", r"^\\circ "),
+        (r"\\Pr(?![a-zA-Z])", "P"),
+        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
+        (r"(?<=[\d)])!=", "! ="),
         (rf"{_TEXT}\{{([^{{}}a-zA-Z\\]*)\}}", r" \1 "),
         (rf"(?:{_TEXT}|\\operatorname\s*)\{{\s*({_FUNCTION})\s*\}}", r"\\\1 "),
         (rf"(?<![\\a-zA-Z])({_FUNCTION})(?=[\s(\d])", r"\\\1 "),
         (r"\A\s*\\(?:sim|cong)(?![a-zA-Z])", ""),
         (r"\\(?:text)?color\s*\{\w*\}|\\(?:displaystyle|textstyle|Large|large|bf|rm)(?![a-zA-Z])", " "),
-        (r"\\(?:approx|simeq|doteq)(?![a-zA-Z])|~=", " = "),
+        (r"\\(?:approx|simeq|doteq|cong|triangleq|coloneqq|propto|[lL]eftrightarrow)(?![a-zA-Z])|~=|:=|==+", " = "),
+        (r"\\(?:overset|stackrel)\s*\{[^{}]*\}\s*\{\s*=\s*\}", " = "),
+        (r"(?<=\S)\s*\\sim(?![a-zA-Z])", " = "),
+        (r"\\(?:vee|lor)(?![a-zA-Z])", r"\\text{ or }"),
         (r"\\(?:log|ln)\s*_\s*(?:e|\{\s*(?:\\(?:mathrm|text)\s*)?\{?e\}?\s*\})(?![a-zA-Z])", r"\\ln "),
         (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
         (r"\\text\s*\{\s*OR\s*\}", r" \\text{ or } "),
         # {x | x < 3}
-        (r"\\\{\s*[a-zA-Z]\s*(?:\\mid|\\vert|\||:)([^{}:|]*)\\\}", r"\1"),
+        (
+            rf"\\\{{\s*[a-zA-Z]\s*(?:{_REALS}\s*)?(?:\\mid|\\vert|\||:)([^{{}}:|]*?)(?:,\s*[a-zA-Z]\s*{_REALS}\s*)?\\\}}",
+            r"\1",
+        ),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
@@ -47,6 +67,11 @@ _REWRITES = [
         (r"([^=,;]*[})])\s*\\?%\s*\Z", r"(\1) \\cdot 1\\%"),
     )
 ]
+_MILLIONS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_IN_MILLIONS = re.compile(
+    rf"(?<=\d)((?:{_GAP})?)(?:{_TEXT}\{{[\s~]*({'|'.join(_MILLIONS)})(?![a-z])"
+    rf"|(?<=[\s~])({'|'.join(_MILLIONS)})(?![a-z]))"
+)
 _REPEATED = r"(?:\\(?:overline|bar|dot)\s*(?:\{([\d\u0305]+)\}|(\d))(?:(\d*)\\dot\s*\{?(\d)\}?)?|\((\d+)\))"
 _REPEATING = re.compile(rf"(?<![\w.])(\d*)\.(\d*)(?:\\[,!]|\s)*{_REPEATED}(?![\d(])")
 _TWO_NUMBERS = re.compile(rf"(?<![\w.^])(\d+){_GAP}(?=[\d.])")
@@ -60,11 +85,11 @@ _BASED = re.compile(
     rf"|(?:{_TEXT}\{{)?[\s(]*{_BASE.replace('(?:base)?', 'base')}[\s)]*\}}?)"
 )
 # What stands outside formulas: numbers with letters or words that belong to them.
-_PLAIN_TERM = r"(?:\d+(?:\.\d+)?[a-zA-Z]?|[a-zA-Z])(?:\^\d+)?"
+_PLAIN_TERM = r"(?:\d+(?:\.\d+)?[a-zA-Z]?|[a-zA-Z])(?:\^(?:\d+|\{[^{}]*\}))?!*"
 _MULTIPLIED = re.compile(rf"(?<![\w.$\\^])(\d[\d.,]*)[\s-]+((?:{MULTIPLIER.pattern})(?![a-zA-Z]))")
 _PLAIN = re.compile(
     rf"(?<![\w.$\\^])-?\(?(?:{_PLAIN_TERM}\)?(?:\s*[-+*/^]\s*\(?{_PLAIN_TERM}\)?)+"
-    r"|\d+(?:\.\d+)?[a-zA-Z](?:\^\d+)?)(?![\w$(])"
+    r"|\d+(?:\.\d+)?(?:[a-zA-Z](?:\^\d+)?|\^(?:\d+|\{[^{}]*\})|!))(?![\w$(])"
 )
 
 
@@ -80,11 +105,12 @@ def rewritten(latex: str) -> str:
 
     Numbers with nothing but a space between them, other than thousands, become unreadable: math-verify adds them.
     """
-    latex = latex.translate(_UNICODE)
+    latex = " ".join(latex.translate(_UNICODE).splitlines())
     while (unwrapped := _DECORATED.sub(r" \1 ", latex)) != latex:
         latex = unwrapped
     for pattern, replacement in _REWRITES:
         latex = pattern.sub(replacement, latex)
+    latex = _IN_MILLIONS.sub(_in_ones, latex)
     latex = _REPEATING.sub(_as_fraction, latex)
     latex = _BASED.sub(lambda match: "{}_{{{}}}".format(*_based(match)), latex)
     latex = re.sub(r"(?<![\w^}])(\d+)\s*_(?!\{\d+\})", r"\1 ? _", latex)
@@ -101,14 +127,19 @@ def based_number(latex: str) -> BasedNumber | None:
 
 
 def with_decimals(latex: str) -> str:
-    """Return rewritten LaTeX with each number that has a base in base ten."""
-    return re.sub(r"(?<!\w)([\dA-Fa-f]+)_\{(\d+)\}", _in_base_ten, latex)
+    """Return rewritten LaTeX with each number that has a base in base ten. One that is none becomes unreadable."""
+    return re.sub(r"(?<![\w\\])([\dA-Fa-f]*\d[\dA-Fa-f]*)_\{(\d+)\}", _in_base_ten, latex)
 
 
 def with_formulas(text: str) -> str:
     """Return text with dollars around what is no plain number, as 15n and 15 thousand, which would be read as 15."""
     text = _MULTIPLIED.sub(r"$\1\\text{ \2}$", text)
-    return _PLAIN.sub(lambda match: f"${match[0]}$" if re.search("[a-zA-Z]", match[0]) else match[0], text)
+    return _PLAIN.sub(lambda match: f"${match[0]}$" if re.search("[a-zA-Z!{]", match[0]) else match[0], text)
+
+
+def _in_ones(match: re.Match) -> str:
+    power = f" \\cdot 10^{{{_MILLIONS[match[2] or match[3]]}}}"
+    return power + ("\\text{" if match[2] else " ")
 
 
 def _as_fraction(match: re.Match) -> str:
@@ -127,10 +158,117 @@ def _based(match: re.Match) -> tuple[str, int]:
 def _in_base_ten(match: re.Match) -> str:
     base = int(match[2])
     if not 2 <= base <= 36 or not all(int(digit, 36) < base for digit in match[1]):
-        return match[0]
+        return f"{match[1]} ? _{{{base}}}"
     return str(int(match[1], base))
 
 
 def _is_argument(latex: str, match: re.Match) -> bool:
     r"""Return whether the first of two numbers is an argument or an index, as in \frac 1 2 or \log_2 3."""
     return bool(re.search(r"(?:\\[a-zA-Z]+|[_^])\s*\Z", latex[: match.start()]))
+
+
+# --- words, choices, times and ratios -----------------------------------------------------------------------------
+
+_CHOICE = re.compile(
+    rf"(?:{_TEXT}\{{\s*)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[.)])((?:\s*\}})?)((?:{_GAP})?)(?=[^+*/^_=,:\s])", re.DOTALL
+)
+_TIME = re.compile(r"(?<![\d.:])(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?![\d:.])")
+_COLON = re.compile(r"(?:\\!|\s)*:(?:\\!|\s)*")
+
+
+def plain(text: str) -> str:
+    r"""Drop what does not change a text's meaning: white space, dollars, a final full stop, `\left`, `\dfrac`."""
+    text = text.replace("\\$", "").strip().strip("$").rstrip(".")
+    # A space between two digits may be one between two numbers.
+    text = re.sub(r"(?<!\d)(?:\s|\\[,;:!])+|(?:\s|\\[,;:!])+(?!\d)|\\left(?![a-z])|\\right(?![a-z])", "", text)
+    return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+
+
+def spelled(text: str) -> str:
+    r"""Return the word or the words that a text is, in lower case, as for `\text{Yes.}` and `(C)`. Else nothing."""
+    text = re.sub(rf"{_TEXT}(?=\{{)|\\left|\\right", "", text).replace("{", "").replace("}", "")
+    word = " ".join(re.sub(_GAP, " ", text).strip("$().,;: ").lower().split())
+    return word if word.replace(" ", "").isalpha() else ""
+
+
+def choice(answer: str) -> tuple[str, str]:
+    r"""Return the letter of a choice, if any, and what is chosen, as in `C. 36` and `\textbf{(C)}\ 36`."""
+    match = _CHOICE.match(answer)
+    if not match or not (match[3] or match[4]):
+        return "", answer
+    rest = answer[match.end() :]
+    # \text{(C) 36}
+    return match[1] or match[2], rest.rstrip().removesuffix("}") if rest.count("}") > rest.count("{") else rest
+
+
+def is_ratio(label: str) -> bool:
+    """Return whether a label is a ratio or a fraction. A time such as 12:30 has two digits after its colon."""
+    label = _COLON.sub(":", label)
+    if time := _TIME.search(label):
+        return math.gcd(int(time[1]), int(time[2])) == 1 and not time[2].startswith("0") and not time[3]
+    return ":" in label or "/" in label or "frac" in label
+
+
+def with_times(latex: str, has_ratio: bool) -> str:
+    """Return LaTeX with times in seconds of a variable of their own, which equal nothing else.
+
+    Args:
+        latex: rewritten LaTeX.
+        has_ratio: a label is a ratio. Then 10:15 is one too, else no ratio can be read.
+    """
+    latex = _COLON.sub(":", latex) if ":" in latex and "\\{" not in latex else latex
+    if has_ratio:
+        return latex
+    latex = _TIME.sub(lambda time: f"{int(time[1]) * 3600 + int(time[2]) * 60 + int(time[3] or 0)} \\Xi_{{60}}", latex)
+    return latex if "\\{" in latex else latex.replace(":", " ? ")
+
+
+# --- the final answer of a text without a box ---------------------------------------------------------------------
+
+FORMULA = re.compile(r"(?<!\\)(\$\$?|\\\[|\\\()(.+?)(?<!\\)(\$\$?|\\\]|\\\))", re.DOTALL)
+_TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_BOLD = re.compile(r"(?<![\w*)\]}])(\*\*|__|\*|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
+_ANNOUNCED = re.compile(r"(?:answer|答案)(?:[^\S\n]{0,3}(?:is|are|:|：|=|是|为|為)){1,2}[^\S\n]*\n?", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?:\.|。)(?=\s|\Z)|\n|\s*I hope")
+_DELIMITERS = re.compile(r"(?<!\\)\$\$?|\\[\[\]()](?![a-zA-Z])")
+_TOKENS = re.compile(
+    rf"(?:{_GAP}|{_TEXT}\{{[^{{}}]*\}}|\\begin.*?\\end\{{\w+\}}|\\[a-zA-Z]+|\\."
+    r"|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?:and|or)(?![a-zA-Z])|[\d_]|\W)*",
+    re.DOTALL,
+)
+
+
+def final_answer(text: str) -> str | None:
+    """Return the final answer of a text without a box, where it is nothing but a formula. Else None.
+
+    It stands in answer tags, after "answer is" or "answer:", or is the last line. Bold type is dropped.
+    """
+    if tagged := _TAGS.findall(text):
+        text = tagged[-1]
+    text = FORMULA.sub(lambda formula: formula[0].replace("\n", " "), text.strip())
+    text = _BOLD.sub(r"\2", text)
+    announced = None
+    for announced in _ANNOUNCED.finditer(text):  # noqa: B007
+        pass
+    rest = text[announced.end() :] if announced else text.rpartition("\n")[2].lstrip("#")
+    if end := next(
+        (
+            m
+            for m in _SENTENCE.finditer(rest)
+            if rest[: m.start()].count("$") % 2 == 0
+            and rest[: m.start()].strip()
+            and rest[: m.start()].count("{") == rest[: m.start()].count("}")
+            and rest[: m.start()].count("\\[") == rest[: m.start()].count("\\]")
+        ),
+        None,
+    ):
+        rest = rest[: end.start()]
+    rest = _DELIMITERS.sub("", rest).strip()
+    bare, _ = split_unit(rest, frozenset())
+    if (
+        rest
+        and re.search(r"[\w\\]", rest)
+        and (_TOKENS.fullmatch(bare) or (announced and bare.isalpha()) or _MULTIPLIED.fullmatch(rest))
+    ):
+        return rest
+    return None

@@ -99,6 +99,14 @@ _NO_NOUNS = frozenset(
     yes
     """.split()
 )
+# They are no nouns either, after a number that a singular may follow.
+_NO_SINGULARS = frozenset(
+    """
+    about almost although and approximately around because but circa either except false from half have maybe mean mod
+    modulo more nearly neither none not only or over perhaps possibly probably quarter roughly squared than that then
+    there true under unless until when where which with wrong
+    """.split()
+)
 # They change the number. A quarter is counted too, and a month only ends like a fraction.
 MULTIPLIER = re.compile(
     r"hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w*teen|\w*tie|hundred|thousand|\w*illion)ths?"
@@ -112,6 +120,10 @@ _TEXT_AT_END = re.compile(
 )
 _WORD_AT_END = re.compile(
     rf"(?<=[\d}})\]%\s~/])(?<!\\)({_SPACE})(?<![\\a-zA-Z])([a-zA-Z]+(?:/[a-zA-Z]+)?){_POWER}{_SPACE}\Z"
+)
+# What a noun in the singular may follow, as in 1 solution and 3/4 cup.
+_SINGULAR = re.compile(
+    r"(?:\A|=)\s*-?(?:1|0?\.\d+|\d+\s*/\s*\d+|\\[dt]?frac\s*(?:\d\s*\d|\{\s*\d+\s*\}\s*\{\s*\d+\s*\}))\s*\Z"
 )
 _VARIABLE = re.compile(r"(?<!\\)(?<![a-zA-Z])[a-zA-Z]")
 
@@ -131,7 +143,7 @@ def split_unit(answer: str, label_words: Set[str]) -> tuple[str, frozenset[str]]
     while match := _TEXT_AT_END.search(answer) or _WORD_AT_END.search(answer):
         rest = answer[: match.start()]
         if match.re is _TEXT_AT_END:
-            text, is_unit = match[1], _is_unit(match[1], label_words)
+            text, is_unit = match[1], _is_unit(match[1], label_words, bool(_SINGULAR.search(rest)))
         else:
             text = match[2]
             is_apart = bool(match[1]) or rest[-1:].isspace() or rest[-1:] in ("~", "/")
@@ -168,29 +180,32 @@ def _is_plain_unit(word: str, before: str, is_apart: bool) -> bool:
     if not is_apart or min(map(len, parts)) == 1:
         return all(part in _UNITS for part in parts) and (len(word) > 1 or is_apart) and is_number
     return (is_number or min(map(len, parts)) > 3) and all(
-        _unit(part) or part.lower() in _COUNTED or (len(part) > 3 and _is_counted(part)) for part in parts
+        _unit(part)
+        or part.lower() in _COUNTED
+        or (len(part) > 3 and _is_counted(part, bool(_SINGULAR.search(before))))
+        for part in parts
     )
 
 
-def _is_unit(text: str, label_words: Set[str]) -> bool:
+def _is_unit(text: str, label_words: Set[str], singular: bool) -> bool:
     # A digit would be a second answer, but for a power.
     if not re.fullmatch(r"(?:[^\W\d_]+\d?|\^(?:-?\d|\{-?\d\})|[\s~./·*,()°-]|\\[ ,]|\\cdot )*", text):
         return False
     parts = _words(text)
     if parts and all(word in _POWERS for word in parts):
         return False
-    return all(_unit(word) or _is_counted(word) or _is_known(word, label_words) for word in parts)
+    return all(_unit(word) or _is_counted(word, singular) or _is_known(word, label_words) for word in parts)
 
 
 def _is_known(word: str, label_words: Set[str]) -> bool:
     return len(word) > 1 and not {word.lower(), word.lower().removesuffix("s")}.isdisjoint(label_words)
 
 
-def _is_counted(word: str) -> bool:
+def _is_counted(word: str, singular: bool = False) -> bool:
     word = word.lower()
-    if MULTIPLIER.fullmatch(word) or word in _NO_NOUNS:
+    if MULTIPLIER.fullmatch(word) or word in _NO_NOUNS or (singular and word in _NO_SINGULARS):
         return False
-    return word in _COUNTED or word in _POWERS or (len(word) > 3 and word.endswith("s"))
+    return word in _COUNTED or word in _POWERS or (len(word) > 2 + (not singular) and (singular or word.endswith("s")))
 
 
 def _measures(text: str, power: str) -> frozenset[str]:
