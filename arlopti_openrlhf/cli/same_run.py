@@ -1,16 +1,25 @@
-"""Compares the flags of a run that is resumed with those that it had.
+"""Compares a run that is resumed with what it was: its flags, and the programs that they name.
 
 The prompts themselves are compared where they are loaded (`ops.rollouts.prompts`).
 """
 
 import argparse
+import hashlib
+import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from packaging.version import Version
+
+from arlopti_openrlhf import __version__
 from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.preflight.finding import Finding
+
+DIGESTS = "programs.json"  # in --ckpt.path: the SHA-256 of each reward and method file, by its path
 
 _Values = dict[str, str | list]
 
@@ -32,8 +41,29 @@ _LAYOUT = ("ds.zero_stage", "ds.ring_attn_size", "ds.tensor_parallel_size")
 _IN_THE_CHECKPOINT = ("adam.lr", "adam.betas", "adam.eps", "adam.weight_decay", "muon.lr", "muon.momentum")
 
 
+def check_checkpoint(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield why the newest checkpoint of the run that is resumed cannot be loaded. Nothing of it is unpickled."""
+    if not args.ckpt.load_enable or args.ds.use_universal_ckpt:  # DeepSpeed's tool writes those
+        return
+    from arlopti_openrlhf.ops.checkpoints import unpickling  # imports PyTorch
+
+    folder = Path(args.ckpt.path)
+    parts = [folder / "_actor", *([folder / "_critic"] if args.critic.model_name_or_path else [])]
+    newest = checkpoint_files.newest_published([part for part in parts if part.is_dir()])
+    for checkpoint in (part / newest for part in parts if newest):
+        version = checkpoint_files.version_of(checkpoint)
+        if version and Version(version) > Version(__version__):
+            problem = f"version {version} of arlopti_openrlhf has written {newest}, and this is {__version__}"
+            yield Finding("--ckpt.path", args.ckpt.path, problem, "install that version, or give another path")
+            return
+        named = {file: unpickling.not_allowed(file) for file in sorted(checkpoint.glob("*.pt"))}
+        for file, names in named.items():
+            if names and not checkpoint_files.problems(checkpoint):  # otherwise it is passed over
+                yield Finding("--ckpt.path", file, *unpickling.refusal(names))
+
+
 def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
-    """Return a finding for each flag that differs from those of the run that is resumed.
+    """Return a finding for each flag, and for each reward or method file, that differs from what the run had.
 
     Args:
         flat: the flags as the parser has returned them.
@@ -49,7 +79,41 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
         return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
-    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)]
+    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)] + _edited(args)
+
+
+def keep_digests(args: SimpleNamespace) -> None:
+    """Write the digests of the run's reward and method files next to its checkpoints."""
+    found = {path: _digest(path) for _, path in _programs(args)}
+    checkpoint_files.write(Path(args.ckpt.path, DIGESTS), json.dumps(found, indent=1))
+
+
+def _edited(args: SimpleNamespace) -> list[Finding]:
+    try:
+        had = dict(json.loads(Path(args.ckpt.path, DIGESTS).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):  # a run before this file was kept
+        return []
+    edited = [(flag, path) for flag, path in _programs(args) if path in had and _digest(path) != had[path]]
+    problem, remedy = "the file has changed since the run that is resumed started", "it goes on with what it holds now"
+    return [Finding(flag, path, problem, remedy, is_fatal=False) for flag, path in edited]
+
+
+def _programs(args: SimpleNamespace) -> list[tuple[str, str]]:
+    """Return the flags and paths of the Python files that the run executes, without what those import."""
+    named = [
+        ("--reward.remote_url", args.reward.remote_url),
+        ("--train.agent_func_path", args.train.agent_func_path),
+        *(("--algo.token_method", method) for method in args.algo.token_method),
+    ]
+    return [(flag, os.path.abspath(path)) for flag, path in named if path and path.endswith(".py")]
+
+
+def _digest(path: str) -> str | None:
+    """Return None for a file that cannot be read. Another check says so."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _difference(key: str, had: _Values, has: _Values, args: SimpleNamespace) -> Finding:

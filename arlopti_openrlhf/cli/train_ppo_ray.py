@@ -47,12 +47,13 @@ def main() -> None:
         [*of_openrlhf, *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
         upstream_findings,
         method_checks.describe_update(args),
-        [method_checks.check_methods],
+        [same_run.check_checkpoint, method_checks.check_methods],
     )
     with run_folders.held(args):
         if checkpoint_files.are_saved(args):
             try:
                 config_file.keep(kept, Path(args.ckpt.path))
+                same_run.keep_digests(args)
             except OSError as error:
                 _refuse(f"--ckpt.path: {config_file.KEPT} cannot be written: {error}")
         train(args)

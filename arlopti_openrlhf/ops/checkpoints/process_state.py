@@ -61,9 +61,10 @@ def say(line: str) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's generators, and of this process's GPU where it has one."""
+    generator, key, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (generator, key.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
@@ -97,13 +98,13 @@ def restore(folder: Path, time_steps: dict[str, int], averaged: nn.Module | None
     Raises:
         ValueError: the checkpoint's moving average is that of another model.
     """
-    state = torch.load(_path(folder, dist.get_rank()), weights_only=False)
+    state = torch.load(_path(folder, dist.get_rank()), weights_only=True)
     set_random_state(state["random"])
     time_steps.update(state["time_steps"])
     if averaged is None:
         return
     path = _path(folder, _writer(averaged))
-    saved, own = torch.load(path, weights_only=False, map_location="cpu")["averaged"], _memory(averaged)
+    saved, own = torch.load(path, weights_only=True, map_location="cpu")["averaged"], _memory(averaged)
     if saved is None:
         say(f"{folder} holds no moving average (--train.enable_ema): it starts anew")
         return

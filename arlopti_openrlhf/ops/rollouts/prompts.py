@@ -15,6 +15,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 from torch.utils.data import DataLoader
 
+from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
 
 logger = init_logger(__name__)
@@ -90,11 +91,11 @@ class Numbered:
         return batch
 
 
-class Leftover(list[Experience]):
-    """Samples for a later step. Upstream logs a checkpoint's whole state, so this prints as its length."""
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} samples>"
+def _sample(fields: dict[str, Any]) -> Experience:
+    """Return the sample that had these attributes."""
+    sample = Experience()
+    vars(sample).update(fields)
+    return sample
 
 
 class Prompts:
@@ -113,7 +114,7 @@ class Prompts:
         self.loader, self.digest = loader, digest
         self.seed, self.samples = args.train.seed, args.rollout.n_samples_per_prompt
         self.may_change = args.ckpt.load_changed
-        self.leftover = Leftover()
+        self.leftover: list[Experience] = []  # samples for a later step
         self._set_place(episode=0, drawn=0)
 
     def __len__(self) -> int:
@@ -135,7 +136,7 @@ class Prompts:
             "of": len(self),
             "digest": self.digest,
             "samples": self.samples,
-            "leftover": Leftover(self.leftover),
+            "leftover": packed([vars(sample) for sample in self.leftover]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,13 +157,15 @@ class Prompts:
                 raise OtherPrompts(f"{what}; give the same data, or add --ckpt.load_changed: {wrong}")
             logger.warning(f"{what}: {wrong}")
         self._set_place(state["episode"], state["drawn"])
+        kept = state["leftover"]
+        leftover = list(map(_sample, unpacked(kept))) if isinstance(kept, torch.Tensor) else kept  # of early versions
         if state["samples"] != self.samples:
             logger.warning(
-                f"{len(state['leftover'])} samples that are left over in the checkpoint are not trained: a prompt has "
+                f"{len(leftover)} samples that are left over in the checkpoint are not trained: a prompt has "
                 f"{self.samples} samples now, and had {state['samples']}"
             )
             return
-        self.leftover = Leftover(state["leftover"])
+        self.leftover = leftover
 
     def _set_place(self, episode: int, drawn: int) -> None:
         self.episode = episode
