@@ -1,9 +1,9 @@
 """Make the tiny run whose checkpoint is a test file, so that later versions are held to load it.
 
-    python -m arlopti_testing.stored_run tests/ops/checkpoints/data/43337b6.tar.gz     # in tests/, at that commit
+    PYTHONPATH=OLD:tests python -m arlopti_testing.stored_run tests/ops/checkpoints/data/COMMIT.tar.gz
 
-The run takes two of its four steps, and four samples are left over for the third. The archive holds its checkpoint,
-its flags and all that it reads. Paths in it begin with `FOLDER`.
+OLD is the tree of the commit. The archive holds the checkpoint after two of four steps, with samples that are left
+over for the third, the run's flags, and all that it reads. Paths in its flags begin with `FOLDER`.
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-FOLDER = Path("/tmp/stored_run")  # in the archive's flags. A fixed name tells nothing of the machine that made it
+FOLDER = Path("/tmp/stored_run")
 STEP = 2
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789ĠĊ"  # of the byte-level tokenizer; Ġ is the space, Ċ the line's end
 _REWARD = """
@@ -83,12 +83,14 @@ def main() -> None:
     FOLDER.mkdir()
     make_inputs(FOLDER)
     subprocess.run(command(FOLDER), env=environment(), check=True)
-    shutil.rmtree(FOLDER / "ckpt" / "_actor" / f"global_step{2 * STEP}")
-    for path in (FOLDER / "ckpt").glob("*.log"):
-        path.unlink()
+    pack(FOLDER, archive)
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write the archive of a run that has ended."""
     with tarfile.open(archive, "w:gz") as file:
-        for name in ("ckpt", "model", "train.jsonl", "reward.py"):
-            file.add(FOLDER / name, name, filter=_of_nobody)
+        for name in (f"ckpt/_actor/global_step{STEP}", "ckpt/config.yaml", "model", "train.jsonl", "reward.py"):
+            file.add(folder / name, name, filter=_of_nobody)
 
 
 def _of_nobody(info: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -96,6 +98,14 @@ def _of_nobody(info: tarfile.TarInfo) -> tarfile.TarInfo:
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
     return info
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Put a stored run into an empty folder."""
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    flags = folder / "ckpt" / "config.yaml"
+    flags.write_text(flags.read_text("utf-8").replace(str(FOLDER), str(folder)), encoding="utf-8")
 
 
 if __name__ == "__main__":
