@@ -31,6 +31,8 @@ for connection in psutil.Process().net_connections("tcp"):
 @pytest.mark.parametrize("how", ["asked", "not asked"])
 def test_a_store_at_the_loopback_address_listens_there_if_asked(how):
     """PyTorch itself listens on all interfaces."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=240, check=True
+    )
     addresses = set(done.stdout.split())
     assert addresses == {"127.0.0.1"} if how == "asked" else addresses & {"::", "0.0.0.0"}

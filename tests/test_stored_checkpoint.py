@@ -1,4 +1,4 @@
-"""A run that an earlier commit has begun is resumed, on the whole stack, and leaves a checkpoint without our classes."""
+"""A run that an earlier commit has begun is resumed on the whole stack, and its checkpoints hold no class of ours."""
 
 import subprocess
 from pathlib import Path

@@ -24,7 +24,15 @@ DIGESTS = "programs.json"  # in --ckpt.path: the SHA-256 of each reward and meth
 _Values = dict[str, str | list]
 
 # How the run is started, and where it writes.
-_LEFT_OUT = ("ckpt.path", "ckpt.output_dir", "ckpt.load_enable", "ckpt.load_changed", "dry_run", "logger.")
+_LEFT_OUT = (
+    "ckpt.path",
+    "ckpt.output_dir",
+    "ckpt.load_enable",
+    "ckpt.load_changed",
+    "dry_run",
+    "train.no_remote_code",
+    "logger.",
+)
 # The place in the prompts, or that in the schedule of the learning rate, counts in these.
 _COUNTED_IN = (
     "rollout.batch_size",

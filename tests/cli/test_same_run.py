@@ -118,7 +118,9 @@ def test_a_reward_or_method_file_that_was_edited_is_named(tmp_path):
     assert same_run.check(now, args) == []
     reward.write_text("a = 2\n")
     (finding,) = same_run.check(now, args)
-    assert not finding.is_fatal and str(finding).startswith(f"--reward.remote_url {reward}: the file has changed since")
+    assert not finding.is_fatal and str(finding).startswith(
+        f"--reward.remote_url {reward}: the file has changed since"
+    )
     method.unlink()
     assert [finding.flag for finding in same_run.check(now, args)] == ["--reward.remote_url", "--algo.token_method"]
     for torn in ("", "[1]", "[]"):
@@ -140,7 +142,11 @@ def write_checkpoint(folder: Path, version: str, state: object) -> None:
     [
         (__version__, {"a": torch.ones(1)}, None),
         ("0.0.1", {"a": torch.ones(1)}, None),
-        ("999.0", {"a": torch.ones(1)}, f"version 999.0 of arlopti_openrlhf has written global_step2, and this is {__version__}"),
+        (
+            "999.0",
+            {"a": torch.ones(1)},
+            f"version 999.0 of arlopti_openrlhf has written global_step2, and this is {__version__}",
+        ),
         (__version__, {"a": Path}, "on loading it would call pathlib.Path, which no run's checkpoint does"),
     ],
 )

@@ -158,8 +158,10 @@ def publish(writing: Path, described: dict[str, dict]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a small file, so that its name has the old content or the new one, whole, even after a power loss."""
+    """Write a small file that only this user can read. A power loss leaves the old content or the new, whole."""
     writing = path.with_name(f".{path.name}")
+    writing.unlink(missing_ok=True)
+    writing.touch(0o600)
     writing.write_text(text, "utf-8")
     _flush(writing)
     writing.rename(path)

@@ -53,7 +53,12 @@ def test_a_place_is_that_of_a_moment_and_can_be_gone_to(tmp_path):
     whole.leftover.clear()
     resumed.load_state_dict(state)
     (same,) = resumed.leftover
-    assert type(same) is Experience and str(vars(same)) == str(vars(sample)) and resumed.rest.drawn == 17 and not resumed.is_drawn
+    assert (
+        type(same) is Experience
+        and str(vars(same)) == str(vars(sample))
+        and resumed.rest.drawn == 17
+        and not resumed.is_drawn
+    )
     assert list(resumed.rest) == following and resumed.is_drawn
 
 
