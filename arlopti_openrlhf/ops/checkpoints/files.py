@@ -131,7 +131,7 @@ def names_in(checkpoint: Path) -> list[str]:
 def describe(checkpoint: Path, names: Sequence[str]) -> dict[str, dict]:
     """Flush files to the disk and return {name: {"size": bytes, "sha256": hexadecimal}}."""
     for name in names:
-        _flush(checkpoint / name)
+        flush(checkpoint / name)
     return {name: _entry(checkpoint / name) for name in names}
 
 
@@ -153,7 +153,7 @@ def publish(writing: Path, described: dict[str, dict]) -> None:
     if checkpoint.exists():
         remove(checkpoint)
     writing.rename(checkpoint)
-    _flush(folder)
+    flush(folder)
     write(folder / "latest", checkpoint.name)  # for DeepSpeed's own tools. `newest_first` does not read it
 
 
@@ -163,9 +163,9 @@ def write(path: Path, text: str) -> None:
     writing.unlink(missing_ok=True)
     writing.touch(0o600)
     writing.write_text(text, "utf-8")
-    _flush(writing)
+    flush(writing)
     writing.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
 
 
 def kept_run(path: Path) -> dict[str, str] | None:
@@ -177,7 +177,7 @@ def kept_run(path: Path) -> dict[str, str] | None:
         return None
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

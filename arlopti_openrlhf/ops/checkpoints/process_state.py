@@ -61,10 +61,10 @@ def say(line: str) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's generators, and of this process's GPU where it has one."""
-    generator, key, *rest = np.random.get_state()
+    legacy: Any = np.random.get_state()  # (generator's name, key, ...)
     return {
         "python": random.getstate(),
-        "numpy": (generator, key.tolist(), *rest),
+        "numpy": (legacy[0], legacy[1].tolist(), *legacy[2:]),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }

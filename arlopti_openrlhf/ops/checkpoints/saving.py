@@ -310,5 +310,7 @@ def _move_up(writing: Path) -> None:
     folder = writing.parent
     (folder / "config.json").unlink(missing_ok=True)
     for path in sorted(writing.iterdir(), key=lambda path: path.name == "config.json"):
+        files.flush(path)
         os.replace(path, folder / path.name)
+    files.flush(folder)
     writing.rmdir()
