@@ -87,33 +87,31 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
         return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
-    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)] + _edited(args)
+    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)] + _edited(flat)
 
 
-def keep_digests(args: SimpleNamespace) -> None:
-    """Write the digests of the run's reward and method files next to its checkpoints."""
-    found = {path: _digest(path) for _, path in _programs(args)}
-    checkpoint_files.write(Path(args.ckpt.path, DIGESTS), json.dumps(found, indent=1))
+def keep_digests(flat: argparse.Namespace, folder: Path) -> None:
+    """Write the digests of the run's reward and method files to `folder`."""
+    found = {path: _digest(path) for _, path in _programs(flat)}
+    checkpoint_files.write(folder / DIGESTS, json.dumps(found, indent=1))
 
 
-def _edited(args: SimpleNamespace) -> list[Finding]:
+def _edited(flat: argparse.Namespace) -> list[Finding]:
     try:
-        had = dict(json.loads(Path(args.ckpt.path, DIGESTS).read_text("utf-8")))
+        had = dict(json.loads(Path(vars(flat)["ckpt.path"], DIGESTS).read_text("utf-8")))
     except (OSError, ValueError, TypeError):  # a run before this file was kept
         return []
-    edited = [(flag, path) for flag, path in _programs(args) if path in had and _digest(path) != had[path]]
+    edited = [(flag, path) for flag, path in _programs(flat) if path in had and _digest(path) != had[path]]
     problem, remedy = "the file has changed since the run that is resumed started", "it goes on with what it holds now"
     return [Finding(flag, path, problem, remedy, is_fatal=False) for flag, path in edited]
 
 
-def _programs(args: SimpleNamespace) -> list[tuple[str, str]]:
+def _programs(flat: argparse.Namespace) -> list[tuple[str, str]]:
     """Return the flags and paths of the Python files that the run executes, without what those import."""
-    named = [
-        ("--reward.remote_url", args.reward.remote_url),
-        ("--train.agent_func_path", args.train.agent_func_path),
-        *(("--algo.token_method", method) for method in args.algo.token_method),
-    ]
-    return [(flag, os.path.abspath(path)) for flag, path in named if path and path.endswith(".py")]
+    value = vars(flat)
+    files = [(key, value[key]) for key in ("reward.remote_url", "train.agent_func_path")]
+    files += [("algo.token_method", method) for method in value["algo.token_method"]]
+    return [(f"--{key}", os.path.abspath(path)) for key, path in files if path and path.endswith(".py")]
 
 
 def _digest(path: str) -> str | None:

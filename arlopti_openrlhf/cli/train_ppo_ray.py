@@ -54,7 +54,7 @@ def main() -> None:
         if checkpoint_files.are_saved(args):
             try:
                 config_file.keep(kept, Path(args.ckpt.path))
-                same_run.keep_digests(args)
+                same_run.keep_digests(kept, Path(args.ckpt.path))
             except OSError as error:
                 _refuse(f"--ckpt.path: {config_file.KEPT} cannot be written: {error}")
         train(args)

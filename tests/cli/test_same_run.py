@@ -114,7 +114,7 @@ def test_a_reward_or_method_file_that_was_edited_is_named(tmp_path):
     args = command_line.hierarchize(now)
     config_file.keep(now, tmp_path)
     assert same_run.check(now, args) == []  # a run before digests were kept
-    same_run.keep_digests(args)
+    same_run.keep_digests(now, tmp_path)
     assert same_run.check(now, args) == []
     reward.write_text("a = 2\n")
     (finding,) = same_run.check(now, args)
