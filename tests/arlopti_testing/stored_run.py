@@ -36,7 +36,7 @@ def make_inputs(folder: Path) -> None:
     fast.save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=48,  # the tokenizer has 41
+        vocab_size=len(fast),
         hidden_size=32,  # one head, and the smallest that vLLM's attention has on the CPU
         intermediate_size=32,
         num_hidden_layers=1,

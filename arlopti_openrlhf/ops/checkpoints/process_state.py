@@ -103,8 +103,12 @@ def restore(folder: Path, time_steps: dict[str, int], averaged: nn.Module | None
     time_steps.update(state["time_steps"])
     if averaged is None:
         return
-    path = _path(folder, _writer(averaged))
-    saved, own = torch.load(path, weights_only=True, map_location="cpu")["averaged"], _memory(averaged)
+    path, early = _path(folder, _writer(averaged)), folder / f"averaged_rank_{_writer(averaged)}.pt"
+    if early.exists():  # where 0.1.0 kept the average at first
+        saved = torch.load(early, weights_only=True, map_location="cpu")
+    else:
+        saved = torch.load(path, weights_only=True, map_location="cpu")["averaged"]
+    own = _memory(averaged)
     if saved is None:
         say(f"{folder} holds no moving average (--train.enable_ema): it starts anew")
         return

@@ -148,9 +148,9 @@ class Prompts:
             OtherPrompts: it is a place among other prompts, and that was not asked for.
             ValueError: it is the place of upstream's loader. Only a universal checkpoint can come from there.
         """
-        if "digest" not in state:
+        if "drawn" not in state:
             raise ValueError("the checkpoint is of OpenRLHF's own command, whose place in the prompts is another kind")
-        if state["digest"] != self.digest:
+        if (state["of"], state.get("digest", self.digest)) != (len(self), self.digest):  # early ones have no digest
             what = f"the run that is resumed had other prompts or labels ({state['of']} then, {len(self)} now)"
             wrong = "in the rest of this episode, prompts may come again or not at all"
             if not self.may_change:
@@ -158,8 +158,8 @@ class Prompts:
             logger.warning(f"{what}: {wrong}")
         self._set_place(state["episode"], state["drawn"])
         kept = state["leftover"]
-        leftover = list(map(_sample, unpacked(kept))) if isinstance(kept, torch.Tensor) else kept  # of early versions
-        if state["samples"] != self.samples:
+        leftover = list(map(_sample, unpacked(kept))) if isinstance(kept, torch.Tensor) else kept  # early ones have these
+        if state.get("samples", self.samples) != self.samples:
             logger.warning(
                 f"{len(leftover)} samples that are left over in the checkpoint are not trained: a prompt has "
                 f"{self.samples} samples now, and had {state['samples']}"

@@ -30,7 +30,7 @@ def test_a_checkpoint_of_an_earlier_commit_is_read(archive, tmp_path):
     unpack(archive, tmp_path)
     checkpoint = tmp_path / "ckpt" / "_actor" / f"global_step{STEP}"
     assert files.problems(checkpoint) == [] and files.version_of(checkpoint) is None
-    assert [unpickling.not_allowed(path) for path in checkpoint.glob("*.pt")] == [[], [], []]
+    assert not any(unpickling.not_allowed(path) for path in checkpoint.glob("*.pt"))
     with unpickling.restricted():  # weights_only=False is DeepSpeed's
         states = torch.load(checkpoint / "mp_rank_00_model_states.pt", weights_only=False)
         own = torch.load(checkpoint / "process_rank_0.pt", weights_only=True)
