@@ -157,8 +157,9 @@ class Prompts:
                 raise OtherPrompts(f"{what}; give the same data, or add --ckpt.load_changed: {wrong}")
             logger.warning(f"{what}: {wrong}")
         self._set_place(state["episode"], state["drawn"])
-        kept = state["leftover"]
-        leftover = list(map(_sample, unpacked(kept))) if isinstance(kept, torch.Tensor) else kept  # early ones have these
+        leftover = state["leftover"]
+        if isinstance(leftover, torch.Tensor):  # early ones hold the samples themselves
+            leftover = list(map(_sample, unpacked(leftover)))
         if state.get("samples", self.samples) != self.samples:
             logger.warning(
                 f"{len(leftover)} samples that are left over in the checkpoint are not trained: a prompt has "
