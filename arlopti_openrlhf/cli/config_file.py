@@ -20,6 +20,7 @@ from typing import Any
 
 from arlopti_openrlhf.cli.bad_input import Parser
 from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.ops.checkpoints.files import write
 
 FLAG = "--config"
 KEPT = "config.yaml"  # in --ckpt.path
@@ -56,9 +57,7 @@ def expanded(argv: Sequence[str], parser: Parser) -> list[str]:
 def keep(flat: argparse.Namespace, folder: Path) -> None:
     """Write the values of all flags to a file in `folder` that --config can read. The folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{KEPT}"
-    unfinished.write_text(text(flat), encoding="utf-8")
-    unfinished.rename(folder / KEPT)
+    write(folder / KEPT, text(flat))
 
 
 def text(flat: argparse.Namespace) -> str:

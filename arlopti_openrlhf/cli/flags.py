@@ -99,6 +99,9 @@ TABLES: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {"token-level u
     ("--train.max_bad_steps", _count(3),
      "A step whose loss or gradient is not finite is refused. After so many in a row the run stops (exit status 3), "
      "with the last good checkpoint and without a final model (default: 3)."),
+    ("--train.no_remote_code", _SWITCH,
+     "Refuse models that bring Python code, which OpenRLHF and vLLM run when they load them, and those that are not "
+     "on this machine, whose code is not known. Without it such code is named before it runs."),
     ("--ckpt.load_changed", _SWITCH,
      "Resume although what a place in the prompts or in the learning rate's schedule counts in has changed: batch "
      "sizes, samples per prompt, epochs, the seed, Lopti's passes, or the prompts. Without it such a run is refused "

@@ -1,21 +1,38 @@
-"""Compares the flags of a run that is resumed with those that it had.
+"""Compares a run that is resumed with what it was: its flags, and the programs that they name.
 
 The prompts themselves are compared where they are loaded (`ops.rollouts.prompts`).
 """
 
 import argparse
+import hashlib
+import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from packaging.version import Version
+
+from arlopti_openrlhf import __version__
 from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
+DIGESTS = "programs.json"  # in --ckpt.path: the SHA-256 of each reward and method file, by its path
+
 _Values = dict[str, str | list]
 
 # How the run is started, and where it writes.
-_LEFT_OUT = ("ckpt.path", "ckpt.output_dir", "ckpt.load_enable", "ckpt.load_changed", "dry_run", "logger.")
+_LEFT_OUT = (
+    "ckpt.path",
+    "ckpt.output_dir",
+    "ckpt.load_enable",
+    "ckpt.load_changed",
+    "dry_run",
+    "train.no_remote_code",
+    "logger.",
+)
 # The place in the prompts, or that in the schedule of the learning rate, counts in these.
 _COUNTED_IN = (
     "rollout.batch_size",
@@ -32,8 +49,29 @@ _LAYOUT = ("ds.zero_stage", "ds.ring_attn_size", "ds.tensor_parallel_size")
 _IN_THE_CHECKPOINT = ("adam.lr", "adam.betas", "adam.eps", "adam.weight_decay", "muon.lr", "muon.momentum")
 
 
+def check_checkpoint(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield why the newest checkpoint of the run that is resumed cannot be loaded. Nothing of it is unpickled."""
+    if not args.ckpt.load_enable or args.ds.use_universal_ckpt:  # DeepSpeed's tool writes those
+        return
+    from arlopti_openrlhf.ops.checkpoints import unpickling  # imports PyTorch
+
+    folder = Path(args.ckpt.path)
+    parts = [folder / "_actor", *([folder / "_critic"] if args.critic.model_name_or_path else [])]
+    newest = checkpoint_files.newest_published([part for part in parts if part.is_dir()])
+    for checkpoint in (part / newest for part in parts if newest):
+        version = checkpoint_files.version_of(checkpoint)
+        if version and Version(version) > Version(__version__):
+            problem = f"version {version} of arlopti_openrlhf has written {newest}, and this is {__version__}"
+            yield Finding("--ckpt.path", args.ckpt.path, problem, "install that version, or give another path")
+            return
+        named = {file: unpickling.not_allowed(file) for file in sorted(checkpoint.glob("*.pt"))}
+        for file, names in named.items():
+            if names and not checkpoint_files.problems(checkpoint):  # otherwise it is passed over
+                yield Finding("--ckpt.path", file, *unpickling.refusal(names))
+
+
 def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
-    """Return a finding for each flag that differs from those of the run that is resumed.
+    """Return a finding for each flag, and for each reward or method file, that differs from what the run had.
 
     Args:
         flat: the flags as the parser has returned them.
@@ -49,7 +87,39 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
         return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
-    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)]
+    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)] + _edited(flat)
+
+
+def keep_digests(flat: argparse.Namespace, folder: Path) -> None:
+    """Write the digests of the run's reward and method files to `folder`."""
+    found = {path: _digest(path) for _, path in _programs(flat)}
+    checkpoint_files.write(folder / DIGESTS, json.dumps(found, indent=1))
+
+
+def _edited(flat: argparse.Namespace) -> list[Finding]:
+    try:
+        had = dict(json.loads(Path(vars(flat)["ckpt.path"], DIGESTS).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):  # a run before this file was kept
+        return []
+    edited = [(flag, path) for flag, path in _programs(flat) if path in had and _digest(path) != had[path]]
+    problem, remedy = "the file has changed since the run that is resumed started", "it goes on with what it holds now"
+    return [Finding(flag, path, problem, remedy, is_fatal=False) for flag, path in edited]
+
+
+def _programs(flat: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return the flags and paths of the Python files that the run executes, without what those import."""
+    value = vars(flat)
+    files = [(key, value[key]) for key in ("reward.remote_url", "train.agent_func_path")]
+    files += [("algo.token_method", method) for method in value["algo.token_method"]]
+    return [(f"--{key}", os.path.abspath(path)) for key, path in files if path and path.endswith(".py")]
+
+
+def _digest(path: str) -> str | None:
+    """Return None for a file that cannot be read. Another check says so."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _difference(key: str, had: _Values, has: _Values, args: SimpleNamespace) -> Finding:

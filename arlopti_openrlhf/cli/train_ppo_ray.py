@@ -22,7 +22,7 @@ from arlopti_openrlhf.cli.command_line import make_parser as make_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.lifecycle import credentials
-from arlopti_openrlhf.ops.preflight import check, values
+from arlopti_openrlhf.ops.preflight import check, model_code, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 from arlopti_openrlhf.ops.preflight.upstream import check as check_openrlhf
@@ -40,6 +40,7 @@ def main() -> None:
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
+    _name_code(args)
     if sys.stderr.isatty():
         print("arlopti_openrlhf: checking flags, models, data, reward and machine", file=sys.stderr, flush=True)
     check.run(
@@ -47,12 +48,13 @@ def main() -> None:
         [*of_openrlhf, *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
         upstream_findings,
         method_checks.describe_update(args),
-        [method_checks.check_methods],
+        [same_run.check_checkpoint, method_checks.check_methods],
     )
     with run_folders.held(args):
         if checkpoint_files.are_saved(args):
             try:
                 config_file.keep(kept, Path(args.ckpt.path))
+                same_run.keep_digests(kept, Path(args.ckpt.path))
             except OSError as error:
                 _refuse(f"--ckpt.path: {config_file.KEPT} cannot be written: {error}")
         train(args)
@@ -110,6 +112,14 @@ def train(args: SimpleNamespace) -> None:
             run.start(credentials.collect(args.logger.wandb.key, args.reward.remote_url))
             watch.start(run.end, 60 * args.train.stall_minutes)
             upstream.train(args)
+
+
+def _name_code(args: SimpleNamespace) -> None:
+    """Name the code of the models before a check runs it, or refuse it."""
+    found = list(model_code.check(args))
+    check.refuse_if_fatal(found)
+    for finding in found:
+        print(f"arlopti_openrlhf: warning: {finding}", file=sys.stderr, flush=True)
 
 
 def _refuse(problem: object) -> NoReturn:

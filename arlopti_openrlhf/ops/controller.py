@@ -1,6 +1,5 @@
 """Leads a run in place of OpenRLHF's single controller, in synchronous and in asynchronous training."""
 
-import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.utils.logging_utils import init_logger
 from ray.util.queue import Full
@@ -16,6 +14,7 @@ from transformers import set_seed
 
 from arlopti_openrlhf.ops.checkpoints import process_state
 from arlopti_openrlhf.ops.checkpoints.files import newest_published
+from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import awake, credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
@@ -84,8 +83,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         step = checkpoint_states["global_step"]
         if "controller_random" in checkpoint_states:
             self.kl_ctl.value = checkpoint_states["kl_coefficient"]
-            numbers = checkpoint_states["controller_random"].numpy().tobytes()
-            process_state.set_random_state(pickle.loads(numbers))
+            process_state.set_random_state(unpacked(checkpoint_states["controller_random"]))
         if self.tensorboard_logger and self.args.ckpt.load_enable:
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
         self.last_step, self.last_client_states = step, dict(checkpoint_states)
@@ -93,11 +91,9 @@ class Controller(ppo_trainer.BasePPOTrainer):
 
     def _state(self) -> dict:
         """Return what `resume` takes up, besides upstream's states."""
-        numbers = bytearray(pickle.dumps(process_state.random_state()))
-        # Upstream prints the state, and a long tensor is printed short.
         return {
             "kl_coefficient": self.kl_ctl.value,
-            "controller_random": torch.frombuffer(numbers, dtype=torch.uint8),
+            "controller_random": packed(process_state.random_state()),
         }
 
     def _compute_rollout_stats(self, experiences) -> dict:

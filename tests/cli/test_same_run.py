@@ -1,8 +1,13 @@
 """A run that is resumed with other flags says so, one line for each, and is refused where its place would be wrong."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from arlopti_openrlhf import __version__
 from arlopti_openrlhf.cli import command_line, config_file, same_run
+from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 FLAGS = (
@@ -98,6 +103,61 @@ def test_another_layout_needs_a_universal_checkpoint(resumed, flags):
 def test_as_many_ranks_on_other_nodes_are_the_same_layout(resumed):
     findings = resumed("--actor.num_nodes 2 --actor.num_gpus_per_node 1 --critic.num_nodes 3")
     assert [finding.is_fatal for finding in findings] == [False] * 3  # there is no critic
+
+
+def test_a_reward_or_method_file_that_was_edited_is_named(tmp_path):
+    reward, method = tmp_path / "reward.py", tmp_path / "method.py"
+    for path in (reward, method):
+        path.write_text("a = 1\n")
+    (tmp_path / "_actor" / "global_step2").mkdir(parents=True)
+    now = flat(f"{FLAGS} --reward.remote_url {reward} --algo.token_method {method} ar", tmp_path)
+    args = command_line.hierarchize(now)
+    config_file.keep(now, tmp_path)
+    assert same_run.check(now, args) == []  # a run before digests were kept
+    same_run.keep_digests(now, tmp_path)
+    assert same_run.check(now, args) == []
+    reward.write_text("a = 2\n")
+    (finding,) = same_run.check(now, args)
+    assert not finding.is_fatal and str(finding).startswith(
+        f"--reward.remote_url {reward}: the file has changed since"
+    )
+    method.unlink()
+    assert [finding.flag for finding in same_run.check(now, args)] == ["--reward.remote_url", "--algo.token_method"]
+    for torn in ("", "[1]", "[]"):
+        (tmp_path / same_run.DIGESTS).write_text(torn)
+        assert same_run.check(now, args) == []
+
+
+def write_checkpoint(folder: Path, version: str, state: object) -> None:
+    writing = folder / f"{checkpoint_files.WRITING}global_step2"
+    checkpoint_files.begin(writing, print)
+    torch.save(state, writing / "mp_rank_00_model_states.pt")
+    checkpoint_files.publish(writing, checkpoint_files.describe(writing, ["mp_rank_00_model_states.pt"]))
+    manifest = folder / "global_step2" / checkpoint_files.MANIFEST
+    manifest.write_text(manifest.read_text().replace(__version__, version))
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "problem"),
+    [
+        (__version__, {"a": torch.ones(1)}, None),
+        ("0.0.1", {"a": torch.ones(1)}, None),
+        (
+            "999.0",
+            {"a": torch.ones(1)},
+            f"version 999.0 of arlopti_openrlhf has written global_step2, and this is {__version__}",
+        ),
+        (__version__, {"a": Path}, "on loading it would call pathlib.Path, which no run's checkpoint does"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_beforehand(version, state, problem, tmp_path):
+    write_checkpoint(tmp_path / "_actor", version, state)
+    found = list(same_run.check_checkpoint(command_line.hierarchize(flat(FLAGS, tmp_path))))
+    assert [finding.problem for finding in found] == [problem][: bool(problem)]
+    torn = tmp_path / "_actor" / "global_step2" / "mp_rank_00_model_states.pt"
+    torn.write_bytes(torn.read_bytes()[:-1])  # it is passed over
+    found = list(same_run.check_checkpoint(command_line.hierarchize(flat(FLAGS, tmp_path))))
+    assert bool(found) == (version == "999.0")
 
 
 def test_nothing_to_compare(resumed, tmp_path):

@@ -348,5 +348,23 @@ ENTRIES = (
     (text, ZERO3, "DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload",
      "mask_nan_or_inf_with_val_inplace(total_norm", "ops.health.guard.GuardedStrategy._check_steps"),
     (signature, "deepspeed.runtime.utils", "has_inf_or_nan", "x", "ops.health.guard.first_non_finite"),
+    # What a checkpoint holds, how it is loaded, and where stores listen
+    (text, "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine", "TorchCheckpointEngine.load",
+     "torch.load(path, map_location=map_location, weights_only=False)", "ops.checkpoints.unpickling.restricted"),
+    (text, "deepspeed.runtime.fp16.loss_scaler", "", "class LossScaler(LossScalerBase): … class DynamicLossScaler(",
+     "ops.checkpoints.unpickling: a checkpoint holds one"),
+    (text, "deepspeed.runtime.zero.config", "", "class ZeroStageEnum(", "ops.checkpoints.unpickling"),
+    (text, "deepspeed.utils.tensor_fragment", "", "class fragment_address:", "ops.checkpoints.unpickling"),
+    (text, "torch.serialization", "load", 'os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0") … elif '
+     "force_weights_only_load: weights_only = True", "ops.checkpoints.unpickling.restricted"),
+    (text, "torch.serialization", "get_unsafe_globals_in_checkpoint", "_get_allowed_globals().keys()",
+     "ops.checkpoints.unpickling.not_allowed"),
+    (text, "torch.distributed.rendezvous", "_create_c10d_store",
+     "return TCPStore( host_name=hostname, port=port, world_size=world_size, is_master=start_daemon,",
+     "loopback.keep"),
+    (text, "vllm.distributed.utils", "stateless_init_torch_distributed_process_group",
+     "rendezvous(init_method, rank, world_size, timeout=timeout)", "loopback.keep: of the weight sync by gloo"),
+    (text, "vllm.distributed.utils", "StatelessProcessGroup.create", "listen_socket.bind((host, port))",
+     "loopback: NCCL's weight sync listens at the address that it is given"),
 )
 # fmt: on

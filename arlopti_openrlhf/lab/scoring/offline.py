@@ -6,7 +6,7 @@ Responses are written as they come, so an evaluation that was interrupted contin
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,15 +121,19 @@ def responses_of(record: dict) -> list[Response]:
     return [Response(r["score"], r["well_formed"], r["tokens"], r["truncated"]) for r in record["responses"]]
 
 
-def _records(path: Path) -> Iterator[dict]:
-    """Yield what an earlier run wrote, and cut off a last line that it did not finish."""
+def _records(path: Path) -> list[dict]:
+    """Return what an earlier run wrote. What it did not finish, or a power loss has spoilt, is cut off."""
     if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").split("\n")
-    if lines[-1]:
-        path.write_text("".join(line + "\n" for line in lines[:-1]), encoding="utf-8")
+        return []
+    lines, records = path.read_text(encoding="utf-8", errors="replace").split("\n"), []
     for line in lines[:-1]:
-        yield json.loads(line)
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    if lines[len(records) :] != [""]:
+        path.write_text("".join(line + "\n" for line in lines[: len(records)]), encoding="utf-8")
+    return records
 
 
 def _key(row: Row, job: Job, version: list) -> str:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from arlopti_openrlhf import __version__
+
 MANIFEST = "manifest.json"
 RUN_FILE = "run.json"  # in --ckpt.path: the run's name and its id with wandb
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not whole
@@ -78,7 +80,18 @@ def _serial(folders: Sequence[Path], tag: str) -> float:
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+    manifest = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+    if not manifest["files"]:
+        raise ValueError("it names no files")
+    return manifest
+
+
+def version_of(checkpoint: Path) -> str | None:
+    """Return the version of this package that wrote a checkpoint. None where it did not say so, or cannot be read."""
+    try:
+        return _manifest(checkpoint).get("version")
+    except _UNREADABLE:
+        return None
 
 
 def size_of(folder: Path) -> int:
@@ -118,7 +131,7 @@ def names_in(checkpoint: Path) -> list[str]:
 def describe(checkpoint: Path, names: Sequence[str]) -> dict[str, dict]:
     """Flush files to the disk and return {name: {"size": bytes, "sha256": hexadecimal}}."""
     for name in names:
-        _flush(checkpoint / name)
+        flush(checkpoint / name)
     return {name: _entry(checkpoint / name) for name in names}
 
 
@@ -134,20 +147,37 @@ def publish(writing: Path, described: dict[str, dict]) -> None:
     """Write the manifest of a checkpoint and give it its name. Whatever interrupts this, no torn one has the name."""
     folder, checkpoint = writing.parent, writing.with_name(writing.name.removeprefix(WRITING))
     newest = newest_published([folder])
-    manifest = {"serial": 1 + int(_serial([folder], newest)) if newest else 1, "files": described}
-    (writing / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
-    _flush(writing / MANIFEST)
-    _flush(writing)
+    serial = 1 + int(_serial([folder], newest)) if newest else 1
+    manifest = {"serial": serial, "version": __version__, "files": described}
+    write(writing / MANIFEST, json.dumps(manifest, indent=1))
     if checkpoint.exists():
         remove(checkpoint)
     writing.rename(checkpoint)
-    _flush(folder)
-    (folder / "latest").write_text(
-        checkpoint.name, "utf-8"
-    )  # for DeepSpeed's own tools. `newest_first` does not read it
+    flush(folder)
+    write(folder / "latest", checkpoint.name)  # for DeepSpeed's own tools. `newest_first` does not read it
 
 
-def _flush(path: Path) -> None:
+def write(path: Path, text: str) -> None:
+    """Write a small file that only this user can read. A power loss leaves the old content or the new, whole."""
+    writing = path.with_name(f".{path.name}")
+    writing.unlink(missing_ok=True)
+    writing.touch(0o600)
+    writing.write_text(text, "utf-8")
+    flush(writing)
+    writing.rename(path)
+    flush(path.parent)
+
+
+def kept_run(path: Path) -> dict[str, str] | None:
+    """Return the name and wandb's id that a run has kept in `RUN_FILE`, or None where there is none that is whole."""
+    try:
+        kept = json.loads((path / RUN_FILE).read_text("utf-8"))
+        return {name: str(kept[name]) for name in ("run_name", "wandb_id")}
+    except _UNREADABLE:
+        return None
+
+
+def flush(path: Path) -> None:
     """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -159,28 +189,35 @@ def _flush(path: Path) -> None:
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint. Whatever interrupts this, no torn one has its name."""
     removing = checkpoint.with_name(REMOVING + checkpoint.name)
-    shutil.rmtree(removing, ignore_errors=True)
+    _remove(removing)
     try:
         checkpoint.rename(removing)
     except FileNotFoundError:  # the other part's rank 0 has just removed it
         return
-    shutil.rmtree(removing, ignore_errors=True)
+    _remove(removing)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder. Of one that a user has moved elsewhere and linked here, only the link goes."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_leftovers(folder: Path) -> list[str]:
     """Finish what a process that was killed has begun; return a line for each.
 
-    A folder with a manifest is whole: only its last renaming was missing, so it gets its name.
+    A folder with a whole manifest is whole: only its last renaming was missing, so it gets its name.
     """
     lines = []
     for path in sorted([*folder.glob(f"{WRITING}*"), *folder.glob(f"{REMOVING}*")]):
         checkpoint = folder / path.name.removeprefix(WRITING)
-        if (path / MANIFEST).exists() and path.name.startswith(WRITING) and not checkpoint.exists():
+        if path.name.startswith(WRITING) and not checkpoint.exists() and _serial([folder], path.name) < math.inf:
             path.rename(checkpoint)
             lines.append(f"{checkpoint} had been written, but not named")
         else:
-            shutil.rmtree(path, ignore_errors=True)
-            lines.append(f"removed what was left of {path}")
+            _remove(path)
+            lines.append(f"cannot remove {path}" if path.exists() else f"removed what was left of {path}")
     return lines
 
 
@@ -218,7 +255,7 @@ def problems(checkpoint: Path, share: slice = slice(None)) -> list[str]:
     try:
         files = sorted(_manifest(checkpoint)["files"].items())
     except (*_UNREADABLE, AttributeError) as error:
-        return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
+        return [f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"]
     reasons = []
     for name, entry in files[share]:
         try:

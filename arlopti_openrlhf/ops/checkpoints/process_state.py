@@ -61,9 +61,10 @@ def say(line: str) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's generators, and of this process's GPU where it has one."""
+    legacy: Any = np.random.get_state()  # (generator's name, key, ...)
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (legacy[0], legacy[1].tolist(), *legacy[2:]),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
@@ -97,13 +98,17 @@ def restore(folder: Path, time_steps: dict[str, int], averaged: nn.Module | None
     Raises:
         ValueError: the checkpoint's moving average is that of another model.
     """
-    state = torch.load(_path(folder, dist.get_rank()), weights_only=False)
+    state = torch.load(_path(folder, dist.get_rank()), weights_only=True)
     set_random_state(state["random"])
     time_steps.update(state["time_steps"])
     if averaged is None:
         return
-    path = _path(folder, _writer(averaged))
-    saved, own = torch.load(path, weights_only=False, map_location="cpu")["averaged"], _memory(averaged)
+    path, early = _path(folder, _writer(averaged)), folder / f"averaged_rank_{_writer(averaged)}.pt"
+    if early.exists():  # where 0.1.0 kept the average at first
+        saved = torch.load(early, weights_only=True, map_location="cpu")
+    else:
+        saved = torch.load(path, weights_only=True, map_location="cpu")["averaged"]
+    own = _memory(averaged)
     if saved is None:
         say(f"{folder} holds no moving average (--train.enable_ema): it starts anew")
         return

@@ -6,6 +6,8 @@ place where that changes, because OpenRLHF saves and loads through its strategy 
 
 import argparse
 import os
+import pickle
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers.utils import cached_file
 
 from arlopti_openrlhf import learning_rate
-from arlopti_openrlhf.ops.checkpoints import files, process_state
+from arlopti_openrlhf.ops.checkpoints import files, process_state, unpickling
 from arlopti_openrlhf.ops.checkpoints.process_state import everywhere, on_rank_0, say, share
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
@@ -45,6 +47,12 @@ class NoWholeCheckpoint(RunStopped):
     """There are checkpoints, and none of them is whole. To start again silently would lose the run."""
 
     exit_code = 5
+
+
+class NotAllowed(RunStopped):
+    """A checkpoint would call something on loading that no checkpoint of a run calls."""
+
+    exit_code = 2
 
 
 def install() -> None:
@@ -167,7 +175,18 @@ class CheckpointStrategy(GuardedStrategy):
 
         Raises:
             NoWholeCheckpoint: there are checkpoints, and none of them is whole.
+            NotAllowed: it would call something that `unpickling` does not allow.
         """
+        try:
+            with unpickling.restricted():
+                return self._load(model, load_dir, tag, **kwargs)
+        except pickle.UnpicklingError as error:
+            names = re.findall(r"GLOBAL (\S+)", str(error)) or [str(error)]
+            raise NotAllowed(f"{load_dir}: {'; '.join(unpickling.refusal(names))}") from error
+
+    def _load(
+        self, model: deepspeed.DeepSpeedEngine, load_dir: str, tag: str | None = None, **kwargs
+    ) -> tuple[str | None, dict]:
         if self.use_ds_universal_ckpt:  # in a layout of its own, made by DeepSpeed's tool
             return super().load_ckpt(model, load_dir, tag, **kwargs)
         folders = [folder for folder in folders_of(Path(load_dir), self.args) if folder.is_dir()]
@@ -291,5 +310,7 @@ def _move_up(writing: Path) -> None:
     folder = writing.parent
     (folder / "config.json").unlink(missing_ok=True)
     for path in sorted(writing.iterdir(), key=lambda path: path.name == "config.json"):
+        files.flush(path)
         os.replace(path, folder / path.name)
+    files.flush(folder)
     writing.rmdir()

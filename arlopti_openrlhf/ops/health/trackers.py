@@ -16,7 +16,7 @@ from typing import Any
 from openrlhf.trainer import ppo_trainer
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 
-from arlopti_openrlhf.ops.checkpoints.files import RUN_FILE, are_saved
+from arlopti_openrlhf.ops.checkpoints.files import RUN_FILE, are_saved, kept_run, write
 from arlopti_openrlhf.patching import replaced_attribute
 
 _REACH = 30  # seconds in which wandb must have started the run on its server, instead of wandb's 90
@@ -50,18 +50,18 @@ def identify(args: argparse.Namespace) -> str:
     """
     path, given = Path(args.ckpt.path, RUN_FILE), args.logger.wandb.run_name
     if args.ckpt.load_enable and path.exists():
-        kept = json.loads(path.read_text("utf-8"))
-        if given == kept["run_name"] or _UPSTREAMS_DEFAULT.fullmatch(given):
+        kept = kept_run(path.parent)
+        if kept is None:
+            _say(f"{path} cannot be read: the run's name and its id with wandb are new ones.")
+        elif given == kept["run_name"] or _UPSTREAMS_DEFAULT.fullmatch(given):
             args.logger.wandb.run_name = kept["run_name"]
             return kept["wandb_id"]
     run = {"run_name": given, "wandb_id": secrets.token_hex(4)}
     if not are_saved(args):  # what is kept there may be another run's
         return run["wandb_id"]
-    writing = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        writing.write_text(json.dumps(run), "utf-8")
-        writing.rename(path)
+        write(path, json.dumps(run))
     except OSError as error:
         _say(f"{path}: {error.strerror}. A run that is resumed from here will have curves of its own.")
     return run["wandb_id"]

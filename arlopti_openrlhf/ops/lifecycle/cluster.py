@@ -11,7 +11,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 
-from arlopti_openrlhf import interrupts
+from arlopti_openrlhf import interrupts, loopback
 from arlopti_openrlhf.ops.lifecycle import credentials, reaper
 from arlopti_openrlhf.ops.preflight.placement import starts_cluster
 from arlopti_openrlhf.patching import replaced_attribute
@@ -65,6 +65,7 @@ def _close_to_others() -> None:
     # so: Ray replaces a local address there by one that others reach. The variable reaches all processes of the node.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
+    loopback.ask()
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     raylet: Any = ray._raylet

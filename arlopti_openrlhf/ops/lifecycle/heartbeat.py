@@ -28,6 +28,7 @@ from openrlhf.trainer.ray import launcher, ppo_actor, ppo_critic, vllm_engine
 from ray.experimental import internal_kv
 from torch.nn.modules.module import register_module_forward_hook
 
+from arlopti_openrlhf import loopback
 from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.rollouts.reward_client import RewardExecutor
 from arlopti_openrlhf.patching import plain_class
@@ -98,6 +99,7 @@ class Controller(_Upstream):
     starts_by_calls = False
 
     def __init__(self, *args, **kwargs) -> None:
+        loopback.keep()
         self._heartbeat = Heartbeat(self.who, self.starts_by_calls)
         with self._heartbeat.running("__init__"):
             super().__init__(*args, **kwargs)

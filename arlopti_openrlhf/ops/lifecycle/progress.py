@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from arlopti_openrlhf.ops.checkpoints.files import RUN_FILE
+from arlopti_openrlhf.ops.checkpoints.files import kept_run
 from arlopti_openrlhf.ops.lifecycle import stopping
 
 _ACCURACY = re.compile(r"(?:(.+)/)?accuracy")
@@ -84,9 +84,9 @@ def figures(status: Mapping[str, Any]) -> str:
 def closing_text(args: SimpleNamespace, found: Progress, log: Path | None) -> str:
     """Return the accuracies before and after, where the model, the log and the curves are, and the next command."""
     lines = [f"trained {found.step.number} steps" if found.step else "no step was trained"]
-    kept, run = Path(args.ckpt.path, RUN_FILE), args.logger.wandb.run_name
-    if args.ckpt.load_enable and kept.exists():  # a resumed run has the name that it had before
-        run = json.loads(kept.read_text("utf-8"))["run_name"]
+    run = args.logger.wandb.run_name
+    if args.ckpt.load_enable and (kept := kept_run(Path(args.ckpt.path))):
+        run = kept["run_name"]  # a resumed run has the name that it had before
     if found.first and found.last:
         lines += _table(found.first, found.last)
     elif args.eval.dataset:

@@ -16,6 +16,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 from torch.utils.data import DataLoader
 
+from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
 from arlopti_openrlhf.ops.preflight import prompt
 from arlopti_openrlhf.patching import replaced_attribute
@@ -99,11 +100,11 @@ class Numbered:
         return batch
 
 
-class Leftover(list[Experience]):
-    """Samples for a later step. Upstream logs a checkpoint's whole state, so this prints as its length."""
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} samples>"
+def _sample(fields: dict[str, Any]) -> Experience:
+    """Return the sample that had these attributes."""
+    sample = Experience()
+    vars(sample).update(fields)
+    return sample
 
 
 class Prompts:
@@ -122,7 +123,7 @@ class Prompts:
         self.loader, self.digest = loader, digest
         self.seed, self.samples = args.train.seed, args.rollout.n_samples_per_prompt
         self.may_change = args.ckpt.load_changed
-        self.leftover = Leftover()
+        self.leftover: list[Experience] = []  # samples for a later step
         self._set_place(episode=0, drawn=0)
 
     def __len__(self) -> int:
@@ -144,7 +145,7 @@ class Prompts:
             "of": len(self),
             "digest": self.digest,
             "samples": self.samples,
-            "leftover": Leftover(self.leftover),
+            "leftover": packed([vars(sample) for sample in self.leftover]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,22 +157,25 @@ class Prompts:
             OtherPrompts: it is a place among other prompts, and that was not asked for.
             ValueError: it is the place of upstream's loader. Only a universal checkpoint can come from there.
         """
-        if "digest" not in state:
+        if "drawn" not in state:
             raise ValueError("the checkpoint is of OpenRLHF's own command, whose place in the prompts is another kind")
-        if state["digest"] != self.digest:
+        if (state["of"], state.get("digest", self.digest)) != (len(self), self.digest):  # early ones have no digest
             what = f"the run that is resumed had other prompts or labels ({state['of']} then, {len(self)} now)"
             wrong = "in the rest of this episode, prompts may come again or not at all"
             if not self.may_change:
                 raise OtherPrompts(f"{what}; give the same data, or add --ckpt.load_changed: {wrong}")
             logger.warning(f"{what}: {wrong}")
         self._set_place(state["episode"], state["drawn"])
-        if state["samples"] != self.samples:
+        leftover = state["leftover"]
+        if isinstance(leftover, torch.Tensor):  # early ones hold the samples themselves
+            leftover = list(map(_sample, unpacked(leftover)))
+        if state.get("samples", self.samples) != self.samples:
             logger.warning(
-                f"{len(state['leftover'])} samples that are left over in the checkpoint are not trained: a prompt has "
+                f"{len(leftover)} samples that are left over in the checkpoint are not trained: a prompt has "
                 f"{self.samples} samples now, and had {state['samples']}"
             )
             return
-        self.leftover = Leftover(state["leftover"])
+        self.leftover = leftover
 
     def _set_place(self, episode: int, drawn: int) -> None:
         self.episode = episode

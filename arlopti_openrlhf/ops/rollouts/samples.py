@@ -20,7 +20,7 @@ from vllm import SamplingParams
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of, unmatched
 from arlopti_openrlhf.ops.lifecycle import stopping
-from arlopti_openrlhf.ops.rollouts.prompts import Leftover, Numbered, Prompts, seed_of
+from arlopti_openrlhf.ops.rollouts.prompts import Numbered, Prompts, seed_of
 from arlopti_openrlhf.ops.rollouts.reward_client import SCORES_ARE_REWARDS
 
 logger = init_logger(__name__)
@@ -73,7 +73,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             if is_filtered and drawn:
                 pass_rate = len(samples) / drawn * 100
             prompts.leftover += samples
-        of_step, prompts.leftover = list(prompts.leftover[:size]), Leftover(prompts.leftover[size:])
+        of_step, prompts.leftover = prompts.leftover[:size], prompts.leftover[size:]
         self._has_ended = prompts.is_drawn and not prompts.leftover
         return of_step, pass_rate, drawn, self._has_ended
 

@@ -37,6 +37,9 @@ def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
     path.write_text("".join(lines[:5]) + lines[5][:40])  # some lines are gone, and one is cut
     assert run() == (11, first)
     assert path.read_text().splitlines(keepends=True)[:5] == lines[:5]
+    path.write_bytes("".join(lines[:4]).encode() + b"\0\xff\n" + "".join(lines[5:]).encode())  # as after a power loss
+    assert run() == (12, first)
+    assert path.read_text().splitlines(keepends=True)[:4] == lines[:4]
     assert run(settings._replace(seed=1))[0] == 16  # other settings make another evaluation
 
 

@@ -1,5 +1,6 @@
 """One table of faults: what each does, when it comes, how the start that it hits must end, and what may be lost."""
 
+import json
 import math
 import os
 import random
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos.training import BAD_STEPS, SAVE_EVERY, STALL_SECONDS, Training, checkpoints
+
+from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 
 Does = Callable[[Training], None]
 Moment = Callable[[Training, int, random.Random], None]
@@ -121,6 +124,24 @@ def empty_the_folder(folder: Path, rng: random.Random) -> str:
 def remove_latest(folder: Path, rng: random.Random) -> str:
     (folder / "checkpoints" / "_actor" / "latest").unlink()
     return "`latest` removed"
+
+
+def name_no_files(folder: Path, rng: random.Random) -> str:
+    manifest = checkpoints(folder)[-1] / checkpoint_files.MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text("utf-8")) | {"files": {}}), "utf-8")
+    return "the manifest names no files"
+
+
+def move_it_and_leave_a_link(folder: Path, rng: random.Random) -> str:
+    newest = checkpoints(folder)[-1]
+    moved = shutil.move(newest, folder / "moved")
+    newest.symlink_to(moved)
+    return f"{newest.name} moved, and linked"
+
+
+def empty_the_runs_name(folder: Path, rng: random.Random) -> str:
+    os.truncate(folder / "checkpoints" / checkpoint_files.RUN_FILE, 0)
+    return f"{checkpoint_files.RUN_FILE} emptied"
 
 
 # Processes by the titles that Ray and vLLM give them.
@@ -264,6 +285,9 @@ FAULTS = (
     damaged("a checkpoint's file cut in half", truncate_a_file),
     damaged("newest checkpoint's folder emptied", empty_the_folder),
     damaged("`latest` removed", remove_latest, next_says=""),
+    damaged("newest checkpoint's manifest names no files", name_no_files),
+    damaged("newest checkpoint moved elsewhere and linked", move_it_and_leave_a_link, next_says="resumes from"),
+    damaged("a power loss empties run.json", empty_the_runs_name, next_says="run.json cannot be read"),
     damaged("a new run in another run's folder", start_a_new_run, next_says="resumes from"),
     Fault("a second run in the folder of one that goes on", start_it_again, frozenset({0}), lost=0),
     poisoned("NaN in one sample's advantages", "nan-advantages", frozenset({0}), keeps_updates=False),

@@ -44,6 +44,7 @@ def overwrite_64_bytes(path: Path) -> None:
         (lambda path: os.truncate(path, 50), "has changed since it was written, and has 50 bytes now"),
         (os.remove, "is missing"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "fi'), "cannot be read"),
+        (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 9, "files": {}}'), "it names no files"),
         (lambda path: path.with_name(files.MANIFEST).unlink(), "torn, or from a run of OpenRLHF's own command"),
         (lambda path: path.parent.rename(path.parents[1] / "elsewhere"), "it is not there"),
     ],
@@ -61,8 +62,10 @@ def test_the_newest_is_what_was_written_last(tmp_path):
     (tmp_path / "notes").mkdir()
     assert files.newest_first([tmp_path]) == ["global_step4", "best_global_step2", "global_step2", "global_step40"]
     (tmp_path / "global_step40" / files.MANIFEST).write_text("{")  # it comes first, so that it is named
+    (tmp_path / "global_step2" / files.MANIFEST).write_text('{"serial": 9, "files": {}}')
+    assert files.newest_published([tmp_path]) == "global_step4"
     (tmp_path / "global_step1").mkdir()  # emptied
-    assert files.newest_first([tmp_path])[:2] == ["global_step40", "global_step1"]
+    assert files.newest_first([tmp_path])[:3] == ["global_step40", "global_step2", "global_step1"]
     assert files.newest_published([tmp_path]) == "global_step4"
     assert files.newest_first([tmp_path / "nothing"]) == []
 
@@ -105,10 +108,39 @@ def test_a_checkpoint_is_replaced_by_one_of_its_name(tmp_path):
 def test_leftovers_of_killed_processes_go_and_a_whole_one_gets_its_name(tmp_path):
     write(tmp_path, "global_step2").rename(tmp_path / f"{files.WRITING}global_step2")
     (tmp_path / f"{files.WRITING}global_step4").mkdir()
+    (tmp_path / f"{files.WRITING}global_step4" / files.MANIFEST).touch()  # as a power loss leaves it
     (tmp_path / f"{files.REMOVING}global_step1").mkdir()
     lines = files.clear_leftovers(tmp_path)
     assert "left of" in lines[0] and "global_step2 had been written" in lines[1] and "left of" in lines[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
+
+
+def test_of_a_checkpoint_that_is_linked_the_link_goes(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path, "global_step2").rename(tmp_path / "elsewhere" / "global_step2")
+    (tmp_path / "global_step2").symlink_to(tmp_path / "elsewhere" / "global_step2")
+    write(tmp_path, "global_step4")
+    assert rotated([tmp_path], "global_step4", 1, {}) == ["global_step4"]
+    assert files.problems(tmp_path / "elsewhere" / "global_step2") == [] and files.clear_leftovers(tmp_path) == []
+
+
+def test_what_cannot_be_removed_is_not_said_to_be(tmp_path, monkeypatch):
+    (tmp_path / f"{files.REMOVING}global_step2").mkdir()
+    monkeypatch.setattr(files.shutil, "rmtree", lambda path, ignore_errors: None)
+    assert files.clear_leftovers(tmp_path) == [f"cannot remove {tmp_path / files.REMOVING}global_step2"]
+
+
+def test_a_small_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """After a power loss the name would have an empty file."""
+    flushed, flush = [], os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, (tmp_path / "run.json").exists()))
+        flush(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", note)
+    files.write(tmp_path / "run.json", "{}")
+    assert flushed == [(".run.json", False), (tmp_path.name, True)]
 
 
 def rotated(folders: list[Path], newest: str, max_num: int, metrics: dict, max_gib: float = 1000) -> list[str]:

@@ -1,5 +1,6 @@
 """Two real ranks save, resume and go on: bit for bit as if they had never ended, and together where one fails."""
 
+import json
 import random
 import resource
 from pathlib import Path
@@ -100,6 +101,14 @@ def overwrite_64_bytes(path: Path) -> None:
         file.write(b"\x7f" * 64)
 
 
+def forge(checkpoint: Path, name: str, content: object) -> None:
+    """Replace a file of a checkpoint, and what its manifest says of it."""
+    torch.save(content, checkpoint / name)
+    manifest = json.loads((checkpoint / files.MANIFEST).read_text("utf-8"))
+    manifest["files"] |= files.describe(checkpoint, [name])
+    (checkpoint / files.MANIFEST).write_text(json.dumps(manifest), "utf-8")
+
+
 def limit_files(group: Group, rank: int, size: int) -> None:
     """Let a rank write no file that is larger, in bytes. torch then says "iostream error" and nothing else."""
 
@@ -142,6 +151,10 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     assert [states["global_step"] for states in actor(group, "get_checkpoint_states")] == [2, 2]
     assert all(map(torch.equal, everything(group), at_checkpoint))
     (folder / "global_step2" / "process_rank_1.pt").unlink()
+    forge(folder / "global_step3", "zero_pp_rank_1_mp_rank_00_optim_states.pt", {"optimizer_state_dict": Path})
+    with pytest.raises(checkpoints.NotAllowed, match=r"it would call pathlib\.Path, which no run's checkpoint does"):
+        group.start()
+    overwrite_64_bytes(folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     with pytest.raises(checkpoints.NoWholeCheckpoint, match=r"global_step3 .* has changed .*global_step2 .*missing"):
         group.start()
 

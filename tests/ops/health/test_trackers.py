@@ -44,6 +44,16 @@ def test_a_resumed_run_keeps_its_name_and_its_id(tmp_path):
     assert name == "mine" and new_id != other_id
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"run_name": '])
+def test_a_run_whose_kept_name_a_power_loss_has_emptied_gets_another_and_says_so(content, tmp_path, capsys):
+    identified(tmp_path, "mine", True)
+    kept = tmp_path / "ckpt" / trackers.RUN_FILE
+    kept.write_text(content)
+    name, run_id = identified(tmp_path, "ppo_1122T01:00", True)
+    assert name == "ppo_1122T01:00" and f"{kept} cannot be read" in capsys.readouterr().out
+    assert identified(tmp_path, "ppo_1122T02:00", True) == (name, run_id) and not capsys.readouterr().out
+
+
 def test_a_run_that_saves_no_checkpoint_leaves_the_name_that_is_kept(tmp_path):
     identified(tmp_path, "another run", False)
     kept = (tmp_path / "ckpt" / trackers.RUN_FILE).read_text()

@@ -1,0 +1,102 @@
+"""Loads a checkpoint's files without running what they name.
+
+A pickle may name any function and call it. So a checkpoint is loaded by PyTorch's unpickler for weights, which knows
+tensors, numbers and text in lists and dictionaries, and calls nothing else but what is allowed here. What this package
+writes itself needs none of that.
+"""
+
+import importlib
+import io
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+# PyTorch's own switches. A user who trusts a checkpoint loads with the first what is not allowed here.
+OFF, _ON = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+# What DeepSpeed and, in a metric's number, NumPy leave in a checkpoint.
+_OTHERS = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "numpy._core.multiarray.scalar",
+    "numpy.dtype",
+    "numpy.dtypes.Float32DType",
+    "numpy.dtypes.Float64DType",
+)
+# What 0.1.0 left in one until its manifest named the version: arrays, samples, and a class of ours for a list of them.
+_ARRAYS = ("numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtypes.UInt32DType")
+_EARLIER = (*_ARRAYS, "openrlhf.trainer.ppo_utils.experience.Experience")
+_LISTS = ("arlopti_openrlhf.ops.rollouts.prompts.Leftover", "arlopti_openrlhf.run.prompts.Leftover")
+# By the name in the file, what is called in its place.
+_ALLOWED = {name: name for name in _OTHERS + _EARLIER} | dict.fromkeys(_LISTS, "builtins.list")
+
+
+@contextmanager
+def restricted() -> Iterator[None]:
+    """Let every `torch.load` of this process call only what is allowed. DeepSpeed's asks to call anything."""
+    if os.environ.get(OFF) or os.environ.get(_ON):
+        yield
+        return
+    os.environ[_ON] = "1"
+    try:
+        with safe_globals([(_find(here), there) for there, here in _ALLOWED.items()]):
+            yield
+    finally:
+        del os.environ[_ON]
+
+
+def not_allowed(path: Path) -> list[str]:
+    """Return what a file would call that is not allowed. Nothing is called, and nothing is said of a broken file."""
+    if os.environ.get(OFF):
+        return []
+    try:
+        return sorted(set(get_unsafe_globals_in_checkpoint(path)) - _ALLOWED.keys())
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+        return []
+
+
+def refusal(names: Sequence[str]) -> tuple[str, str]:
+    """Return the problem with what would call `names`, and the remedy."""
+    return f"on loading it would call {', '.join(names)}, which no run's checkpoint does", (
+        f"give another path, or set {OFF}=1 if you trust where it comes from"
+    )
+
+
+def packed(value: Any) -> Tensor:
+    """Return a value's bytes. Upstream prints a checkpoint's state when it is loaded, and a long tensor short."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(content: Tensor) -> Any:
+    """Return what `packed` was given, or what an earlier version packed, which was a plain pickle."""
+    buffer = io.BytesIO(content.numpy().tobytes())
+    if buffer.getvalue().startswith(b"PK"):
+        return torch.load(buffer, weights_only=True)
+    return _RandomState(buffer).load()
+
+
+class _RandomState(pickle.Unpickler):
+    """Unpickles what `process_state.random_state` returns."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full == "torch.storage._load_from_bytes":
+            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
+        if full in ("torch._utils._rebuild_tensor_v2", "collections.OrderedDict", "numpy.dtype", *_ARRAYS):
+            return _find(full)
+        raise pickle.UnpicklingError(f"{full} is not allowed in a random state")
+
+
+def _find(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
