@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.lab.data import knights_knaves, published
 from arlopti_openrlhf.lab.scoring.inputs import Row, encode
@@ -126,4 +127,5 @@ def write_rows(rows: Sequence[Row], path: str | Path) -> None:
     except OSError as error:  # that of a full disk does not name the file
         raise OSError(error.errno, error.strerror, str(path)) from None
     counts = Counter(row["datasource"] for row in rows)
-    print(f"{path}: {', '.join(f'{source} {count}' for source, count in sorted(counts.items())) or 'no rows'}")
+    sources = ", ".join(f"{source} {count}" for source, count in sorted(counts.items()))
+    print(f"{path}: {terminal.one_line(sources) or 'no rows'}")

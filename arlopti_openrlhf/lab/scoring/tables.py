@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.evaluation.measures import Estimate
 from arlopti_openrlhf.lab.scoring.inputs import natural_key
 
@@ -62,7 +63,7 @@ def _cell(estimate: dict, digits: int = 3) -> str:
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table; the first line is its head."""
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return "".join("| " + " | ".join(map(terminal.one_line, line)) + " |\n" for line in lines)
 
 
 def write_csv(results: dict[str, dict], path: Path) -> None:

@@ -242,11 +242,13 @@ def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -
 
 def _check_count(prompts: int, args: SimpleNamespace) -> Iterator[Finding]:
     number = args.rollout.n_samples_per_prompt
+    # The flags that this follows from are named, so where one of their values is refused, only that is shown.
+    of_flag = "--data.max_samples " if prompts == args.data.max_samples else ""
     if prompts * number < args.train.batch_size:
-        problem = f"{prompts} prompts with {number} samples each are no whole batch"
+        problem = f"{of_flag}{prompts} prompts x --rollout.n_samples_per_prompt {number} are no whole batch"
         yield Finding.of(args, "train.batch_size", problem, f"give {prompts * number} at most, or more data")
     elif prompts < args.rollout.batch_size:
-        problem, remedy = f"there are {prompts} prompts, so each rollout has that many", "at most, or more data"
+        problem, remedy = f"there are {of_flag}{prompts} prompts, so each rollout has that many", "at most, or more data"
         yield Finding.of(args, "rollout.batch_size", problem, f"give {prompts} {remedy}", is_fatal=False)
 
 

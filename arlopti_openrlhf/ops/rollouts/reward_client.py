@@ -18,6 +18,7 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
 from vllm import SamplingParams
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.ops.lifecycle import awake, credentials
@@ -172,7 +173,7 @@ async def _post(url: str, query: str, prompt: str, label: Any) -> Any:
     async with aiohttp.ClientSession(timeout=_ATTEMPT) as session, session.post(whole, json=message) as response:
         if response.status < 400:
             return await response.json(content_type=None)
-        text = (await response.text())[:500]
+        text = terminal.one_line((await response.text())[:500])
         if response.status >= 500 or response.status in (408, 429):
             raise OSError(f"status {response.status}: {text}")
         refusal = f"{url} refuses the request with status {response.status}: {credentials.mask(text, url)}"

@@ -24,6 +24,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading.reward_answers import to_json
 from arlopti_openrlhf.ops.lifecycle import awake
 
@@ -48,7 +49,7 @@ class RewardError(Exception):
 
 def about(query: str, label: Any) -> str:
     """Return what an error says of the sample that it concerns."""
-    return f"\nlabel: {str(label)[:2000]}\nquery: {query}"
+    return f"\nlabel: {terminal.one_line(str(label)[:2000])}\nquery: {terminal.one_line(query)}"
 
 
 class RewardProcess:
