@@ -63,6 +63,17 @@ def describe_update(args: SimpleNamespace) -> Update:
     return Update(trains_in_passes(args), not is_selective(args), peak_bytes)
 
 
+def describe_methods(args: SimpleNamespace) -> str:
+    """Return which token methods are on, with the constants that the command line gives them."""
+    sources, arguments = methods.requested(args.algo)
+    if not sources:
+        return "no token method"
+    normalized = ["weights divided by their mean"] if args.algo.token_method_normalize else []
+    scope = [f"lopti.scope={args.algo.lopti.scope}"] if uses_lopti(args) else []
+    details = ", ".join([*arguments, *scope, *normalized])
+    return f"token method{'s' * (len(sources) > 1)} {' x '.join(sources)}" + (f" ({details})" if details else "")
+
+
 def uses_lopti(args: SimpleNamespace) -> bool:
     """Return whether tokens are updated in groups."""
     lopti = args.algo.lopti

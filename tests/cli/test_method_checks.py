@@ -130,3 +130,20 @@ def test_a_token_method_makes_the_update_selective_and_a_files_path_absolute(tmp
     monkeypatch.chdir(tmp_path)
     args = arguments("--algo.token_method ar mine.py")
     assert args.algo.token_method == ["ar", str(tmp_path / "mine.py")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "no token method"),
+        ("--algo.ar.alpha 0.3", "token method ar (ar.alpha=0.3)"),
+        (
+            "--algo.ar.alpha 0.3 --algo.lopti.eta 0.5 --algo.lopti.order high_first --algo.token_method_normalize",
+            "token methods lopti x ar (ar.alpha=0.3, lopti.eta=0.5, lopti.order=high_first, lopti.scope=batch, "
+            "weights divided by their mean)",
+        ),
+        ("--algo.token_method stapo", "token method stapo"),
+    ],
+)
+def test_a_run_says_its_token_methods(flags, said):
+    assert method_checks.describe_methods(arguments(flags)) == said
