@@ -44,7 +44,9 @@ def test_a_finding_is_one_line_whatever_it_quotes():
 
 def test_the_lines_of_an_error_are_none_of_the_packages():
     """The console shows the user the package's lines, and those of loggers."""
-    text = terminal.indented("arlopti_openrlhf: done\n(Actor pid=1) arlopti_openrlhf: done\nWARNING 07-24 10:00:00 a.py:1] x")
+    text = terminal.indented(
+        "arlopti_openrlhf: done\n(Actor pid=1) arlopti_openrlhf: done\nWARNING 07-24 10:00:00 a.py:1] x"
+    )
     assert [console.for_the_user(line) for line in text.split("\n")] == [None] * 3
 
 
@@ -58,7 +60,9 @@ def test_a_command_whose_streams_are_closed(closed, tmp_path):
     )
     shell = f'"$@" {closed}'
     done = subprocess.run(
-        ["sh", "-c", shell, "sh", sys.executable, "-c", program, str(tmp_path / "file")], capture_output=True, timeout=60
+        ["sh", "-c", shell, "sh", sys.executable, "-c", program, str(tmp_path / "file")],
+        capture_output=True,
+        timeout=60,
     )
     assert done.returncode == 0 and (tmp_path / "file").read_text() == "0 True"
     assert done.stderr == (b"" if "2>&-" in closed else b"err\nerr\n")

@@ -17,7 +17,7 @@ from arlopti_openrlhf.ops.preflight.reward import defined_names
 
 _NAMED = 3  # flags in a hint
 # In what argparse says of a float, and in what `cli.arguments` does.
-_DECIMAL_COMMA = re.compile(r"(?:invalid float value: '|: )(?P<number>-?\d*,\d+(?:e-?\d+)?)(?:'$| is not a number)", re.I)
+_DECIMAL_COMMA = re.compile(r"(?:invalid float value: '|: )(?P<number>-?\d*,\d+(?:[eE]-?\d+)?)(?:'$| is not a number)")
 
 
 class Parser(argparse.ArgumentParser):

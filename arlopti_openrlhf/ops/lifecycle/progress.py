@@ -120,7 +120,8 @@ def _table(first: Evaluation, last: Evaluation) -> list[str]:
     ]
     shown = [first] if first.step == last.step else [first, last]
     head = ["held-out accuracy", *(f"step {evaluation.step}" for evaluation in shown)]
-    cells = [head, *([terminal.one_line(source), *(_cell(evaluation, name) for evaluation in shown)] for source, name in rows)]
+    rows = [(terminal.one_line(source), name) for source, name in rows]
+    cells = [head, *([source, *(_cell(evaluation, name) for evaluation in shown)] for source, name in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 

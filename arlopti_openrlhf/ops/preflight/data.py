@@ -248,8 +248,9 @@ def _check_count(prompts: int, args: SimpleNamespace) -> Iterator[Finding]:
         problem = f"{of_flag}{prompts} prompts x --rollout.n_samples_per_prompt {number} are no whole batch"
         yield Finding.of(args, "train.batch_size", problem, f"give {prompts * number} at most, or more data")
     elif prompts < args.rollout.batch_size:
-        problem, remedy = f"there are {of_flag}{prompts} prompts, so each rollout has that many", "at most, or more data"
-        yield Finding.of(args, "rollout.batch_size", problem, f"give {prompts} {remedy}", is_fatal=False)
+        problem = f"there are {of_flag}{prompts} prompts, so each rollout has that many"
+        remedy = f"give {prompts} at most, or more data"
+        yield Finding.of(args, "rollout.batch_size", problem, remedy, is_fatal=False)
 
 
 def _check_sampling(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Finding]:

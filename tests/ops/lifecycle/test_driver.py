@@ -11,7 +11,6 @@ from ray.exceptions import RayTaskError
 
 from arlopti_openrlhf.ops.lifecycle import driver, stopping
 
-
 FORGED = "arlopti_openrlhf: the run is complete"
 
 
