@@ -204,7 +204,8 @@ def test_a_home_that_cannot_be_written(lacks, home, tmp_path, monkeypatch):
 
 
 def test_too_few_open_files(lacks, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 128))
+    limits = {resource.RLIMIT_NOFILE: (128, 128)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, (resource.RLIM_INFINITY,) * 2))
     (finding,) = lacks()
     assert "may open 128 files" in str(finding)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 4096))  # Ray raises the first
