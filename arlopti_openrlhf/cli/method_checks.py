@@ -35,7 +35,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
         return  # the parser has looked at the flags of AR and Lopti
     sources, arguments = methods.requested(args.algo)
     given = " ".join(sources)
-    describe = "arlopti_openrlhf.token_method:describe"
+    describe = "arlopti_openrlhf.cli.method_tryout:describe"
     try:
         answer = probe.ask(describe, sources, arguments, seconds=PROBE_SECONDS).result()
     except probe.NO_ANSWER as error:
@@ -43,6 +43,8 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
     if answer["problem"]:
         yield Finding(_FLAG, given, answer["problem"], "correct the method or --algo.token_method_args")
         return
+    for doubt in answer["doubts"]:
+        yield Finding(_FLAG, given, doubt, "look at the method, unless that is meant", is_fatal=False)
     if readers := ", ".join(answer["reading_entropies"]):
         if is_vision_language(args):
             problem = f"{readers} needs entropies, which the update of a vision-language model does not give"

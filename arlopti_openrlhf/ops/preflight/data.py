@@ -8,7 +8,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from arlopti_openrlhf.ops.preflight import images, probe
+from arlopti_openrlhf.ops.preflight import images, probe, repeats
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import is_offline, load_tokenizer, local_folder
 from arlopti_openrlhf.ops.preflight.rows import NotChecked, Row, Unreadable, read_rows
@@ -58,6 +58,11 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if are_whole:
         yield from _check_count(min(prompts, args.data.max_samples), args)
     yield from _check_sampling(read, args)
+    yield from repeats.check(args, *(_prompts(read, flag, args.data.input_key) for flag in (_TRAINING, _EVALUATION)))
+
+
+def _prompts(sets: Sequence[_Data], flag: str, key: str) -> list[Any]:
+    return [row.get(key) for data in sets if data.flag == flag for row in data.rows]
 
 
 def first_prompts(args: SimpleNamespace, n: int) -> list[tuple[str, Any]]:

@@ -306,6 +306,17 @@ FAULTS = (
           prefix=mounted("checkpoints", "size=200m")),
     Fault("disk full below TensorBoard", fill("tensorboard"), frozenset({0}), "entries are missing", lost=0,
           prefix=mounted("tensorboard", "size=1m")),
+    reward("never returns", "while True: pass", "gave no result after 10 s"),
+    reward("raises", "raise KeyError('lost')", "KeyError"),
+    reward("ends its process", "os._exit(7)", "ended with status 7"),
+    Fault("the update hangs", None, STALLED, "no progress for", environment={"CHAOS_FAULT": "hang"},
+          module="chaos.inject"),
+    Fault("the machine sleeps", let_the_machine_sleep, frozenset({0}), lost=0),
+    Fault("engine core halted and SIGTERM", halt_core_then_ask_to_end, frozenset({143, 4})),
+)  # fmt: skip
+
+# Those of the machine. The nemesis draws none: most are refused, and the draws of its records would be others.
+OF_THE_MACHINE = (
     Fault("no inode left while saving", use_up_inodes("checkpoints"), frozenset({0, 1}), "but no inode (df -i)",
           lost=math.inf, prefix=mounted("checkpoints", "size=200m,nr_inodes=2000")),
     Fault("TMPDIR emptied", empty_tmpdir, frozenset({0}), lost=0, prefix=(
@@ -318,13 +329,6 @@ FAULTS = (
     refused("a network of IPv6 alone", "ip link set lo up && ip address del 127.0.0.1/8 dev lo",
             "127.0.0.1 does not answer", "--net"),
     refused("files of 100 MiB at most", "ulimit -f 204800", "a file may have 100.0 MiB at most"),
-    reward("never returns", "while True: pass", "gave no result after 10 s"),
-    reward("raises", "raise KeyError('lost')", "KeyError"),
-    reward("ends its process", "os._exit(7)", "ended with status 7"),
-    Fault("the update hangs", None, STALLED, "no progress for", environment={"CHAOS_FAULT": "hang"},
-          module="chaos.inject"),
-    Fault("the machine sleeps", let_the_machine_sleep, frozenset({0}), lost=0),
-    Fault("engine core halted and SIGTERM", halt_core_then_ask_to_end, frozenset({143, 4})),
 )  # fmt: skip
 
 
@@ -335,7 +339,7 @@ def row(name: str, **changes: Any) -> Fault:
 
 _DRIVER, _SAVING = row("kill -9 of the driver"), row("kill -9 while a checkpoint is written")
 CASES: tuple[Case, ...] = (
-    *((fault,) for fault in FAULTS),
+    *((fault,) for fault in (*FAULTS, *OF_THE_MACHINE)),
     (_DRIVER, row("kill -9 of vLLM's engine core")),
     (_DRIVER, row("SIGTERM"), row("a checkpoint's file cut in half", step=4)),
     (_SAVING, row("64 bytes of the optimizer's state overwritten")),

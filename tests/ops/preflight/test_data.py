@@ -44,8 +44,9 @@ def test_good_data_has_no_finding(check, tmp_path):
     rows = [row(i) for i in range(8)]
     pandas.DataFrame(rows).to_parquet(tmp_path / "d.parquet")
     (tmp_path / "list.json").write_text(json.dumps(rows))
+    held_out = write(tmp_path / "held_out.jsonl", [row(i) for i in range(8, 16)])
     for name in ("d.parquet", "list.json", "d.jsonl"):
-        assert check(data__prompt_dataset=str(tmp_path / name), eval__dataset=str(tmp_path / "d.jsonl")) == []
+        assert check(data__prompt_dataset=str(tmp_path / name), eval__dataset=held_out) == []
     assert check(data__label_key=None) == []
 
 
