@@ -208,7 +208,7 @@ def test_too_few_open_files(lacks, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, (resource.RLIM_INFINITY,) * 2))
     (finding,) = lacks()
     assert "may open 128 files" in str(finding)
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 4096))  # Ray raises the first
+    limits[resource.RLIMIT_NOFILE] = (128, 4096)  # Ray raises the first
     assert lacks() == []
 
 

@@ -38,4 +38,5 @@ def test_the_files_are_compared(tmp_path):
     args = changed(data__prompt_dataset=path, eval__dataset=path, data__apply_chat_template=False)
     args.data.label_key = None
     args.reward.remote_url = ["mine.py"]
-    assert [f"--eval.dataset {path}: 8 of its 8 prompts"] == [str(f)[: len(path) + 39] for f in data.check(args)]
+    (found,) = data.check(args)
+    assert str(found).startswith(f"--eval.dataset {path}: 8 of its 8 prompts are trained on")
