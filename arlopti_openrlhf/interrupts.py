@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from types import FrameType
 
+from arlopti_openrlhf import terminal
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 30.0  # seconds that the commands which this one has started get to end
 
@@ -22,10 +24,12 @@ def handled() -> list[signal.Signals]:
 
 
 def answer() -> None:
-    """End this process at the next of `SIGNALS`, until other handlers take its place. Call it in the main thread."""
-    stderr = 2
-    with suppress(OSError):  # there may be none
-        stderr = os.dup(2)  # DeepSpeed's import leads standard error away while it tries a compiler
+    """End this process at the next of `SIGNALS`, until other handlers take its place. Call it in the main thread.
+
+    It also sees to the standard streams (`terminal.open_streams`), because it is the first thing that a command calls.
+    """
+    terminal.open_streams()
+    stderr = os.dup(2)  # DeepSpeed's import leads standard error away while it tries a compiler
     for signum in handled():
         signal.signal(signum, partial(_end, stderr))
 

@@ -26,10 +26,8 @@ Three more names in the file say what the method asks for:
     DIVIDES_BY_KEPT = True  # the loss divides by the tokens of weight above 0, not by all tokens of the responses
 """
 
-import contextlib
 import functools
 import inspect
-import io
 import itertools
 import math
 import traceback
@@ -259,27 +257,6 @@ def load(sources: Sequence[str], arguments: Sequence[str]) -> list[Method]:
     return [_load_one(source, name, given[name]) for source, name in zip(sources, names, strict=True)]
 
 
-def describe(sources: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]:
-    """Say what `load` makes of token methods. What they print is lost.
-
-    Returns:
-        `problem`, what is wrong with them in one line, or None. Then also `passes`, how many optimizer steps they take
-        where there is one without them, and `reading_entropies` and `reading_rollout_log_probs`, the names of those
-        that read these.
-    """
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            methods = load(sources, arguments)
-        except ValueError as error:
-            return {"problem": str(error)}
-    return {
-        "problem": None,
-        "passes": len(pass_labels(methods)),
-        "reading_entropies": [method.name for method in methods if method.needs_entropies],
-        "reading_rollout_log_probs": [method.name for method in methods if method.needs_rollout_log_probs],
-    }
-
-
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Refuse a constant outside [low, high].
 
@@ -366,13 +343,23 @@ def _constants(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return constants
 
 
-def _probed(method: Method) -> Method:
-    """Return the method with its number of passes, after a try with tokens of each sign, and with a single one."""
+def made_up_tokens() -> Tokens:
+    """Return three responses of five tokens, one of each sign of the advantage."""
     log_probs = torch.tensor([[0.9, 0.5, 0.2, 0.05, 0.001]] * 3).log()
     advantages = torch.tensor([[1.0], [-1.0], [0.0]]).expand(3, 5)
     entropies = torch.tensor([[0.3, 1.0, 0.8, 2.0, 0.1]] * 3)
-    tokens = Tokens(log_probs, advantages, torch.ones(3, 5), entropies, rollout_log_probs=log_probs.roll(1, dims=1))
-    row = Tokens(*(values.reshape(1, -1) for values in tokens))
+    return Tokens(log_probs, advantages, torch.ones(3, 5), entropies, rollout_log_probs=log_probs.roll(1, dims=1))
+
+
+def as_one_row(tokens: Tokens) -> Tokens:
+    """Return tokens (B, A) as one row (1, B * A), as `Method.statistic` takes them."""
+    return Tokens(*(values.reshape(1, -1) for values in tokens))
+
+
+def _probed(method: Method) -> Method:
+    """Return the method with its number of passes, after a try with tokens of each sign, and with a single one."""
+    tokens = made_up_tokens()
+    row = as_one_row(tokens)
     statistic = method.statistic(row)
     method = method.with_passes(row, statistic)
     if not method.passes:

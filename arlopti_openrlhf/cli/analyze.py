@@ -22,10 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from arlopti_openrlhf import terminal
+from arlopti_openrlhf.cli import reward_source
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.lab.analysis import curves
 from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
+from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
 
 def main() -> None:
@@ -45,7 +48,8 @@ def main() -> None:
         runs = {label: [curves.read_run(folder) for folder in folders] for label, folders in args.runs}
         named = expand_models(args.model)
         check_models(parser, "--model", list(named.values()))
-        rows = read_rows(args.data) if named else []
+        rows = read_rows(args.data, by_source=args.reward is None) if named else []
+        reward_source.check(parser, args.reward, rows)
 
         from arlopti_openrlhf import cpu  # imports PyTorch
 
@@ -72,8 +76,12 @@ def main() -> None:
             (folder / f"{name}.png").write_bytes(plots.png(name, values))
             write_json(values, folder / f"{name}.json")
 
+    reward = reward_source.load(parser, args)
     for name, model in named.items():
-        summaries[name], figures[name], words[name] = models.analyze_model(name, model, drawn, settings)
+        try:
+            summaries[name], figures[name], words[name] = models.analyze_model(name, model, drawn, settings, reward)
+        except RewardError as error:
+            parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
         write(figures[name], args.out / name if len(named) > 1 else args.out)
     # Figures of all models and of the training runs.
     if words:
@@ -97,6 +105,7 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("policies").add_argument
     add("--model", nargs="+", default=[], help="Hugging Face directories or names, or a directory of checkpoints")
     add("--data", nargs="+", default=[], help="files that prepare_data wrote")
+    reward_source.add_flag(parser)
     add("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
     add("--samples", type=integer(2), default=8, help="responses per prompt (default: 8)")
     positive = number("(0, inf)")

@@ -3,17 +3,21 @@
 import argparse
 import difflib
 import os
+import re
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.ops.preflight import model
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.model import local_folder
 from arlopti_openrlhf.ops.preflight.reward import defined_names
 
 _NAMED = 3  # flags in a hint
+# In what argparse says of a float, and in what `cli.arguments` does.
+_DECIMAL_COMMA = re.compile(r"(?:invalid float value: '|: )(?P<number>-?\d*,\d+(?:[eE]-?\d+)?)(?:'$| is not a number)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,12 +31,14 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            hints = [self.hint(word.partition("=")[0]) for word in unknown if word.startswith("--")]
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            hints = [self.hint(flag) for flag in flags if not flag.lstrip("-")[:1].isdigit()]
             self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *filter(None, hints)]))
         return known
 
     def hint(self, flag: str) -> str:
-        """Return what an unknown flag may have meant, or nothing."""
+        """Return what an unknown flag may have meant, or nothing. It may have one dash in place of two."""
+        flag = f"--{flag.lstrip('-')}"
         if flag in self.renamed:
             return f"{flag} is now {self.renamed[flag]}"
         flags = list(self._option_string_actions)
@@ -42,7 +48,9 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {' or '.join(near[:_NAMED])}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        if comma := _DECIMAL_COMMA.search(message):
+            message += f"; write {comma['number'].replace(',', '.')}"
+        self.exit(2, f"{self.prog}: error: {terminal.one_line(' '.join(message.split()))}\n")
 
 
 def command_parser(word: str, text: str | None) -> Parser:

@@ -18,11 +18,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from arlopti_openrlhf import terminal
+from arlopti_openrlhf.cli import reward_source
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
 from arlopti_openrlhf.lab.scoring import tables
 from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
+from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
 
 def main() -> None:
@@ -37,12 +40,13 @@ def main() -> None:
     check_models(parser, "--model", list(models.values()))
     # Read all of the data first. A row that lacks something should not end an evaluation half way.
     try:
-        rows = read_rows(args.data)
+        rows = read_rows(args.data, by_source=args.reward is None)
     except (OSError, ValueError) as error:
         parser.error(f"argument --data: {error}")
     sources = sorted({row["datasource"] for row in rows})
     for pattern in unmatched(args.sampling, sources):
         parser.error(f"argument --sampling: {pattern} matches no source of the data, which are {', '.join(sources)}")
+    reward_source.check(parser, args.reward, rows, says=len(models) == 1)  # with several, each process does
     args.out.mkdir(parents=True, exist_ok=True)
     if len(models) > 1:
         # In a process each, since an engine does not give back all that it holds.
@@ -54,12 +58,17 @@ def main() -> None:
 
         settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed)
         ((name, model),) = models.items()
-        offline.evaluate(name, model, rows, settings, args.out)
+        try:
+            offline.evaluate(name, model, rows, settings, args.out, reward_source.load(parser, args))
+        except RewardError as error:
+            parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
     # The tables come from the files that every evaluation leaves, also those of an earlier run.
     results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in models}
     (args.out / "table.md").write_text(tables.markdown(results), encoding="utf-8")
     tables.write_csv(results, args.out / "table.csv")
     print(tables.markdown(results), end="")
+    for hint in tables.cut_off(results, args.max_new_tokens):
+        print(f"{parser.prog}: {hint}", file=sys.stderr)
 
 
 def make_parser() -> Parser:
@@ -78,6 +87,7 @@ def make_parser() -> Parser:
         help="samples per problem, and their temperature, for the sources that match; the last that matches counts "
         '(default: "*:n=8,t=1")',
     )
+    reward_source.add_flag(parser)
     add("--greedy", action="store_true", help="also answer every problem once at temperature 0")
     add("--max-new-tokens", type=integer(1), default=4096, help="longest response in tokens (default: 4096)")
     add("--seed", type=int, default=0, help="seed of sampling (default: 0)")
@@ -91,6 +101,7 @@ def command_for(model: str, args: argparse.Namespace) -> list[str]:
         *("--data", *args.data, f"--max-new-tokens={args.max_new_tokens}", f"--seed={args.seed}"),
         *(f"--sampling={spec}" for spec in args.sampling),
         *(["--greedy"] if args.greedy else []),
+        *([f"--reward={args.reward}"] if args.reward else []),
     ]
 
 

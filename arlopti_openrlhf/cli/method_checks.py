@@ -35,7 +35,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
         return  # the parser has looked at the flags of AR and Lopti
     sources, arguments = methods.requested(args.algo)
     given = " ".join(sources)
-    describe = "arlopti_openrlhf.token_method:describe"
+    describe = "arlopti_openrlhf.cli.method_tryout:describe"
     try:
         answer = probe.ask(describe, sources, arguments, seconds=PROBE_SECONDS).result()
     except probe.NO_ANSWER as error:
@@ -43,6 +43,8 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
     if answer["problem"]:
         yield Finding(_FLAG, given, answer["problem"], "correct the method or --algo.token_method_args")
         return
+    for doubt in answer["doubts"]:
+        yield Finding(_FLAG, given, doubt, "look at the method, unless that is meant", is_fatal=False)
     if readers := ", ".join(answer["reading_entropies"]):
         if is_vision_language(args):
             problem = f"{readers} needs entropies, which the update of a vision-language model does not give"
@@ -61,6 +63,17 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
 def describe_update(args: SimpleNamespace) -> Update:
     """Return what the other checks have to know of the run's update."""
     return Update(trains_in_passes(args), not is_selective(args), peak_bytes)
+
+
+def describe_methods(args: SimpleNamespace) -> str:
+    """Return which token methods are on, with the constants that the command line gives them."""
+    sources, arguments = methods.requested(args.algo)
+    if not sources:
+        return "no token method"
+    normalized = ["weights divided by their mean"] if args.algo.token_method_normalize else []
+    scope = [f"lopti.scope={args.algo.lopti.scope}"] if uses_lopti(args) else []
+    details = ", ".join([*arguments, *scope, *normalized])
+    return f"token method{'s' * (len(sources) > 1)} {' x '.join(sources)}" + (f" ({details})" if details else "")
 
 
 def uses_lopti(args: SimpleNamespace) -> bool:

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
@@ -105,6 +106,7 @@ def _generate(args: argparse.Namespace) -> None:
             prompt_format=args.prompt_format,
             names=names,
             solutions=args.solutions and not held_out,
+            report=partial(print, f"{file}:"),
         )
         preparation.write_rows(rows, Path(args.out) / f"{file}.jsonl")
 

@@ -73,6 +73,7 @@ def train(args: SimpleNamespace) -> None:
     cpu.enable(driver=True)
     from arlopti_openrlhf.ops.lifecycle.console import LOG, Console, is_wanted
 
+    print(f"arlopti_openrlhf: {method_checks.describe_methods(args)}", flush=True)
     try:
         console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
     except OSError as error:

@@ -1,5 +1,6 @@
 """Token methods, one file each. `token_method.py` says what such a file holds. This module imports nothing heavy."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,4 +58,6 @@ def parse_argument(argument: str) -> tuple[str, str, Any]:
             return name, key, kind(text)
         except ValueError:
             continue
+    if re.fullmatch(r"-?\d*,\d+", text):  # a decimal comma
+        raise ValueError(f"{argument} is neither a number nor a word; write {path}={text.replace(',', '.')}")
     return name, key, text

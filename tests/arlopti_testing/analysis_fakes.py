@@ -15,7 +15,7 @@ WRONG = " Thus so.</think><answer>(1) Zoey is a knave\n(2) Oliver is a knave</an
 def fake_sample(texts):
     """Return a stand-in for vLLM, which answers every prompt with the same texts."""
 
-    def sample(model, rows, n, temperature, max_new_tokens, seed):
+    def sample(model, rows, n, temperature, max_new_tokens, seed, with_end=False):
         tokenizer = AutoTokenizer.from_pretrained(model)
         sampled = []
         for row in rows:

@@ -63,3 +63,71 @@ def test_models_side_by_side(tmp_path, monkeypatch, capsys):
         assert json.loads((out / f"{name}.json").read_text())["sources"]["sums"]["accuracy"]["value"] == 1
     table = (out / "table.md").read_text()
     assert "| base | 1.000 [" in table and "| trained | 1.000 [" in table and capsys.readouterr().out.endswith(table)
+
+
+REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    assert queries == ["prompt\\\\boxed{%d}<end>" % (int(labels[0]) if labels[0].isdigit() else 0)], queries
+    return {"rewards": [-2.0]} SCORES
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(flags) evaluates a model that answers every sum rightly, and returns its measures by source."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems()))
+    monkeypatch.setattr(offline, "load_engine", lambda model, seed: None)
+    monkeypatch.setattr(offline, "generate", generate_right_sums([]))
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: None)
+
+    def run(*flags: str) -> dict:
+        own = ["--model", "org/base", "--data", str(tmp_path / "data.jsonl"), "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["evaluate", *own, *FLAGS, *flags])
+        evaluate.main()
+        return json.loads((tmp_path / "out" / "base.json").read_text())["sources"]
+
+    return run
+
+
+@pytest.mark.parametrize(("scores", "measure"), [("", "reward"), (" | {'scores': [0.25]}", "accuracy")])
+def test_an_own_reward_grades_as_in_a_training(scores, measure, run, tmp_path, capsys):
+    """It sees the token that ends a response. Rewards without scores do not say what is right."""
+    by_rule = run()
+    said = capsys.readouterr()
+    assert "no rule for sums: graded as math. --reward takes another" in said.err and "cut off" not in said.err
+    (tmp_path / "reward.py").write_text(REWARD.replace("SCORES", scores))
+    measured = run("--reward", str(tmp_path / "reward.py"))
+    assert measured["sums"][measure]["value"] == (-2 if measure == "reward" else 0.25)
+    assert ("accuracy" in measured["sums"]) == ("pass@4" in measured["sums"]) == (measure == "accuracy")
+    said = capsys.readouterr()
+    assert "no rule for" not in said.err and f"| sums | 6 | 4 | 1 | {measure} |" in said.out
+    assert run() == by_rule  # and none of the reward's answers
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        ("reward.py", 1, "reward_func raised KeyError: 'lost'\\nlabel: "),
+        ("gone.py", 2, "argument --reward: {}/gone.py does not parse: [Errno 2]"),
+        ("reward", 2, "argument --reward: {}/reward is no source of rewards; give kk, math, one Python file, or URLs"),
+    ],
+)
+def test_a_reward_that_cannot_grade(source, status, said, run, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text("def reward_func(*args):\n    raise KeyError('lost')\n")
+    with pytest.raises(SystemExit) as stopped:
+        run("--reward.remote_url", str(tmp_path / source))
+    assert stopped.value.code == status
+    assert said.format(tmp_path) in capsys.readouterr().err
+
+
+def test_many_responses_that_are_cut_off(run, monkeypatch, capsys):
+    generate = offline.generate
+
+    def cut(*args, **kwargs):
+        for prompt, output in generate(*args, **kwargs):
+            output.outputs[0].finish_reason = "length"
+            yield prompt, output
+
+    monkeypatch.setattr(offline, "generate", cut)
+    run()
+    assert "base, sums: 100% of the responses were cut off at --max-new-tokens 12" in capsys.readouterr().err

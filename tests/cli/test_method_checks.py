@@ -16,7 +16,7 @@ def check(flags: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = WorkerPool("arlopti_openrlhf.token_method:describe", 1, method_checks.PROBE_SECONDS)
+    pool = WorkerPool("arlopti_openrlhf.cli.method_tryout:describe", 1, method_checks.PROBE_SECONDS)
     yield pool
     pool.close()
 
@@ -130,3 +130,36 @@ def test_a_token_method_makes_the_update_selective_and_a_files_path_absolute(tmp
     monkeypatch.chdir(tmp_path)
     args = arguments("--algo.token_method ar mine.py")
     assert args.algo.token_method == ["ar", str(tmp_path / "mine.py")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "no token method"),
+        ("--algo.ar.alpha 0.3", "token method ar (ar.alpha=0.3)"),
+        (
+            "--algo.ar.alpha 0.3 --algo.lopti.eta 0.5 --algo.lopti.order high_first --algo.token_method_normalize",
+            "token methods lopti x ar (ar.alpha=0.3, lopti.eta=0.5, lopti.order=high_first, lopti.scope=batch, "
+            "weights divided by their mean)",
+        ),
+        ("--algo.token_method stapo", "token method stapo"),
+    ],
+)
+def test_a_run_says_its_token_methods(flags, said):
+    assert method_checks.describe_methods(arguments(flags)) == said
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return tokens.mask * 0", "gives all made-up tokens the weight 0"),
+        ("return [tokens.mask * 0, tokens.mask * 0]", "gives all made-up tokens the weight 0"),
+        ("return torch.rand_like(tokens.log_probs)", "gives the same tokens other weights at each call"),
+        ("global calls; calls += 1; return tokens.mask * calls", "gives the same tokens other weights at each call"),
+    ],
+)
+def test_weights_that_look_wrong_are_a_warning(body, said, tmp_path):
+    (tmp_path / "own.py").write_text(f"calls = 0\n{WEIGH}{body}\n")
+    (found,) = method_checks.check_methods(arguments(f"--algo.token_method {tmp_path / 'own.py'}"))
+    assert not found.is_fatal and said in found.problem

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -66,6 +67,27 @@ def test_generated_files(tmp_path, capsys):
         assert row["prompt"][0] == {"role": "system", "content": knights_knaves.INSTRUCTION}
         assert row["prompt"][1]["content"].endswith("So who is a knight and who is a knave?")
         assert grade(f"<think></think><answer>{row['label']}</answer>", row["label"]).reward == 3.0
+
+
+def test_fewer_structures_than_puzzles_are_said(tmp_path, capsys):
+    """Two people have 249 structures, and what is more than that is told again."""
+    main(["--generate", "--people", "2", "3", "--train", "300", "--test", "10", "--out", str(tmp_path)])
+    said = capsys.readouterr()
+    assert re.search(r"^train: kk_2ppl: 300 puzzles of \d+ structures, with other names", said.out, re.M)
+    assert said.err == "" and "test: " not in said.out
+
+
+def test_progress_is_shown_on_a_terminal(tmp_path):
+    outer, inner = pty.openpty()
+    command = [sys.executable, "-m", "arlopti_openrlhf.cli.prepare_data", "--generate", "--people", "2"]
+    process = subprocess.Popen([*command, "--train", "900", "--test", "1", "--out", str(tmp_path)], stderr=inner)
+    os.close(inner)
+    shown = b""
+    with contextlib.suppress(OSError):  # a terminal ends so
+        while part := os.read(outer, 65536):
+            shown += part
+    os.close(outer)
+    assert process.wait(60) == 0 and b"kk_2ppl:   0%" in shown and b"/900" in shown
 
 
 def test_same_bytes_in_every_process(tmp_path):

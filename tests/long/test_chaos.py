@@ -9,7 +9,7 @@ import pytest
 import torch
 from chaos import cases, nemesis, training
 from chaos.cases import Outcome, run_case
-from chaos.faults import CASES, FAULTS, SHORT, Case, name_of, row
+from chaos.faults import CASES, FAULTS, OF_THE_MACHINE, SHORT, Case, name_of, row
 from chaos.run import table
 from chaos.training import make_inputs
 
@@ -107,7 +107,7 @@ def test_a_run_that_does_not(case, variant, wrong, outcome):
 
 
 def test_faults_and_cases_have_names_of_their_own():
-    for names in [fault.name for fault in FAULTS], [name_of(case) for case in CASES]:
+    for names in [fault.name for fault in (*FAULTS, *OF_THE_MACHINE)], [name_of(case) for case in CASES]:
         assert len(names) == len(set(names))
     assert len(CASES) >= 30 and len(SHORT[0]) == 5
 

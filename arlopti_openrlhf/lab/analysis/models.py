@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, method_effects, rollouts, words
 from arlopti_openrlhf.lab.analysis.policy import Policy
 from arlopti_openrlhf.lab.scoring.inputs import Row
+from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
 LAYER_TOKENS = 300  # of Fig. 2
@@ -40,25 +41,27 @@ def check_layers(model: str, layers: Sequence[int]) -> None:
         raise ValueError(f"--layers {wrong[0]}: {model} has the layers 1 to {number}")
 
 
-def analyze_model(name: str, model: str, rows: list[Row], settings: Settings) -> tuple[dict, dict, dict]:
+def analyze_model(
+    name: str, model: str, rows: list[Row], settings: Settings, reward: OwnReward | None = None
+) -> tuple[dict, dict, dict]:
     """Analyse one model's responses to the rows.
 
     Returns:
         The model's summary, {figure: data} for Fig. 1-3 and the agreement, and the data of Fig. 5.
     """
     print(f"{name}: {len(rows)} prompts, {settings.samples} responses each", flush=True)
-    sampled = rollouts.sample(
-        model, rows, settings.samples, settings.temperature, settings.max_new_tokens, settings.seed
-    )
+    asked = (settings.samples, settings.temperature, settings.max_new_tokens, settings.seed)
+    sampled = rollouts.sample(model, rows, *asked, with_end=reward is not None)
     # Grade the responses, and look at them with the weights that gave them.
-    graded = rollouts.grade(rows, sampled)
+    graded = rollouts.grade(rows, sampled, reward)
+    scores = [g.score for g in graded if g.score is not None]
     batch = rollouts.make_batch(graded)
     policy = Policy(model, settings.temperature, settings.micro_batch_tokens, settings.optimizer)
     tokens = policy.tokens(batch)
     summary: dict[str, Any] = {
         "responses": len(graded),
         "reward": sum(g.reward for g in graded) / len(graded),
-        "accuracy": sum(g.score for g in graded) / len(graded),
+        "accuracy": sum(scores) / len(scores) if len(scores) == len(graded) else None,
         "length": sum(len(g.response_ids) for g in graded) / len(graded),
         "entropy": tokens.entropy[batch.action_mask].mean().item(),
         "low_tokens": None,
@@ -128,8 +131,9 @@ def empty_bins(data: dict) -> list[str]:
 
 def describe(summary: dict) -> list[str]:
     """Return a model's summary as lines for the terminal."""
+    accuracy = "" if summary["accuracy"] is None else f"accuracy {summary['accuracy']:.3f}, "
     lines = [
-        f"mean reward {summary['reward']:.3f}, accuracy {summary['accuracy']:.3f}, "
+        f"mean reward {summary['reward']:.3f}, {accuracy}"
         f"{summary['length']:.0f} tokens per response, entropy {summary['entropy']:.3f} nats"
     ]
     if summary["shares"]:

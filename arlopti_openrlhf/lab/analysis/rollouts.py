@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arlopti_openrlhf.lab.scoring import offline
 from arlopti_openrlhf.lab.scoring.inputs import Row
+from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
 from arlopti_openrlhf.lab.scoring.waiting import quiet
 
 
@@ -32,7 +33,7 @@ class Graded(NamedTuple):
     prompt_ids: list[int]
     response_ids: list[int]
     reward: float  # what advantages come from: K&K's 3, -0.5, -1, -3; 1 or 0 for math
-    score: float  # 1 right, 0 wrong
+    score: float | None  # 1 right, 0 wrong. None where the reward returns no scores
 
 
 @dataclass
@@ -52,21 +53,29 @@ def draw(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
 
 
 def sample(
-    model: str, rows: Sequence[Row], n: int, temperature: float, max_new_tokens: int, seed: int
+    model: str,
+    rows: Sequence[Row],
+    n: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    with_end: bool = False,
 ) -> list[Sampled]:
-    """Sample n responses to each row's prompt.
+    """Sample n responses to each row's prompt, with the text of the token that ends them if asked for.
 
     vLLM runs in a process of its own, because an engine does not give back all the memory that it holds.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         prompts = [row["prompt"] for row in rows]
-        return pool.submit(_sample, model, prompts, n, temperature, max_new_tokens, seed).result()
+        return pool.submit(_sample, model, prompts, n, temperature, max_new_tokens, seed, with_end).result()
 
 
-def _sample(model: str, prompts: list, n: int, temperature: float, max_new_tokens: int, seed: int) -> list[Sampled]:
+def _sample(
+    model: str, prompts: list, n: int, temperature: float, max_new_tokens: int, seed: int, with_end: bool
+) -> list[Sampled]:
     with quiet():
         engine = offline.load_engine(model, seed)
-        answered = offline.generate(engine, prompts, [(n, temperature)] * len(prompts), max_new_tokens)
+        answered = offline.generate(engine, prompts, [(n, temperature)] * len(prompts), max_new_tokens, with_end)
         del engine  # whose end is logged too
     return [
         Sampled(text, list(output.prompt_token_ids), [(o.text, list(o.token_ids)) for o in output.outputs])
@@ -74,13 +83,13 @@ def _sample(model: str, prompts: list, n: int, temperature: float, max_new_token
     ]
 
 
-def grade(rows: Sequence[Row], sampled: Sequence[Sampled]) -> list[Graded]:
-    """Grade every response by its source's rule. Empty responses are left out."""
+def grade(rows: Sequence[Row], sampled: Sequence[Sampled], reward: OwnReward | None = None) -> list[Graded]:
+    """Grade every response by the reward, or by its source's rule. Empty responses are left out."""
+    texts = [(one.prompt, [text for text, _ in one.responses]) for one in sampled]
     graded = []
-    for number, (row, one) in enumerate(zip(rows, sampled, strict=True)):
-        for text, response_ids in one.responses:
+    for number, (one, grades) in enumerate(zip(sampled, offline.grade_all(rows, texts, reward), strict=True)):
+        for (text, response_ids), result in zip(one.responses, grades, strict=True):
             if response_ids:
-                result = offline.grade(row, one.prompt, text)
                 graded.append(Graded(number, text, one.prompt_ids, response_ids, result.reward, result.score))
     return graded
 

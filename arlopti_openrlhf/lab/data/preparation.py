@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tqdm import tqdm
+
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.lab.data import knights_knaves, published
+from arlopti_openrlhf.lab.data.structures import canonical_form
 from arlopti_openrlhf.lab.scoring.inputs import Row, encode
 
 PROMPT_FORMATS = ("messages", "text")
@@ -23,12 +27,14 @@ def generate_rows(
     prompt_format: str = "messages",
     names: Sequence[str] = knights_knaves.NAMES,
     solutions: bool = False,
+    report: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """Make `count` rows of distinct new puzzles for each number of people, with the sources in turn.
 
     Rows with `held_out` have other structures than those without, at every seed (`knights_knaves.is_held_out`). A
     larger count continues a smaller one. With `solutions` each row also has a `response`, which is a worked solution
-    to fine-tune a model on.
+    to fine-tune a model on. With `report` a bar shows the progress on a terminal, and `report` gets a line for each
+    number of people of whom there are fewer structures than puzzles.
 
     Raises:
         ValueError: a number of people outside 2 to 8.
@@ -39,14 +45,23 @@ def generate_rows(
         rng = random.Random(f"{seed}/{num_people}/{held_out}")
         # Two people have only 249 structures, so a puzzle counts as new by its wording.
         chosen: dict[str, Row] = {}
+        structures = set()
+        source = knights_knaves.datasource(num_people)
+        bar = tqdm(total=count, desc=source, leave=False, disable=None if report else True)
         for puzzle in knights_knaves.generate(num_people, rng, held_out=held_out, names=names):
             if len(chosen) == count:
                 break
+            if report:
+                structures.add(canonical_form(puzzle.statements))
             prompt = make_prompt(puzzle.quiz)
             row = {"prompt": prompt, "label": puzzle.solution_text, "datasource": puzzle.datasource}
             if solutions:
                 row["response"] = knights_knaves.worked_solution(puzzle, random.Random(puzzle.quiz))
             chosen[puzzle.quiz] = row
+            bar.update(len(chosen) - bar.n)
+        bar.close()
+        if report and len(structures) < count:
+            report(f"{source}: {count} puzzles of {len(structures)} structures, with other names or in other words")
         sources.append(chosen.values())
     return [row for rows in zip(*sources, strict=True) for row in rows]
 
@@ -126,4 +141,5 @@ def write_rows(rows: Sequence[Row], path: str | Path) -> None:
     except OSError as error:  # that of a full disk does not name the file
         raise OSError(error.errno, error.strerror, str(path)) from None
     counts = Counter(row["datasource"] for row in rows)
-    print(f"{path}: {', '.join(f'{source} {count}' for source, count in sorted(counts.items())) or 'no rows'}")
+    sources = ", ".join(f"{source} {count}" for source, count in sorted(counts.items()))
+    print(f"{path}: {terminal.one_line(sources) or 'no rows'}")

@@ -18,6 +18,7 @@ from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
 from arlopti_openrlhf.grading import kk_reward, sources
 from arlopti_openrlhf.lab.scoring.inputs import Row, encode, natural_key
+from arlopti_openrlhf.lab.scoring.own_reward import Grade, OwnReward
 from arlopti_openrlhf.lab.scoring.waiting import quiet, ticking
 
 _CHUNK = 4096  # responses that are generated before they are written
@@ -40,10 +41,13 @@ class Job(NamedTuple):
     temperature: float
 
 
-def evaluate(name: str, model: str, rows: Sequence[Row], settings: Settings, out: Path) -> None:
+def evaluate(
+    name: str, model: str, rows: Sequence[Row], settings: Settings, out: Path, reward: OwnReward | None = None
+) -> None:
     """Answer and grade every row that `cli.prepare_data` wrote, with the model of that name.
 
-    The folder gets NAME.responses.jsonl, with every response, and NAME.json, with the measures.
+    The folder gets NAME.responses.jsonl, with every response, and NAME.json, with the measures. Without a reward, the
+    rule of each row's source grades.
     """
     # One job per row, and one more where a greedy answer is asked for in addition to the samples.
     path = out / f"{name}.responses.jsonl"
@@ -53,7 +57,7 @@ def evaluate(name: str, model: str, rows: Sequence[Row], settings: Settings, out
         jobs.append(Job(i, sampling.n, sampling.temperature))
         if settings.greedy and sampling.temperature:
             jobs.append(Job(i, 1, 0.0))
-    version = [_version(model), settings.max_new_tokens, settings.seed]
+    version = [_version(model), settings.max_new_tokens, settings.seed, *([reward.version] if reward else [])]
     keys = {job: _key(rows[job.row], job, version) for job in jobs}
 
     # What an earlier run with the same model and settings has answered is kept.
@@ -69,10 +73,14 @@ def evaluate(name: str, model: str, rows: Sequence[Row], settings: Settings, out
             size = next((i for i, total in enumerate(totals, start=1) if total >= _CHUNK), len(open_jobs))
             chunk, open_jobs = open_jobs[:size], open_jobs[size:]
             prompts = [rows[job.row]["prompt"] for job in chunk]
-            answered = generate(engine, prompts, [(job.n, job.temperature) for job in chunk], settings.max_new_tokens)
+            asked = [(job.n, job.temperature) for job in chunk]
+            whole = {"with_end": True} if reward else {}
+            answered = list(generate(engine, prompts, asked, settings.max_new_tokens, **whole))
+            texts = [(prompt, [response.text for response in output.outputs]) for prompt, output in answered]
+            grades = grade_all([rows[job.row] for job in chunk], texts, reward)
             with open(path, "a", encoding="utf-8") as file:
-                for job, (prompt, output) in zip(chunk, answered, strict=True):
-                    record = _graded(rows[job.row], job, prompt, output.outputs) | {"key": keys[job]}
+                for job, (prompt, output), graded in zip(chunk, answered, grades, strict=True):
+                    record = _record(rows[job.row], job, prompt, output.outputs, graded) | {"key": keys[job]}
                     done[record["key"]] = record
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
         del engine  # whose end is logged too
@@ -85,35 +93,59 @@ def evaluate(name: str, model: str, rows: Sequence[Row], settings: Settings, out
 
 def _estimates(records: Sequence[tuple[Job, dict]], settings: Settings) -> dict[str, dict]:
     groups: dict[tuple[str, bool], list[list[Response]]] = defaultdict(list)
+    without_scores = set()
     for job, record in records:
         source = record["datasource"]
         is_extra = settings.greedy and not job.temperature and sampling_of(source, settings.sampling).temperature > 0
         groups[source, is_extra].append(responses_of(record))
+        without_scores |= {source} if record.get("scores_are_rewards") else set()
     result: dict[str, dict] = {}
     for source in sorted({source for source, _ in groups}, key=natural_key):
         sampled, spec = groups[source, False], sampling_of(source, settings.sampling)
         result[source] = {"n": len(sampled), "samples": spec.n, "temperature": spec.temperature}
-        result[source] |= {name: e._asdict() for name, e in estimate_source(sampled).items()}
+        measures = estimate_source(sampled)
+        if source in without_scores:  # rewards do not say what is right
+            rest = {name: e for name, e in measures.items() if name != "accuracy" and not name.startswith("pass@")}
+            measures = {"reward": measures["accuracy"]} | rest
+        result[source] |= {name: e._asdict() for name, e in measures.items()}
         if (source, True) in groups:
             result[source]["greedy"] = estimate_source(groups[source, True])["accuracy"]._asdict()
     return result
 
 
-def _graded(row: Row, job: Job, prompt: str, outputs: Sequence[Any]) -> dict:
+def grade_all(
+    rows: Sequence[Row], answered: Sequence[tuple[str, Sequence[str]]], reward: OwnReward | None
+) -> list[list[Grade]]:
+    """Grade the responses to each row's prompt, which are given with its final text."""
+    if reward is None:
+        return [
+            [Grade(*grade(row, prompt, text)) for text in texts]
+            for row, (prompt, texts) in zip(rows, answered, strict=True)
+        ]
+    samples = [
+        (prompt + text, prompt, row["label"])
+        for row, (prompt, texts) in zip(rows, answered, strict=True)
+        for text in texts
+    ]
+    grades = iter(reward.grade(samples))
+    return [[next(grades) for _ in texts] for _, texts in answered]
+
+
+def _record(row: Row, job: Job, prompt: str, outputs: Sequence[Any], grades: Sequence[Grade]) -> dict:
     responses = []
-    for output in outputs:
-        result = grade(row, prompt, output.text)
+    for output, result in zip(outputs, grades, strict=True):
         responses.append(
             {
                 "text": output.text,
-                "score": result.score,
+                "score": result.reward if result.score is None else result.score,
                 "well_formed": result.well_formed,
                 "tokens": len(output.token_ids),
                 "truncated": output.finish_reason == "length",
             }
         )
     asked = {"datasource": row["datasource"], "prompt": prompt, "label": row["label"], "temperature": job.temperature}
-    return asked | {"responses": responses}
+    without_scores = {"scores_are_rewards": True} if any(grade.score is None for grade in grades) else {}
+    return asked | without_scores | {"responses": responses}
 
 
 def responses_of(record: dict) -> list[Response]:
@@ -164,18 +196,29 @@ def load_engine(model: str, seed: int):
 
 
 def generate(
-    engine, prompts: Sequence[str | list[dict]], sampling: Sequence[tuple[int, float]], max_new_tokens: int
+    engine,
+    prompts: Sequence[str | list[dict]],
+    sampling: Sequence[tuple[int, float]],
+    max_new_tokens: int,
+    with_end: bool = False,
 ) -> list[tuple[str, Any]]:
     """Return the final text of each prompt and vLLM's `RequestOutput`, in the order of the prompts.
 
-    `sampling` has, for each prompt, the number of responses and their temperature.
+    `sampling` has, for each prompt, the number of responses and their temperature. With `with_end` the text of a
+    response has the token that ends it, as in what a training's reward gets.
     """
     from vllm import SamplingParams
 
     texts, token_ids = encode(engine.get_tokenizer(), prompts)
     inputs = [{"prompt_token_ids": ids} for ids in token_ids]
     parameters = [
-        SamplingParams(n=n, temperature=temperature, max_tokens=max_new_tokens, skip_special_tokens=False)
+        SamplingParams(
+            n=n,
+            temperature=temperature,
+            max_tokens=max_new_tokens,
+            skip_special_tokens=False,
+            include_stop_str_in_output=with_end,
+        )
         for n, temperature in sampling
     ]
     return list(zip(texts, engine.generate(inputs, parameters), strict=True))

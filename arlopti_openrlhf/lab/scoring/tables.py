@@ -5,8 +5,11 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.evaluation.measures import Estimate
 from arlopti_openrlhf.lab.scoring.inputs import natural_key
+
+_MANY = 0.5  # of the responses
 
 
 def markdown(results: dict[str, dict]) -> str:
@@ -19,8 +22,10 @@ def markdown(results: dict[str, dict]) -> str:
         results: {model: its evaluation, as `offline.evaluate` writes it}.
     """
     sources = sorted({source for result in results.values() for source in result["sources"]}, key=natural_key)
-    puzzles = [source for source in sources if source.startswith("kk_")]
-    others = [source for source in sources if source not in puzzles]
+    # A reward that returns no scores does not say what is right.
+    known = [source for source in sources if any("accuracy" in r["sources"].get(source, {}) for r in results.values())]
+    puzzles = [source for source in known if source.startswith("kk_")]
+    others = [source for source in known if source not in puzzles]
     tables = [_accuracies("Knights and Knaves", puzzles, results), _accuracies("Others", others, results)]
     lines = [["model", "source", "problems", "samples", "t", "measure", "value [95%]"]]
     for *head, n, samples, temperature, measure, estimate in _measures(results, sources):
@@ -39,6 +44,17 @@ def _measures(results: dict[str, dict], sources: Sequence[str]) -> Iterator[tupl
                     yield name, source, found["n"], found["samples"], found["temperature"], measure, estimate
 
 
+def cut_off(results: dict[str, dict], max_new_tokens: int) -> list[str]:
+    """Return a hint for each model and source of which so many responses are cut off that the measures say little."""
+    return [
+        f"{name}, {terminal.one_line(source)}: {share:.0%} of the responses were cut off at --max-new-tokens "
+        f"{max_new_tokens}, and count as they are; a larger number may change the measures"
+        for name, result in results.items()
+        for source, found in result["sources"].items()
+        if (share := found["truncated"]["value"]) >= _MANY
+    ]
+
+
 def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str:
     if not sources:
         return ""
@@ -46,11 +62,11 @@ def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str
     head = [title, *(re.sub(r"kk_(\d+)ppl", r"\1 people", source) for source in sources)]
     lines = [head + (["Avg."] if with_average else [])]
     for name, result in results.items():
-        found = [result["sources"].get(source) for source in sources]
-        cells = [_cell(f["accuracy"]) if f else "" for f in found]
+        found = [result["sources"].get(source, {}).get("accuracy") for source in sources]
+        cells = [_cell(f) if f else "" for f in found]
         if with_average:
             # Over some of the sources it would not compare with the other models'.
-            cells.append(f"{sum(f['accuracy']['value'] for f in found) / len(found):.3f}" if all(found) else "")
+            cells.append(f"{sum(f['value'] for f in found) / len(found):.3f}" if all(found) else "")
         lines.append([name, *cells])
     return markdown_table(lines)
 
@@ -62,7 +78,7 @@ def _cell(estimate: dict, digits: int = 3) -> str:
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table; the first line is its head."""
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return "".join("| " + " | ".join(map(terminal.one_line, line)) + " |\n" for line in lines)
 
 
 def write_csv(results: dict[str, dict], path: Path) -> None:

@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from arlopti_openrlhf import learning_rate
 from arlopti_openrlhf.ops.checkpoints import files, process_state, unpickling
 from arlopti_openrlhf.ops.checkpoints.process_state import everywhere, on_rank_0, say, share
+from arlopti_openrlhf.ops.checkpoints.room import has_no_inode, nearest
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
 from arlopti_openrlhf.patching import replaced_attribute
@@ -236,10 +237,11 @@ class CheckpointStrategy(GuardedStrategy):
 
         def clear() -> str:
             written, needed = files.size_of(writing), files.size_needed(writing.parent)
+            inodes = ", but no inode (df -i)" if has_no_inode(writing) else ""  # before some are freed
             shutil.rmtree(writing, ignore_errors=True)
-            free = shutil.disk_usage(next(path for path in writing.parents if path.exists())).free
+            free = shutil.disk_usage(nearest(writing)).free
             size = f"{needed:,}" if needed else f"more than {written:,}"
-            return f"{what} is NOT written: {error}. It needs {size} bytes, {free:,} are free."
+            return f"{what} is NOT written: {error}. It needs {size} bytes, {free:,} are free{inodes}."
 
         explained = on_rank_0(clear)
         say(explained)

@@ -19,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
@@ -27,7 +27,7 @@ from typing import IO, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from arlopti_openrlhf import interrupts
+from arlopti_openrlhf import interrupts, terminal
 from arlopti_openrlhf.ops.lifecycle import awake, cluster, progress, reaper, stopping, streams
 from arlopti_openrlhf.ops.lifecycle.console import Console
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
@@ -39,6 +39,7 @@ _ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
 _EXIT = 3.0  # seconds that Python gets to end
 _TELL = 5.0  # seconds that the watch gets to say why an actor has died
 _LAST_LINES = 2.0  # seconds in which Ray hands on the last lines that the workers have printed
+_LONG_LINE = 1000  # characters
 _SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends those that are left
 
 
@@ -88,7 +89,8 @@ class Driver:
             yield
             self._is_ending = True
             if self.folder:
-                (self.folder / reaper.COMPLETE).touch()
+                with suppress(OSError):  # who tidies up TMPDIR may have removed the folder
+                    (self.folder / reaper.COMPLETE).touch()
             text = self._what_came_out()
             if ray.is_initialized():
                 time.sleep(_LAST_LINES)
@@ -135,7 +137,7 @@ class Driver:
         self._is_ending = True
         cause = self._cause_of(error)
         if not isinstance(cause, stopping.RunStopped):
-            traceback.print_exception(error)
+            _say(terminal.indented("".join(traceback.format_exception(error)).rstrip()))
         said = [last_lines(cause)]
         said += [_ours(f"the run's log: {self.console.log}")] if self.console else []
         if self.folder and (self.folder / cluster.SESSIONS).exists() and not isinstance(cause, stopping.Interrupted):
@@ -216,11 +218,16 @@ def root(error: BaseException) -> BaseException:
 def last_lines(cause: BaseException) -> str:
     """Return what to say at the very end: one line, or a few of an error with a long text."""
     if isinstance(cause, stopping.RunStopped):
-        return _ours(f"run stopped: {cause}")
-    lines = [line.rstrip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
+        return _ours(f"run stopped: {terminal.one_line(cause)}")
+    lines = [_shortened(line.rstrip()) for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
     if len(lines) > 5:
         lines = [*lines[:2], "...", *lines[-2:]]
-    return _ours("run failed: " + "\n".join(lines))
+    return _ours("\n".join(["run failed: " + lines[0], *map(terminal.indented, lines[1:])]))
+
+
+def _shortened(line: str) -> str:
+    """Return a line without its middle where it is long, as that of a query with its response is."""
+    return line if len(line) <= _LONG_LINE else f"{line[: _LONG_LINE // 2]} ... {line[-_LONG_LINE // 2 :]}"
 
 
 def _exit_code(cause: BaseException) -> int:
@@ -228,7 +235,7 @@ def _exit_code(cause: BaseException) -> int:
 
 
 def _ours(text: str) -> str:
-    return f"arlopti_openrlhf: {text}"
+    return f"{terminal.PREFIX}{text}"
 
 
 def _say(text: str, file: IO[str] | None = None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.ops.checkpoints.files import kept_run
 from arlopti_openrlhf.ops.lifecycle import stopping
 
@@ -119,6 +120,7 @@ def _table(first: Evaluation, last: Evaluation) -> list[str]:
     ]
     shown = [first] if first.step == last.step else [first, last]
     head = ["held-out accuracy", *(f"step {evaluation.step}" for evaluation in shown)]
+    rows = [(terminal.one_line(source), name) for source, name in rows]
     cells = [head, *([source, *(_cell(evaluation, name) for evaluation in shown)] for source, name in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -5,6 +5,8 @@ import os
 import sys
 from contextlib import suppress
 
+from arlopti_openrlhf import terminal
+
 
 class _File(io.FileIO):
     """A file that drops what cannot be written, and counts it."""
@@ -24,11 +26,15 @@ class _File(io.FileIO):
 
 
 class Stream(io.TextIOWrapper):
-    """A text stream to a file descriptor, line by line. No write to it fails."""
+    """A text stream to a file descriptor, line by line. No write to it fails, and none controls the terminal."""
 
     def __init__(self, descriptor: int) -> None:
         self.file = _File(descriptor, "wb", closefd=False)
         super().__init__(io.BufferedWriter(self.file), "utf-8", "backslashreplace", line_buffering=True)
+
+    def write(self, text: str) -> int:
+        super().write(terminal.without_controls(text))
+        return len(text)
 
 
 def protect() -> None:

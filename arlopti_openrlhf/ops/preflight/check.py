@@ -1,5 +1,6 @@
 """Runs the checks, and prints what they find in one list. Where a check fails itself, that is a finding too."""
 
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -54,14 +55,18 @@ def run(
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
-    findings = [*findings, *_run(values.check, args), *_run(partial(placement.check_batches, update=update), args)]
-    findings += _news(upstream_findings, findings)
+    of_values = list(_run(values.check, args))
+    refused = [finding for finding in of_values if finding.is_fatal]
+    warnings = [finding for finding in of_values if not finding.is_fatal]
+    findings = [*refused, *_underived([*findings, *warnings], refused)]
+    for found in _run(partial(placement.check_batches, update=update), args), upstream_findings:
+        findings += _news(_underived(found, refused), findings)
     # Skip the slow checks if the quick ones failed: most of their findings would be consequences.
     has_device = all(finding.flag != "ARLOPTI_DEVICE" for finding in findings)
     if (args.dry_run and has_device) or not any(finding.is_fatal for finding in findings):
         thorough: list[Check] = [*THOROUGH, partial(memory.check, update=update), *own_checks]
         for check in thorough:
-            findings += _news(_run(check, args), findings)
+            findings += _news(_underived(_run(check, args), refused), findings)
     refuse_if_fatal(findings)
     if findings:
         print(listed(findings), file=sys.stderr, flush=True)
@@ -99,6 +104,12 @@ def _run(check: Check, args: SimpleNamespace) -> Iterator[Finding]:
         problem = f"a check failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         remedy = "the run may end at what it would have found; please report it"
         yield Finding("", _FAILED, problem, remedy, is_fatal=False)
+
+
+def _underived(findings: Iterable[Finding], refused: Iterable[Finding]) -> list[Finding]:
+    """Return the findings without those that follow from a value that is refused itself: they name its flag."""
+    flags = "|".join(re.escape(finding.flag) for finding in refused if finding.flag)
+    return [finding for finding in findings if not (flags and re.search(rf"({flags})(?![\w.])", str(finding)))]
 
 
 def _news(findings: Iterable[Finding], earlier: Iterable[Finding]) -> list[Finding]:

@@ -8,7 +8,7 @@ from operator import itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from arlopti_openrlhf.ops.preflight import images, probe, prompt
+from arlopti_openrlhf.ops.preflight import images, probe, prompt, repeats
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import is_offline, load_tokenizer, local_folder
 from arlopti_openrlhf.ops.preflight.rows import FirstRows, NotChecked, Row, Unreadable, as_objects
@@ -53,6 +53,11 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if prompts is not None and args.data.max_samples > 0:
         yield from _check_count(min(prompts, most), args)
     yield from _check_sampling(read, args)
+    yield from repeats.check(args, *(_prompts(read, flag, args.data.input_key) for flag in (_TRAINING, _EVALUATION)))
+
+
+def _prompts(sets: Sequence[_Data], flag: str, key: str) -> list[Any]:
+    return [row.get(key) for data in sets if data.flag == flag for row in data.rows]
 
 
 def first_prompts(args: SimpleNamespace, n: int) -> list[tuple[str, Any]]:
@@ -298,12 +303,15 @@ def _check_count(prompts: int, args: SimpleNamespace) -> Iterator[Finding]:
     number = args.rollout.n_samples_per_prompt
     if number < 1:  # which `values` refuses
         return
+    # The flags that this follows from are named, so where one of their values is refused, only that is shown.
+    of_flag = "--data.max_samples " if prompts == args.data.max_samples else ""
     if prompts * number < args.train.batch_size:
-        problem = f"{prompts} prompts with {number} samples each are no whole batch"
+        problem = f"{of_flag}{prompts} prompts x --rollout.n_samples_per_prompt {number} are no whole batch"
         yield Finding.of(args, "train.batch_size", problem, f"give {prompts * number} at most, or more data")
     elif prompts < args.rollout.batch_size:
-        problem, remedy = f"there are {prompts} prompts, so each rollout has that many", "at most, or more data"
-        yield Finding.of(args, "rollout.batch_size", problem, f"give {prompts} {remedy}", is_fatal=False)
+        problem = f"there are {of_flag}{prompts} prompts, so each rollout has that many"
+        remedy = f"give {prompts} at most, or more data"
+        yield Finding.of(args, "rollout.batch_size", problem, remedy, is_fatal=False)
 
 
 def _check_sampling(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Finding]:

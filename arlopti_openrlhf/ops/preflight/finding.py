@@ -6,6 +6,8 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
+from arlopti_openrlhf import terminal
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -27,7 +29,7 @@ class Finding:
 
     def __str__(self) -> str:
         subject = f"{self.flag} {self.value}".strip() + ": " if self.flag else ""
-        return f"{subject}{self.problem}; {self.remedy}"
+        return terminal.one_line(f"{subject}{self.problem}; {self.remedy}")
 
 
 class Update(NamedTuple):

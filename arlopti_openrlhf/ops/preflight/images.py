@@ -32,7 +32,8 @@ def check_rows(flag: str, value: str, rows: Sequence[Row], args: SimpleNamespace
     if not images_of:
         if most:
             keys = ", ".join(sorted({name for row in rows[:1000] for name in row}))
-            yield Finding.of(args, "data.image_key", f"no row of {value} has images there", f"the keys are {keys}")
+            problem = f"no row of {value} has images there, and --{_MOST} is {most}"
+            yield Finding.of(args, "data.image_key", problem, f"the keys are {keys}")
     elif not most:
         problem = f"{len(images_of)} of {len(rows)} rows of {value} have images under {key}"
         if is_vision_language(args):

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import resource
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from packaging.requirements import Requirement
 
 from arlopti_openrlhf.ops.checkpoints.files import size_of
+from arlopti_openrlhf.ops.checkpoints.room import has_no_inode, nearest
 from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
 from arlopti_openrlhf.ops.preflight.model import model_size
 from arlopti_openrlhf.ops.preflight.placement import starts_cluster
@@ -22,6 +24,10 @@ _PACKAGES = ("torch", "ray", "vllm", "deepspeed", "transformers")
 # Linux's default. With one rank of a tiny model, vLLM's engine has 102 open files, and Ray's raylet 75.
 _OPEN_FILES = 1024
 _SHARED_MEMORY = 1 << 30  # bytes; NCCL and Ray's object store take it, and Docker gives 64 MiB
+_LEAST_SHARED_MEMORY = 160 << 20  # bytes; vLLM's engine and one rank on a CPU
+_OBJECT_STORE, _LARGEST_OBJECT_STORE = 0.3, 200e9  # of the memory, and in bytes: Ray's default
+_LOOPBACK_SECONDS = 2.0
+_INODES = 1000  # a run of one rank on a CPU makes some 300 in TMPDIR, and 15 in a checkpoint
 _MODEL = 2  # bytes of a parameter in bf16
 _OPTIMIZER = 12  # bytes of a parameter: its fp32 copy and Adam's two moments
 
@@ -85,9 +91,46 @@ def _check_own_cluster() -> Iterator[Finding]:
     if most != resource.RLIM_INFINITY and most < _OPEN_FILES:
         problem = f"a process may open {most} files, and the processes of Ray and vLLM need more"
         yield Finding("", "", problem, f"raise the hard limit: ulimit -Hn {_OPEN_FILES}, or more")
-    if os.path.isdir("/dev/shm") and (size := shutil.disk_usage("/dev/shm").total) < _SHARED_MEMORY:
-        problem = f"/dev/shm holds {size >> 20} MiB, and Ray's objects and NCCL's buffers are kept there"
-        yield Finding("", "", problem, "give a container more (docker run --shm-size=16g)", is_fatal=False)
+    if problem := _loopback_problem():
+        remedy = "bring it up: ip link set lo up, ip address add 127.0.0.1/8 dev lo"
+        yield Finding("", "", f"127.0.0.1 does not answer, by which the run's processes talk ({problem})", remedy)
+    yield from _check_shared_memory()
+    yield from _check_file_size()
+
+
+def _loopback_problem() -> str | None:
+    """Return why no process of this machine reaches another by IPv4, or None."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), _LOOPBACK_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _check_shared_memory() -> Iterator[Finding]:
+    if not os.path.isdir("/dev/shm"):
+        return
+    size = shutil.disk_usage("/dev/shm")
+    if min(size.free, size.total) < _SHARED_MEMORY:
+        of_all = f"{size.free >> 20} MiB of {size.total >> 20} free, and vLLM, Ray and NCCL keep their buffers there"
+        remedy = "give a container more (docker run --shm-size=16g), or remove what others have left there"
+        yield Finding("", "", f"/dev/shm has {of_all}", remedy, is_fatal=size.free < _LEAST_SHARED_MEMORY)
+
+
+def _check_file_size() -> Iterator[Finding]:
+    """Check the limit of a file's size, of which Ray's object store is the first: one file of a fixed size."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    store = min(_OBJECT_STORE * memory, _LARGEST_OBJECT_STORE)
+    problem = f"a file may have {in_words(limit)} at most"
+    if limit < store:
+        problem += f", and Ray's object store takes up to {in_words(store)} in one"
+    else:
+        problem += ", and what is larger in a checkpoint or model cannot be written"
+    yield Finding("", "", problem, "raise the limit: ulimit -f unlimited", is_fatal=limit < store)
 
 
 def _why_not_writable(folder: Path) -> str | None:
@@ -97,9 +140,14 @@ def _why_not_writable(folder: Path) -> str | None:
         if not there.is_dir():
             return f"{there} is a file"
         with tempfile.TemporaryFile(dir=there):
-            return None
+            pass
     except OSError as error:
-        return f"nothing can be written there: {error.strerror or error}"
+        no_inodes = ", because no inode is free (df -i)" if has_no_inode(there) else ""
+        return f"nothing can be written there: {error.strerror or error}{no_inodes}"
+    free = os.statvfs(there)
+    if free.f_files and free.f_favail < _INODES:  # some file systems have no fixed number of them
+        return f"{free.f_favail} inodes are free there (df -i), and a run makes some {_INODES} files and folders"
+    return None
 
 
 def check_disk(args: SimpleNamespace) -> Iterator[Finding]:
@@ -137,9 +185,3 @@ def check_disk(args: SimpleNamespace) -> Iterator[Finding]:
         each = f"each checkpoint adds a model of about {in_words(final)}, which is never removed"
         remedy = "remove old ones during the run, or leave it out"
         yield Finding.of(args, "ckpt.save_hf", f"{each}, and there is room for {room}", remedy, is_fatal=False)
-
-
-def nearest(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    path = folder.absolute()
-    return next(there for there in (path, *path.parents) if there.exists())

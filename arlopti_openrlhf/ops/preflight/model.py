@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from arlopti_openrlhf.ops.preflight import weights
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 
 if TYPE_CHECKING:
@@ -269,6 +270,8 @@ def _check_weights(flag: str, model: str, folder: Path, is_completed: bool) -> I
         yield Finding(flag, model, problem, "give a folder that has them")
     elif problems:
         yield Finding(flag, model, first_of(problems, f"of {len(files)} files more"), remedy)
+    elif problem := weights.not_finite(folder, files):
+        yield Finding(flag, model, problem, "take a checkpoint whose weights are finite")
 
 
 def _weight_files(folder: Path) -> list[str]:

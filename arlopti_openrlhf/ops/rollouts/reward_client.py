@@ -18,6 +18,7 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
 from vllm import SamplingParams
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.reward_answers import normalise, request_body
 from arlopti_openrlhf.ops.lifecycle import awake, credentials
@@ -101,6 +102,19 @@ class RewardExecutor(SingleTurnAgentExecutor):
         if not self.sources:
             return output
         query = hf_tokenizer.decode(output["observation_tokens"], skip_special_tokens=False)
+        answer = await self.ask(query, prompt, label)
+        [output["reward"]], scores = answer["rewards"], answer["scores"]
+        output["scores"] = output["reward"] if scores is None else scores[0]
+        output[SCORES_ARE_REWARDS] = scores is None
+        output["extra_logs"] = {name: value for name, [value] in answer["extra_logs"].items()}
+        return output
+
+    async def ask(self, query: str, prompt: str, label: Any) -> dict[str, Any]:
+        """Return what the source says of one sample, in the form of `normalise`.
+
+        Raises:
+            RewardError: as `execute`.
+        """
         self.calls += 1
         try:
             if self._process:
@@ -110,14 +124,9 @@ class RewardExecutor(SingleTurnAgentExecutor):
         finally:
             self.calls -= 1
         try:
-            answer = normalise(result, 1)
+            return normalise(result, 1)
         except ValueError as error:
             raise RewardError(f"{self.sources[0]} returned {error}{about(query, label)}") from None
-        [output["reward"]], scores = answer["rewards"], answer["scores"]
-        output["scores"] = output["reward"] if scores is None else scores[0]
-        output[SCORES_ARE_REWARDS] = scores is None
-        output["extra_logs"] = {name: value for name, [value] in answer["extra_logs"].items()}
-        return output
 
     def _is_chosen(self, sampling_params: SamplingParams) -> bool:
         """Return whether vLLM is to return a sample's log-probs.
@@ -179,7 +188,7 @@ async def _post(url: str, query: str, prompt: str, label: Any) -> Any:
     ):
         if response.status < 400:
             return await response.json(content_type=None)
-        text = (await response.text())[:500]
+        text = terminal.one_line((await response.text())[:500])
         if response.status >= 500 or response.status in (408, 429):
             raise OSError(f"status {response.status}: {text}")
         refusal = f"{url} refuses the request with status {response.status}: {credentials.mask(text, url)}"

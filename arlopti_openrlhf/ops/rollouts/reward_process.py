@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-from arlopti_openrlhf import user_files
+from arlopti_openrlhf import terminal, user_files
 from arlopti_openrlhf.grading.reward_answers import to_json
 from arlopti_openrlhf.ops.lifecycle import awake
 
@@ -61,7 +61,7 @@ class RewardTimeout(RewardError):
 
 def about(query: str, label: Any) -> str:
     """Return what an error says of the sample that it concerns."""
-    return f"\nlabel: {str(label)[:2000]}\nquery: {query}"
+    return f"\nlabel: {terminal.one_line(str(label)[:2000])}\nquery: {terminal.one_line(query)}"
 
 
 class RewardProcess:

@@ -1,5 +1,6 @@
 """One table of faults: what each does, when it comes, how the start that it hits must end, and what may be lost."""
 
+import itertools
 import json
 import math
 import os
@@ -206,6 +207,20 @@ def close_the_terminal(training: Training) -> None:
     os.killpg(training.process.pid, signal.SIGHUP)
 
 
+def use_up_inodes(name: str) -> Does:
+    """Return what makes files in the file system that the start has mounted there until there can be no more."""
+
+    def does(training: Training) -> None:
+        folder = Path(f"/proc/{training.process.pid}/root{training.folder / name}")
+        try:
+            for number in itertools.count():
+                (folder / f"empty{number}").touch()
+        except OSError:
+            return
+
+    return does
+
+
 def fill(name: str) -> Does:
     """Return what fills the file system that the start has mounted there, which only its processes see."""
 
@@ -255,11 +270,30 @@ def start_a_new_run(folder: Path, rng: random.Random) -> str:
     return "a new run was refused"
 
 
-def mounted(name: str, mib: int) -> tuple[str, ...]:
+def mounted(name: str, options: str) -> tuple[str, ...]:
     """Return what gives a start a file system there, in a namespace of its own. What it holds is gone with it."""
     folder = f'"$CHAOS_FOLDER/{name}"'
-    script = f'mkdir -p {folder} && mount -t tmpfs -o size={mib}m none {folder} && exec "$@"'
+    script = f'mkdir -p {folder} && mount -t tmpfs -o {options} none {folder} && exec "$@"'
     return ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
+
+
+def beginning_with(script: str, *namespace: str) -> tuple[str, ...]:
+    """Return what runs a shell script before a start, in namespaces of its own if some are given."""
+    own = ("unshare", "--map-root-user", *namespace) if namespace else ()
+    return (*own, "sh", "-c", f'touch "$CHAOS_FOLDER/faulted" && {script}', "sh")
+
+
+def refused(what: str, script: str, says: str, *namespace: str) -> Fault:
+    """Return a start on a machine that lacks something. It is refused before Ray starts."""
+    prefix = beginning_with(f'{script} && exec "$@"', *namespace)
+    return Fault(what, None, frozenset({2}), says, lost=0, prefix=prefix)
+
+
+def empty_tmpdir(training: Training) -> None:
+    """Remove all that is in TMPDIR, as systemd-tmpfiles does to what is old."""
+    folder = Path((training.folder / "tmpdir").read_text("utf-8").strip())
+    for path in folder.iterdir():
+        shutil.rmtree(path)
 
 
 FAULTS = (
@@ -293,9 +327,9 @@ FAULTS = (
     poisoned("NaN in one sample's advantages", "nan-advantages", frozenset({0}), keeps_updates=False),
     Fault("the terminal closes", close_the_terminal, frozenset({129}), "SIGHUP", lost=0),
     Fault("disk full while saving", fill("checkpoints"), frozenset({0, 1}), "No space left", lost=math.inf,
-          prefix=mounted("checkpoints", 200)),
+          prefix=mounted("checkpoints", "size=200m")),
     Fault("disk full below TensorBoard", fill("tensorboard"), frozenset({0}), "entries are missing", lost=0,
-          prefix=mounted("tensorboard", 1)),
+          prefix=mounted("tensorboard", "size=1m")),
     reward("never returns", "while True: pass", "gave no result after 10 s"),
     reward("raises", "raise KeyError('lost')", "KeyError"),
     reward("ends its process", "os._exit(7)", "ended with status 7"),
@@ -303,6 +337,22 @@ FAULTS = (
           module="chaos.inject"),
     Fault("the machine sleeps", let_the_machine_sleep, frozenset({0}), lost=0),
     Fault("engine core halted and SIGTERM", halt_core_then_ask_to_end, frozenset({143, 4})),
+)  # fmt: skip
+
+# Those of the machine. The nemesis draws none: most are refused, and the draws of its records would be others.
+OF_THE_MACHINE = (
+    Fault("no inode left while saving", use_up_inodes("checkpoints"), frozenset({0, 1}), "but no inode (df -i)",
+          lost=math.inf, prefix=mounted("checkpoints", "size=200m,nr_inodes=2000")),
+    Fault("TMPDIR emptied", empty_tmpdir, frozenset({0}), lost=0, prefix=(
+        "sh", "-c", 'export TMPDIR=$(mktemp -d) && echo "$TMPDIR" > "$CHAOS_FOLDER/tmpdir" && exec "$@"', "sh")),
+    Fault("standard error closed", None, frozenset({0}), lost=0, prefix=beginning_with('exec "$@" 2>&-')),
+    Fault("a locale without UTF-8", None, frozenset({0}), lost=0, prefix=beginning_with('exec "$@"'),
+          environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+    refused("shared memory as in Docker", "mount -t tmpfs -o size=64m none /dev/shm", "--shm-size", "--mount"),
+    refused("loopback down", ":", "127.0.0.1 does not answer", "--net"),
+    refused("a network of IPv6 alone", "ip link set lo up && ip address del 127.0.0.1/8 dev lo",
+            "127.0.0.1 does not answer", "--net"),
+    refused("files of 100 MiB at most", "ulimit -f 204800", "a file may have 100.0 MiB at most"),
 )  # fmt: skip
 
 
@@ -313,7 +363,7 @@ def row(name: str, **changes: Any) -> Fault:
 
 _DRIVER, _SAVING = row("kill -9 of the driver"), row("kill -9 while a checkpoint is written")
 CASES: tuple[Case, ...] = (
-    *((fault,) for fault in FAULTS),
+    *((fault,) for fault in (*FAULTS, *OF_THE_MACHINE)),
     (_DRIVER, row("kill -9 of vLLM's engine core")),
     (_DRIVER, row("SIGTERM"), row("a checkpoint's file cut in half", step=4)),
     (_SAVING, row("64 bytes of the optimizer's state overwritten")),

@@ -11,6 +11,8 @@ from ray.exceptions import RayTaskError
 
 from arlopti_openrlhf.ops.lifecycle import driver, stopping
 
+FORGED = "arlopti_openrlhf: the run is complete"
+
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
@@ -32,7 +34,10 @@ def wrapped(error: Exception) -> RayTaskError:
         (wrapped(stopping.Interrupted(15)), 143, "arlopti_openrlhf: run stopped: SIGTERM received\n"),
         (wrapped(ValueError("no label")), 1, "arlopti_openrlhf: run failed: ValueError: no label\n"),
         (SystemExit(2), 2, ""),  # a refusal has said why
-        (ValueError("\n".join("abcdefg")), 1, "arlopti_openrlhf: run failed: ValueError: a\nb\n...\nf\ng\n"),
+        (ValueError("\n".join("abcdefg")), 1, "arlopti_openrlhf: run failed: ValueError: a\n  b\n  ...\n  f\n  g\n"),
+        # What it says of others looks like no line of ours.
+        (ValueError("a\n" + FORGED), 1, f"arlopti_openrlhf: run failed: ValueError: a\n  {FORGED}\n"),
+        (stopping.RunStopped("a\n" + FORGED), 1, f"arlopti_openrlhf: run stopped: a\\n{FORGED}\n"),
     ],
 )
 def test_the_cause_is_the_last_thing_said(error, code, line, capsys):
@@ -41,7 +46,9 @@ def test_the_cause_is_the_last_thing_said(error, code, line, capsys):
     assert ended.value.code == code
     said = capsys.readouterr().err
     assert said.endswith(line)
-    assert ("Traceback" in said) == (code == 1)  # a stop is no defect: one line says it all
+    # A stop is no defect: one line says it all.
+    assert ("Traceback" in said) == (code == 1 and not isinstance(error, stopping.RunStopped))
+    assert f"\n{FORGED}" not in said
 
 
 def test_a_cause_from_another_thread_ends_a_wait():

@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from arlopti_testing.preflight_command import arguments
+from arlopti_testing.preflight_command import FITTING, arguments
 from arlopti_testing.processes import cpu_seconds_of_children
 
-from arlopti_openrlhf.cli.method_checks import describe_update
-from arlopti_openrlhf.ops.preflight import check
+from arlopti_openrlhf.cli import command_line
+from arlopti_openrlhf.cli.method_checks import check_flags, describe_update
+from arlopti_openrlhf.ops.preflight import check, data, placement
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 FATAL, WARNING = Finding("--a", 1, "is wrong", "mend it"), Finding("--b", 2, "looks wrong", "look", is_fatal=False)
@@ -74,6 +75,37 @@ def test_a_dry_run_says_last_that_a_check_has_failed(monkeypatch, capsys):
 def test_of_a_flag_that_has_to_be_changed_one_finding_is_enough(listed):
     _, lines = listed(findings=[FATAL], upstream=[Finding("--a", 1, "upstream's assert", "change it"), WARNING])
     assert lines[1:] == ["  error: --a 1: is wrong; mend it", "  warning: --b 2: looks wrong; look"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--data.max_samples -5",
+        "--rollout.n_samples_per_prompt 0",
+        "--rollout.batch_size 0",
+        "--rollout.batch_size -3",
+        "--train.batch_size 0",
+        "--train.micro_batch_size 0",
+        "--rollout.micro_batch_size 0",
+        "--actor.num_gpus_per_node 0",
+        "--vllm.tensor_parallel_size 0",
+        "--ds.ring_attn_size 0",
+        "--eval.steps 0",
+        "--data.max_images_per_prompt -1",
+    ],
+)
+def test_what_follows_from_a_refused_value_is_not_said(flags, tiny_data, monkeypatch, capsys):
+    """0 prompts would be asked for, or a divisor of 0."""
+    monkeypatch.setattr(check, "THOROUGH", (placement.check, data.check))
+    monkeypatch.setattr(data, "_load_tokenizer", lambda args: None)
+    own = f"--data.prompt_dataset {tiny_data} --data.input_key prompt --data.label_key label --algo.ar.alpha 0.3"
+    flat = command_line.parse([*FITTING, *own.split(), *flags.split(), "--data.apply_chat_template", "--dry-run"])
+    of_flags = list(check_flags(command_line.hierarchize(flat)))
+    args, upstream = command_line.check(flat)
+    with pytest.raises(SystemExit):
+        check.run(args, of_flags, upstream, describe_update(args))
+    _, *lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"  error: {flags}: is not in "), lines
 
 
 def run(flags: str, *more: str) -> subprocess.CompletedProcess:

@@ -48,8 +48,9 @@ def test_good_data_has_no_finding(check, tmp_path):
     rows = [row(i) for i in range(8)]
     pandas.DataFrame(rows).to_parquet(tmp_path / "d.parquet")
     (tmp_path / "list.json").write_text(json.dumps(rows))
+    held_out = write(tmp_path / "held_out.jsonl", [row(i) for i in range(8, 16)])
     for name in ("d.parquet", "list.json", "d.jsonl"):
-        assert check(data__prompt_dataset=str(tmp_path / name), eval__dataset=str(tmp_path / "d.jsonl")) == []
+        assert check(data__prompt_dataset=str(tmp_path / name), eval__dataset=held_out) == []
     assert check(data__label_key=None) == []
 
 
@@ -89,8 +90,13 @@ KEY, SET = "--data.label_key label: ", "!--data.prompt_dataset "
             "row 2: kk cannot read the label: a solution is numbered lines",
         ),
         # Numbers.
-        ({}, {"train__batch_size": 16}, "!--train.batch_size 16: 3 prompts with 4 samples", "give 12 at most"),
-        ({}, {"data__max_samples": 1, "train__batch_size": 8}, "!--train.batch_size 8: 1 prompts", "give 4 at most"),
+        ({}, {"train__batch_size": 16}, "!--train.batch_size 16: 3 prompts x ", "give 12 at most"),
+        (
+            {},
+            {"data__max_samples": 1, "train__batch_size": 8},
+            "!--train.batch_size 8: --data.max_samples 1 ",
+            "give 4 at most",
+        ),
         ({}, {"rollout__batch_size": 16}, "--rollout.batch_size 16: there are 3 prompts", "give 3 at most"),
         ({}, {"data__prompt_split": "test"}, SET, "it has no split test, but train"),
     ],
@@ -258,7 +264,8 @@ def test_a_file_that_is_not_utf8(check, tmp_path):
 def test_a_data_set_that_is_not_there(check, tmp_path, monkeypatch, flag, name, fatal, problem):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("words")
-    [found] = check(**{flag: f"{tmp_path / 'd.jsonl'},{name}"})
+    other = write(tmp_path / "other.jsonl", [row(i) for i in range(8, 16)])
+    [found] = check(**{flag: f"{other},{name}"})
     assert found.startswith("!" * fatal + f"--{flag.replace('__', '.')} {name}".strip()) and problem in found
 
 

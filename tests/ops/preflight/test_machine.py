@@ -1,10 +1,13 @@
 """What the machine lacks is found: folders, disk, memory, GPUs, a cluster that does not answer."""
 
 import json
+import os
 import re
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -201,10 +204,11 @@ def test_a_home_that_cannot_be_written(lacks, home, tmp_path, monkeypatch):
 
 
 def test_too_few_open_files(lacks, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 128))
+    limits = {resource.RLIMIT_NOFILE: (128, 128)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, (resource.RLIM_INFINITY,) * 2))
     (finding,) = lacks()
     assert "may open 128 files" in str(finding)
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (128, 4096))  # Ray raises the first
+    limits[resource.RLIMIT_NOFILE] = (128, 4096)  # Ray raises the first
     assert lacks() == []
 
 
@@ -258,3 +262,78 @@ def test_what_the_run_would_join(cluster, started, named, problem):
     found = cluster(started, named)
     assert len(found) == (problem is not None)
     assert all(problem in line and "\n" not in line for line in found)
+
+
+def own_cluster() -> list[Finding]:
+    return [finding for finding in machine._check_own_cluster() if "a process may open" not in finding.problem]
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "verdict", "said"),
+    [
+        (24_000, 24_000, [], ""),
+        (800, 24_000, [False], "/dev/shm has 800 MiB of 24000 free"),
+        (63, 64, [True], "63 MiB of 64 free, and vLLM, Ray and NCCL keep their buffers there; give a container more "),
+    ],
+)
+def test_shared_memory(free, total, verdict, said, monkeypatch):
+    """Docker gives a container 64 MiB."""
+    size = SimpleNamespace(total=total << 20, free=free << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: size)
+    found = own_cluster()
+    assert [finding.is_fatal for finding in found] == verdict and all(said in str(finding) for finding in found)
+    assert all("--shm-size" in finding.remedy for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "verdict"), [(resource.RLIM_INFINITY, []), (200 << 20, [True]), (10_000 * GIB, [False])]
+)
+def test_a_limit_of_a_files_size(limit, verdict, monkeypatch):
+    limits = {resource.RLIMIT_FSIZE: (limit, limit)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, (resource.RLIM_INFINITY,) * 2))
+    found = own_cluster()
+    assert [finding.is_fatal for finding in found] == verdict
+    assert all("ulimit -f unlimited" in finding.remedy for finding in found)
+
+
+def test_a_folder_without_inodes(tmp_path, monkeypatch):
+    files = SimpleNamespace(f_files=1000, f_favail=7)
+    monkeypatch.setattr(os, "statvfs", lambda folder: files)
+    assert machine._why_not_writable(tmp_path).startswith("7 inodes are free there (df -i)")
+    files.f_favail = 100_000
+    assert machine._why_not_writable(tmp_path) is None
+    files.f_files = files.f_favail = 0  # Btrfs has no fixed number
+    assert machine._why_not_writable(tmp_path) is None
+
+
+# Each is a shell command in a namespace of its own, as root there, that goes on with the check.
+NAMESPACES = {
+    "no inode": (
+        "--mount",
+        "mount -t tmpfs -o nr_inodes=1 none $0",
+        "No space left on device, because no inode is free",
+    ),
+    "loopback down": ("--net", ":", "127.0.0.1 does not answer"),
+    "IPv6 only": ("--net", "ip link set lo up && ip address del 127.0.0.1/8 dev lo", "127.0.0.1 does not answer"),
+    "as Docker": ("--mount", "mount -t tmpfs -o size=64m none /dev/shm", "/dev/shm has 64 MiB of 64 free"),
+}
+CHECK = """
+import sys
+from pathlib import Path
+from arlopti_openrlhf.ops.preflight import machine
+print(*machine._check_own_cluster(), machine._why_not_writable(Path(sys.argv[1])), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("case", NAMESPACES)
+def test_a_machine_that_really_lacks_something(case, tmp_path):
+    kind, command, said = NAMESPACES[case]
+    prefix = ["unshare", "--map-root-user", kind]
+    tools = [name for name in ("unshare", "ip") if not shutil.which(name)]
+    if tools or subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip(f"namespaces cannot be made here: {tools}")
+    shell = [*prefix, "sh", "-c", f'{command} && exec "$@"', str(tmp_path)]
+    done = subprocess.run(
+        [*shell, sys.executable, "-c", CHECK, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr

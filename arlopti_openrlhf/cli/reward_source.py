@@ -1,0 +1,63 @@
+"""The flag by which `evaluate` and `analyze` take the reward of a training, and what they say without it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from arlopti_openrlhf import terminal
+from arlopti_openrlhf.cli.bad_input import Parser, check_reward_file
+from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.lab.data import published
+from arlopti_openrlhf.lab.scoring.inputs import Row
+
+if TYPE_CHECKING:
+    from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
+
+_HELP = (
+    "what grades, as in `arlopti train`: kk, math, a Python file with reward_func, or URLs of reward servers "
+    "(default: the rule of each row's datasource, which is Knights and Knaves for kk_* and math for all others)"
+)
+
+
+def add_flag(parser: Parser) -> None:
+    """Add --reward, which has its name in `arlopti train` too."""
+    parser.add_argument("--reward", "--reward.remote_url", metavar="kk|math|PATH.py|URL,...", help=_HELP)
+
+
+def check(parser: Parser, reward: str | None, rows: Sequence[Row], says: bool = True) -> None:
+    """Refuse what is no source of rewards. A file is not run, and no server is asked.
+
+    Without one, `says` prints which data sources are graded as math for want of a rule of their own.
+    """
+    if reward is None:
+        sources = sorted({row["datasource"] for row in rows})
+        unknown = [name for name in sources if not name.startswith("kk_") and name not in published.DATA_SETS]
+        if unknown and says:
+            named = terminal.one_line(", ".join(unknown))
+            print(f"{parser.prog}: no rule for {named}: graded as math. --reward takes another", file=sys.stderr)
+    elif reward.endswith(".py") and "," not in reward:
+        check_reward_file(parser, "--reward", reward)
+    elif reward not in REWARD_FILES and not all("://" in url for url in reward.split(",")):
+        allowed = f"{', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
+        parser.error(f"argument --reward: {reward} is no source of rewards; give {allowed}")
+
+
+def load(parser: Parser, args: argparse.Namespace) -> "OwnReward | None":
+    """Return the reward of the arguments, or None. One that cannot be loaded ends the command in one line.
+
+    The secrets of its URLs are no longer in the arguments then.
+    """
+    if args.reward is None:
+        return None
+    from arlopti_openrlhf import cpu
+
+    cpu.enable()  # before openrlhf is imported
+    from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
+
+    try:
+        reward = OwnReward(args.reward)
+    except RuntimeError as error:
+        parser.error(f"argument --reward: {' '.join(str(error).split())[-300:]}")
+    args.reward = reward.source  # which the report shows
+    return reward

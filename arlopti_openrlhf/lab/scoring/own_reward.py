@@ -1,0 +1,68 @@
+"""Grades responses by a reward of the user's, which is loaded and asked as in a training."""
+
+import argparse
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arlopti_openrlhf.ops.lifecycle import credentials
+
+_AT_A_TIME = 32  # as many as a reward process answers
+_RETRY_MINUTES = 1.0
+_TIMEOUT_SECONDS = 300.0  # as in a training, by default
+
+
+class Grade(NamedTuple):
+    """What a reward says of one response."""
+
+    reward: float
+    score: float | None  # 1 right, 0 wrong. None where the reward returns no scores
+    well_formed: bool | None
+
+
+class OwnReward:
+    """A source of rewards. Secrets in URLs are in the environment afterwards, and not in `source`.
+
+    Args:
+        source: kk, math, the path of a Python file, or URLs with commas between them.
+
+    Raises:
+        RuntimeError: the file cannot be loaded, or has no `reward_func`.
+    """
+
+    def __init__(self, source: str) -> None:
+        # This imports vLLM and OpenRLHF, which take long.
+        from arlopti_openrlhf.ops.rollouts.reward_client import RewardExecutor
+
+        flat = argparse.Namespace(**{"logger.wandb.key": None, "reward.remote_url": source})
+        credentials.hide(flat)
+        self.source = vars(flat)["reward.remote_url"]
+        self._executor = RewardExecutor(self.source.split(","), _RETRY_MINUTES, _TIMEOUT_SECONDS)
+
+    @property
+    def version(self) -> list[str]:
+        """Return the source and, for a file, a digest of it: another file gives other rewards."""
+        path = Path(self.source)
+        return [self.source, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""]
+
+    def grade(self, samples: Sequence[tuple[str, str, Any]]) -> list[Grade]:
+        """Grade samples: query, which is the prompt with the response, prompt and label.
+
+        Raises:
+            RewardError: it raised, took too long, or gave no finite number, or no server answered.
+        """
+        return asyncio.run(self._grade(samples))
+
+    async def _grade(self, samples: Sequence[tuple[str, str, Any]]) -> list[Grade]:
+        turn = asyncio.Semaphore(_AT_A_TIME)
+
+        async def one(sample: tuple[str, str, Any]) -> Grade:
+            async with turn:
+                answer = await self._executor.ask(*sample)
+            well_formed = answer["extra_logs"].get("well_formed")
+            score = None if answer["scores"] is None else answer["scores"][0]
+            return Grade(answer["rewards"][0], score, None if well_formed is None else bool(well_formed[0]))
+
+        return list(await asyncio.gather(*map(one, samples)))

@@ -1,0 +1,60 @@
+"""Shows text of others, such as a model's answer or a server's error, without obeying it, on whatever output there is.
+
+A terminal obeys escape sequences: they erase lines, change its title or hide text. A line break in such text could
+begin a line that looks like one of ours.
+"""
+
+import io
+import os
+import re
+import sys
+
+PREFIX = "arlopti_openrlhf: "  # of our lines
+# Control characters, separators that count as line breaks, and what turns the reading direction.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# Ray and vLLM colour the names of their processes. tqdm moves up to the first of several bars.
+_COLOUR_OR_CONTROL = re.compile(r"(\x1b\[(?:[0-2]|[39][0-7])?m)|\x1b\[A|" + _CONTROLS.pattern)
+_OF_LINES = "\n\r\t"  # progress bars return to the beginning of their line
+
+
+def one_line(text: object) -> str:
+    """Return a text of others as one line, with what would control the terminal as Python's escapes."""
+    return _CONTROLS.sub(lambda match: _escaped(match[0]), str(text))
+
+
+def without_controls(text: str) -> str:
+    """Return lines of output with what would control the terminal escaped, except for line breaks and colours."""
+
+    def shown(match: re.Match) -> str:
+        if match[0] in _OF_LINES or match[1]:
+            return match[0]
+        return "" if match[0] == "\x1b[A" else _escaped(match[0])
+
+    return _COLOUR_OR_CONTROL.sub(shown, text)
+
+
+def indented(text: str) -> str:
+    """Return a text of several lines, each of them indented, so that none looks like one of ours."""
+    return re.sub(r"(?m)^(?=.)", "  ", text)
+
+
+def open_streams() -> None:
+    """Open standard streams that the caller has closed, to nowhere, and let them take what the locale has no code for.
+
+    Otherwise the next files that are opened take their numbers, and get what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()

@@ -1,0 +1,81 @@
+"""Text of others neither controls a terminal nor looks like a line of ours."""
+
+import os
+import subprocess
+import sys
+from io import StringIO
+
+import pytest
+
+from arlopti_openrlhf import terminal
+from arlopti_openrlhf.ops.lifecycle import console, streams
+from arlopti_openrlhf.ops.preflight.finding import Finding
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\r\narlopti_openrlhf: run complete\x9b1A\u2028\u202eend"
+COMMAND = [sys.executable, "-m", "arlopti_openrlhf"]
+
+
+def test_a_text_of_others_is_one_line():
+    shown = terminal.one_line(HOSTILE)
+    assert shown == r"\x1b[2J\x1b]0;title\x07\r\narlopti_openrlhf: run complete\x9b1A\u2028\u202eend"
+    assert terminal.one_line("α, 中文 and 👩‍💻 stay") == "α, 中文 and 👩‍💻 stay"
+
+
+def test_output_keeps_lines_bars_and_colours_and_nothing_else():
+    assert terminal.without_controls("\r 10%|█ \x1b[A\n\x1b[36m(pid=1)\x1b[0m a\tb") == (
+        "\r 10%|█ \n\x1b[36m(pid=1)\x1b[0m a\tb"
+    )
+    assert terminal.without_controls("\x1b[2J\x1b[8m\x1b[1;1H\x9b") == r"\x1b[2J\x1b[8m\x1b[1;1H\x9b"
+
+
+def test_a_run_writes_no_control_characters(tmp_path):
+    with open(tmp_path / "log", "w") as file:
+        stream = streams.Stream(file.fileno())
+        assert stream.write(HOSTILE) == len(HOSTILE)
+        stream.flush()
+    written = (tmp_path / "log").read_text("utf-8")
+    assert "\x1b" not in written and "\x9b" not in written and r"\x1b[2J" in written
+
+
+def test_a_finding_is_one_line_whatever_it_quotes():
+    found = str(Finding("--data.prompt_dataset", "data", f"row 1: {HOSTILE}", "mend it"))
+    assert len(found.splitlines()) == 1 and found.isprintable()
+
+
+def test_the_lines_of_an_error_are_none_of_the_packages():
+    """The console shows the user the package's lines, and those of loggers."""
+    text = terminal.indented(
+        "arlopti_openrlhf: done\n(Actor pid=1) arlopti_openrlhf: done\nWARNING 07-24 10:00:00 a.py:1] x"
+    )
+    assert [console.for_the_user(line) for line in text.split("\n")] == [None] * 3
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_whose_streams_are_closed(closed, tmp_path):
+    """Files that it opens must not get the numbers of the streams."""
+    program = (
+        "from arlopti_openrlhf import interrupts; interrupts.answer(); import os, sys; file = open(sys.argv[1], 'w'); "
+        "print('out'); print('err', file=sys.stderr, flush=True); "
+        "status = os.system('echo out; echo err >&2'); file.write(f'{status} {file.fileno() > 2}')"
+    )
+    shell = f'"$@" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", sys.executable, "-c", program, str(tmp_path / "file")],
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "0 True"
+    assert done.stderr == (b"" if "2>&-" in closed else b"err\nerr\n")
+
+
+def test_help_in_a_locale_that_has_no_greek():
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([*COMMAND, "train", "--help"], capture_output=True, timeout=100, env=os.environ | plain)
+    assert done.returncode == 0 and b"of Advantage Reweighting" in done.stdout, done.stderr[-300:]
+
+
+def test_a_stream_of_a_test_or_notebook_is_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", StringIO())
+    terminal.open_streams()
+    print("shown")
+    assert sys.stdout.getvalue() == "shown\n"
