@@ -54,9 +54,14 @@ def expanded(argv: Sequence[str], parser: Parser) -> list[str]:
 
 
 def keep(flat: argparse.Namespace, folder: Path) -> None:
-    """Write the values of all flags to a file in `folder` that --config can read. The folder is made."""
+    """Write the values of all flags to a file in `folder` that --config and only this user can read.
+
+    The folder is made.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{KEPT}"
+    unfinished.unlink(missing_ok=True)
+    unfinished.touch(0o600)
     unfinished.write_text(text(flat), encoding="utf-8")
     unfinished.rename(folder / KEPT)
 

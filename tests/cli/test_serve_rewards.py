@@ -299,6 +299,31 @@ def test_token(tmp_path):
     assert '"request"' in log and "s3cret" not in log
 
 
+@pytest.mark.parametrize("host, warns", [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False)])
+def test_a_server_for_other_machines_without_a_token_is_warned_of(host, warns, monkeypatch, capsys):
+    monkeypatch.setattr(grading_server, "serve", lambda *args: None)
+    monkeypatch.setattr(grading_server.RewardServer, "start", lambda self: None)
+    for token in (None, "t0ken"):
+        monkeypatch.setenv("ARLOPTI_REWARD_TOKEN", token or "") if token else monkeypatch.delenv(
+            "ARLOPTI_REWARD_TOKEN", raising=False
+        )
+        serve_rewards.main(["--grader", "kk", "--host", host, "--port", str(free_port())])
+        said = capsys.readouterr().err
+        assert said.startswith(f"arlopti serve: warning: no token: whoever reaches {host}:") == (warns and not token)
+
+
+def test_a_head_is_bounded_in_bytes_and_in_seconds(custom):
+    """So is what follows a body. A client that keeps its connection may take its time, but not within a head."""
+    for sent in (
+        b"GET /" + b"a" * 2**17,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 2**15,
+        b"POST / HTTP/1.1\r\na: " + b"b" * 2**22,
+    ):
+        assert exchange(custom, sent, seconds=20).startswith((b"HTTP/1.1 431 ", b"")), sent[:20]
+    trailers = f"{POST}Transfer-Encoding: chunked\r\n\r\n2\r\n[]\r\n0\r\n".encode() + b"a: b\r\n" * 2**15
+    exchange(custom, trailers, seconds=20)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_it_answer_what_was_accepted(signum, tmp_path):
     (tmp_path / "length.py").write_text(CUSTOM)

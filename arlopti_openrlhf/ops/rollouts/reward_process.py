@@ -24,6 +24,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from arlopti_openrlhf.grading.environment import without_secrets
 from arlopti_openrlhf.grading.reward_answers import to_json
 from arlopti_openrlhf.ops.lifecycle import awake
 
@@ -74,6 +75,7 @@ class RewardProcess:
             [sys.executable, "-c", _COMMAND, os.pathsep.join(sys.path), path, *map(str, theirs)],
             stdin=subprocess.DEVNULL,
             pass_fds=theirs,
+            env=without_secrets(),
             start_new_session=True,  # `kill` ends the whole group
         )
         self._free: queue.LifoQueue[Connection] = queue.LifoQueue()
