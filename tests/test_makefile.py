@@ -20,7 +20,8 @@ def machine(tmp_path) -> Path:
     """Make a clone whose .venv is of another lock, and `bin`, which has all that the machine has."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "lock.txt").write_text("torch==0\n")
+    (tmp_path / "requirements" / "torch.txt").write_text("torch==0\n")
+    (tmp_path / "requirements" / "lock.txt").touch()
     (tmp_path / ".venv").mkdir()
     (tmp_path / "bin").mkdir()
     for tool in TOOLS:
