@@ -7,10 +7,11 @@ uv looks each version up and installs nothing. A package gets the hashes of its 
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
-_UV = "uv pip compile --quiet --system-certs --no-deps --format pylock.toml --python-platform x86_64-manylinux_2_28"
+import tomllib
+
+_UV = "uv pip compile --quiet --system-certs --no-deps --format pylock.toml --python-platform x86_64-manylinux_2_40"
 
 
 def lines(text: str) -> list[str]:

@@ -34,7 +34,7 @@ STEP = 32  # samples
 
 @pytest.fixture
 def server():
-    """Yield a server that fails at each URL's first request, and refuses from its `refuses` on. It says what it got."""
+    """Yield a server that fails once for each URL, refuses from its `refuses` on, and repeats what it was sent."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
