@@ -113,7 +113,9 @@ $(STACK):
 		exit 1
 	fi
 	python=
-	for candidate in python3.11 python3 python; do
+	for name in python3.11 python3 python; do
+		# Not the old .venv's, which goes.
+		candidate=$$(PATH=$${PATH//"$(CURDIR)/.venv/bin:"/}; type -P $$name) || continue
 		if $$candidate -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
 			python=$$candidate
 			break

@@ -69,6 +69,13 @@ def test_what_is_missing_is_said_before_the_old_environment_goes(machine, tool, 
     assert (machine / ".venv").exists()
 
 
+def test_the_old_environments_python_does_not_build_the_new_one(machine):
+    (machine / ".venv" / "bin").mkdir()
+    (machine / ".venv" / "bin" / "python3.11").symlink_to(sys.executable)
+    script(machine, "python3.11", "exit 1")
+    assert setup(machine).startswith("make setup: needs Python 3.11") and (machine / ".venv").exists()
+
+
 def test_a_path_with_a_space_is_refused_before_anything_is_downloaded(machine):
     """PyTorch's build gives the linker its paths without quotes."""
     clone = machine / "with space"
