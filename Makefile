@@ -145,11 +145,13 @@ $(STACK):
 	# The configured index first, so that a machine without access to PyTorch's own does not wait for it.
 	$$install "$$torch" >>$$log 2>&1 || $$install --index-url $(TORCH_INDEX) "$$torch" >>$$log 2>&1
 	echo "set-up 3/6: $$(grep -c == $(LOCK)) pinned packages"
-	# uv takes seconds, but does not read pip's configuration: where it finds no index, pip does the same in minutes.
+	# uv takes seconds, but does not read pip's configuration: where it finds no index, pip does the same in minutes. It
+	# takes no hashes for what two packages are built with, only versions.
 	grep '^uv==' $(LOCK) >.venv/uv.txt
+	cut -d ' ' -f 1 $(LOCK) | grep == >.venv/versions.txt
 	{ $$install --require-hashes --requirement .venv/uv.txt &&
 		uv pip install --system-certs --no-deps --require-hashes --build-constraints $(LOCK) --requirements $(LOCK); } \
-		>>$$log 2>&1 || PIP_CONSTRAINT=$(LOCK) $$install --require-hashes --requirement $(LOCK) >>$$log 2>&1
+		>>$$log 2>&1 || PIP_CONSTRAINT=.venv/versions.txt $$install --require-hashes --requirement $(LOCK) >>$$log 2>&1
 	echo "set-up 4/6: bytecode"
 	# A run starts some ten processes that import PyTorch, vLLM and DeepSpeed. Each would compile what none had kept.
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >>$$log 2>&1 || true  # some packages hold templates, not Python
