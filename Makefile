@@ -6,9 +6,10 @@ SHELL := bash
 
 SEED ?= 0
 LOCK := requirements/lock.txt
+TORCH := requirements/torch.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # The stamps say what .venv holds. Another lock, or a repository that was moved, builds it anew.
-STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(LOCK); } | sha256sum | cut -c1-12)
+STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(TORCH) $(LOCK); } | sha256sum | cut -c1-12)
 PROJECT := .venv/.project
 DOCS := .venv-docs/.stamp
 # Those beside 3.11 that the package runs on. Each gets a .venv of its own.
@@ -138,7 +139,7 @@ $(DOCS): requirements/docs.txt
 	python=$$(command -v python3.11 || command -v python3)
 	$$python -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile --no-deps \
-		--requirement $< >.venv-docs/install.log 2>&1 || { tail -n 25 .venv-docs/install.log >&2; exit 1; }
+		--require-hashes --requirement $< >.venv-docs/install.log 2>&1 || { tail -n 25 .venv-docs/install.log >&2; exit 1; }
 	touch $@
 
 clean:
@@ -156,7 +157,9 @@ $(STACK):
 		exit 1
 	fi
 	python=
-	for candidate in python3.11 python3 python; do
+	for name in python3.11 python3 python; do
+		# Not the old .venv's, which goes.
+		candidate=$$(PATH=$${PATH//"$(CURDIR)/.venv/bin:"/}; type -P $$name) || continue
 		if $$candidate -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
 			python=$$candidate
 			break
@@ -181,15 +184,18 @@ $(STACK):
 	echo "set-up 1/6: .venv with Python 3.11; details in $$log"
 	$$python -m venv .venv
 	trap 'status=$$?; if [ $$status != 0 ]; then tail -n 25 $$log >&2; echo "make setup: failed, see $$log" >&2; fi' EXIT
-	torch=$$(grep '^torch==' $(LOCK))
+	torch=$$(grep '^torch==' $(TORCH))
 	echo "set-up 2/6: $$torch"
 	# The configured index first, so that a machine without access to PyTorch's own does not wait for it.
 	$$install "$$torch" >>$$log 2>&1 || $$install --index-url $(TORCH_INDEX) "$$torch" >>$$log 2>&1
 	echo "set-up 3/6: $$(grep -c == $(LOCK)) pinned packages"
-	# uv takes seconds, but does not read pip's configuration: where it finds no index, pip does the same in minutes.
-	{ $$install "$$(grep '^uv==' $(LOCK))" &&
-		uv pip install --system-certs --no-deps --build-constraints $(LOCK) --requirements $(LOCK); } >>$$log 2>&1 ||
-		PIP_CONSTRAINT=$(LOCK) $$install --requirement $(LOCK) >>$$log 2>&1
+	# uv takes seconds, but does not read pip's configuration: where it finds no index, pip does the same in minutes. It
+	# takes no hashes for what two packages are built with, only versions.
+	grep '^uv==' $(LOCK) >.venv/uv.txt
+	cut -d ' ' -f 1 $(LOCK) | grep == >.venv/versions.txt
+	{ $$install --require-hashes --requirement .venv/uv.txt &&
+		uv pip install --system-certs --no-deps --require-hashes --build-constraints $(LOCK) --requirements $(LOCK); } \
+		>>$$log 2>&1 || PIP_CONSTRAINT=.venv/versions.txt $$install --require-hashes --requirement $(LOCK) >>$$log 2>&1
 	echo "set-up 4/6: bytecode"
 	# A run starts some ten processes that import PyTorch, vLLM and DeepSpeed. Each would compile what none had kept.
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >>$$log 2>&1 || true  # some packages hold templates, not Python

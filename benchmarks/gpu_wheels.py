@@ -64,7 +64,7 @@ def main() -> None:
 
 def pinned() -> dict[str, str]:
     """Return the versions of requirements/lock.txt by distribution."""
-    return dict(re.findall(r"^([\w-]+)==(\S+)$", LOCK.read_text(encoding="utf-8"), re.MULTILINE))
+    return dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 if __name__ == "__main__":

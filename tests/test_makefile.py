@@ -20,7 +20,8 @@ def machine(tmp_path) -> Path:
     """Make a clone whose .venv is of another lock, and `bin`, which has all that the machine has."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "lock.txt").write_text("torch==0\n")
+    (tmp_path / "requirements" / "torch.txt").write_text("torch==0\n")
+    (tmp_path / "requirements" / "lock.txt").touch()
     (tmp_path / ".venv").mkdir()
     (tmp_path / "bin").mkdir()
     for tool in TOOLS:
@@ -66,6 +67,13 @@ def test_what_is_missing_is_said_before_the_old_environment_goes(machine, tool, 
     line = setup(machine)
     assert line.startswith(f"make setup: {message}") and "\n" not in line
     assert (machine / ".venv").exists()
+
+
+def test_the_old_environments_python_does_not_build_the_new_one(machine):
+    (machine / ".venv" / "bin").mkdir()
+    (machine / ".venv" / "bin" / "python3.11").symlink_to(sys.executable)
+    script(machine, "python3.11", "exit 1")
+    assert setup(machine).startswith("make setup: needs Python 3.11") and (machine / ".venv").exists()
 
 
 def test_a_path_with_a_space_is_refused_before_anything_is_downloaded(machine):

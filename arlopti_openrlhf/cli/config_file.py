@@ -55,7 +55,10 @@ def expanded(argv: Sequence[str], parser: Parser) -> list[str]:
 
 
 def keep(flat: argparse.Namespace, folder: Path) -> None:
-    """Write the values of all flags to a file in `folder` that --config can read. The folder is made."""
+    """Write the values of all flags to a file in `folder` that --config and only this user can read.
+
+    The folder is made.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / KEPT, text(flat))
 

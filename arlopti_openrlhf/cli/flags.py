@@ -139,8 +139,8 @@ _OF_OPENRLHF = {
     "reward.remote_url": {
         "metavar": "kk|math|PATH.py|URL,...",
         "help": "The source of rewards: kk or math for the package's own, a Python file with reward_func(queries, "
-                "prompts, labels), or the URLs of reward servers, which take turns. A password or token in a URL is "
-                "shown nowhere; ${NAME} there stands for an environment variable.",
+                "prompts, labels), or the URLs of reward servers, which take turns. A URL's user, password, path and "
+                "query are shown nowhere; ${NAME} in a URL stands for an environment variable.",
     },
     "logger.wandb.key": {
         "help": "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere.",

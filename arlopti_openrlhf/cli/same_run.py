@@ -17,6 +17,7 @@ from packaging.version import Version
 from arlopti_openrlhf import __version__
 from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
+from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 DIGESTS = "programs.json"  # in --ckpt.path: the SHA-256 of each reward and method file, by its path
@@ -85,6 +86,8 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     except (OSError, ValueError) as error:
         problem = f"the flags of the run that is resumed cannot be read ({error})"
         return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
+    if urls := had.get("reward.remote_url"):
+        had["reward.remote_url"] = credentials.divide(urls)[0]  # a file of an earlier version may show more
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
     return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)] + _edited(flat)

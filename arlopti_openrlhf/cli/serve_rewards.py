@@ -3,7 +3,8 @@
     arlopti serve --grader kk --grader math --port 5000
 
 Each grader answers at /NAME/get_reward, and the first one at /get_reward too. The token, if any, comes from a file or
-from ARLOPTI_REWARD_TOKEN. OpenRLHF's client sends no headers, so give it http://host:port/TOKEN/get_reward then.
+from ARLOPTI_REWARD_TOKEN. OpenRLHF's client sends no headers, so give it http://host:port/TOKEN/get_reward then, where
+'${NAME}' may stand for the token in an environment variable.
 """
 
 from arlopti_openrlhf import interrupts
@@ -12,7 +13,9 @@ if __name__ == "__main__":
     interrupts.answer()
 
 import argparse
+import ipaddress
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,7 +47,12 @@ def make_parser() -> Parser:
     parser.add_argument("--token-file", metavar="PATH", help="file with the bearer token that clients must present")
     limits, positive = Limits(), number("(0, inf)")
     for flag, kind, default, text in (
-        ("--max-body-mib", positive, limits.body_bytes // 2**20, "largest request (default: {:g} MiB)"),
+        (
+            "--max-body-mib",
+            positive,
+            limits.body_bytes // 2**20,
+            "largest request (default: {:g} MiB); 16 times as much in all",
+        ),
         ("--max-batch", integer(1), limits.batch, "queries in one request (default: {:g})"),
         ("--max-queue", integer(1), limits.queue, "queries that may wait, per grader (default: {:g})"),
         ("--max-seconds", positive, limits.seconds, "for one request, waiting included (default: {:g})"),
@@ -78,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if source not in REWARD_FILES:
             check_reward_file(parser, "--grader", source)
     check_port(parser, args.host, args.port)
+    if token is None and not _is_this_machine(args.host):
+        risk = f"whoever reaches {args.host}:{args.port} may use the graders: give --token-file, or --host 127.0.0.1"
+        print(f"arlopti serve: warning: no token: {risk}", file=sys.stderr, flush=True)
     from arlopti_openrlhf.grading.server import RewardServer, serve
 
     limits = Limits(
@@ -89,6 +100,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except RuntimeError as error:
         parser.error(f"argument --grader: {error}")
     serve(server, args.host, args.port)
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _grader(text: str) -> tuple[str, str]:

@@ -32,9 +32,10 @@ from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
 from arlopti_openrlhf.grading.reward_answers import SERVER
 
 log = logging.getLogger("arlopti_openrlhf.rewards")
+_BODIES = 16  # of the largest size, in the requests that are read or graded at a time
 
 
-def read_request(body: bytes, limits: Limits) -> tuple[list, list, list]:
+def read_request(body: bytes | bytearray, limits: Limits) -> tuple[list, list, list]:
     """Return the three lists of a request.
 
     Raises:
@@ -77,6 +78,7 @@ class RewardServer:
 
     def __init__(self, sources: dict[str, str], workers: int, limits: Limits, token: str | None) -> None:
         self.workers, self.limits, self.token = workers, limits, token
+        self.held_bytes = 0  # bodies of the requests under way
         self.graders = {name: Grader(source, workers, limits) for name, source in sources.items()}
         self.registry = CollectorRegistry()
         self.requests = Counter("reward_requests", "Requests answered", ["grader", "status"], registry=self.registry)
@@ -159,7 +161,12 @@ class RewardServer:
 
     async def _grade(self, name: str, request: Request) -> dict:
         self._authorize(request)
-        return await self.graders[name].grade(*read_request(await self._read_body(request), self.limits))
+        body = bytearray()
+        try:
+            await self._read_body(request, body)
+            return await self.graders[name].grade(*read_request(body, self.limits))
+        finally:
+            self.held_bytes -= len(body)
 
     def _authorize(self, request: Request) -> None:
         if self.token is None:
@@ -169,15 +176,23 @@ class RewardServer:
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise Refused(401, "the token is missing or wrong")
 
-    async def _read_body(self, request: Request) -> bytes:
-        body = bytearray()
-        # Read what is too much, and drop it. A client that is cut off while it sends never sees the answer.
+    async def _read_body(self, request: Request, body: bytearray) -> None:
+        refused = None
         async for part in request.stream():
-            if len(body) <= self.limits.body_bytes:
-                body += part
-        if len(body) > self.limits.body_bytes:
-            raise Refused(413, f"the body is larger than {self.limits.body_bytes} bytes")
-        return bytes(body)
+            # Read what is too much, and drop it. A client that is cut off while it sends never sees the answer.
+            if refused:
+                continue
+            body += part
+            self.held_bytes += len(part)
+            if len(body) > self.limits.body_bytes:
+                refused = Refused(413, f"the body is larger than {self.limits.body_bytes} bytes")
+            elif self.held_bytes > _BODIES * self.limits.body_bytes:
+                refused = Refused(503, f"the requests under way have {self.held_bytes} bytes: try again later")
+            if refused:
+                self.held_bytes -= len(body)
+                body.clear()
+        if refused:
+            raise refused
 
     async def get_health(self, request: Request) -> Response:
         """Answer a GET: the process runs, and where it grades. A token in the path is compared."""
@@ -233,14 +248,16 @@ class JsonFormatter(logging.Formatter):
 def serve(server: RewardServer, host: str, port: int) -> None:
     """Run a server that has been started until SIGTERM, SIGINT or SIGHUP, and then answer what it has accepted.
 
-    Slow clients are left to a proxy. One that stops within a request is waited for, also at the end, until the
-    server's limit of seconds. Under nohup SIGHUP stays ignored.
+    A client that stops within a request's body is waited for, also at the end, until the server's limit of seconds.
+    Under nohup SIGHUP stays ignored.
 
     Raises:
         SystemExit: with 128 + the signal's number.
     """
     import uvicorn
     import uvicorn.server
+
+    from arlopti_openrlhf.grading.bounded_heads import BoundedHeads
 
     # Each sample that waits has a connection. Without descriptors, the event loop accepts none and says nothing.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -255,6 +272,7 @@ def serve(server: RewardServer, host: str, port: int) -> None:
         server.app(),
         host=host,
         port=port,
+        http=BoundedHeads,
         access_log=False,  # it would log paths, which may hold the token
         log_config=None,
         timeout_graceful_shutdown=math.ceil(server.limits.seconds) + 5,

@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Any
 
 from arlopti_openrlhf import user_files
+from arlopti_openrlhf.grading.environment import without_secrets
 from arlopti_openrlhf.grading.reward_answers import to_json
 
 # Why not pebble's ProcessPool, as fast with eight callers? Measured with 5.2.3, two workers from a fork server
@@ -151,7 +152,7 @@ class _Template:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C at the terminal is for the caller, and `kill` ends the whole group
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=without_secrets() | {"OMP_NUM_THREADS": "1"},
             )
         self.killed = False
         self.idle: list[_Worker] = []

@@ -2,6 +2,7 @@
 # A training script as a job of a Ray cluster, of one node or several. Ray copies this folder to the nodes. The packages
 # have to be there on every node, in the environment that `ray start` was called from:
 #
+#   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...   # a secret, the same on every node: else all who reach one run code
 #   ray start --head --dashboard-host 0.0.0.0       # on the first node
 #   ray start --address FIRST_NODE:6379             # on every other node
 #   ADDRESS=http://FIRST_NODE:8265 bash examples/scripts/ray_job.sh bash examples/scripts/train_kk.sh

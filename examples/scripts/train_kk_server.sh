@@ -2,8 +2,10 @@
 # Rewards from a server, which several runs may share, on one node with 4 GPUs of 80 GB. Start the server first, on any
 # machine that the nodes reach:
 #
-#   python -m arlopti_openrlhf.cli.serve_rewards --grader kk --host 0.0.0.0 --port 5000
-#   REWARD_URL=http://rewards:5000/get_reward bash examples/scripts/train_kk_server.sh
+#   (umask 077 && openssl rand -hex 32 >reward_token)    # and copy it to the nodes
+#   python -m arlopti_openrlhf.cli.serve_rewards --grader kk --host 0.0.0.0 --port 5000 --token-file reward_token
+#   export REWARD_TOKEN=$(cat reward_token)
+#   REWARD_URL='http://rewards:5000/${REWARD_TOKEN}/get_reward' bash examples/scripts/train_kk_server.sh
 #
 # Data: new puzzles of 3 to 7 people.
 #   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk

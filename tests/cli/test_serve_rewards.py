@@ -20,12 +20,14 @@ from pathlib import Path
 import psutil
 import pytest
 from arlopti_testing.changed_inputs import VALUES, changed, with_other_values
-from arlopti_testing.processes import wait_until
+from arlopti_testing.processes import free_port, wait_until
 from arlopti_testing.reward_server import post, server
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from arlopti_openrlhf.cli import serve_rewards
 from arlopti_openrlhf.grading import kk_reward, math_reward
+from arlopti_openrlhf.grading import server as grading_server
 from arlopti_openrlhf.grading.grader import Limits, Refused
 from arlopti_openrlhf.grading.server import read_request
 
@@ -299,6 +301,36 @@ def test_token(tmp_path):
     assert '"request"' in log and "s3cret" not in log
 
 
+@pytest.mark.parametrize("host, warns", [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False)])
+def test_a_server_for_other_machines_without_a_token_is_warned_of(host, warns, monkeypatch, capsys):
+    monkeypatch.setattr(grading_server, "serve", lambda *args: None)
+    monkeypatch.setattr(grading_server.RewardServer, "start", lambda self: None)
+    for token in (None, "t0ken"):
+        monkeypatch.setenv("ARLOPTI_REWARD_TOKEN", token or "") if token else monkeypatch.delenv(
+            "ARLOPTI_REWARD_TOKEN", raising=False
+        )
+        serve_rewards.main(["--grader", "kk", "--host", host, "--port", str(free_port())])
+        said = capsys.readouterr().err
+        assert said.startswith(f"arlopti serve: warning: no token: whoever reaches {host}:") == (warns and not token)
+
+
+def test_a_head_is_bounded(custom):
+    assert exchange(custom, b"GET /" + b"a" * 2**16, seconds=20).startswith(b"HTTP/1.1 431 ")
+
+
+def test_all_bodies_under_way_are_bounded(custom):
+    """By 16 of the largest size. Who has found no room may ask again."""
+    address, large = ("127.0.0.1", int(custom.url.rsplit(":")[-1])), json.dumps(ask(RIGHT)).encode().ljust(2**20)
+    with contextlib.ExitStack() as stack:
+        for _ in range(17):
+            client = stack.enter_context(socket.create_connection(address))
+            client.sendall(f"{POST}Content-Length: {len(large)}\r\n\r\n".encode() + large[:-1])
+        assert wait_until(lambda: post(custom.url + "/get_reward", large)[0] == 503)
+        status, answer = post(custom.url + "/get_reward", large)
+        assert status == 503 and answer["error"].startswith("the requests under way have 16")
+    assert wait_until(lambda: post(custom.url + "/get_reward", large)[0] == 200)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_it_answer_what_was_accepted(signum, tmp_path):
     (tmp_path / "length.py").write_text(CUSTOM)
@@ -350,8 +382,6 @@ def test_a_reward_file_that_cannot_be_imported(tmp_path):
     ],
 )
 def test_a_wrong_value_is_refused_by_its_flag(capsys, flag, value, said):
-    from arlopti_openrlhf.cli import serve_rewards
-
     with pytest.raises(SystemExit):
         serve_rewards.main(["--grader", "kk", flag, value])
     assert f"argument {flag}: {said}" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.reward_answers import SERVER, request_body
+from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight import data, right_answers
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.right_answers import Refused
@@ -27,6 +28,7 @@ _PROBE_SECONDS = 8.0  # for the import of a reward file and its answers to the r
 _OWN_SECONDS = 60.0  # the same for our own graders, most of it for the import of PyTorch
 _CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
 _HEALTH_SECONDS = 2.0
+_HEALTH_BYTES = 2**16  # of an answer
 _RETRIES = 3  # within two seconds
 
 
@@ -129,22 +131,24 @@ def _check_servers(urls: list[str], rows: Sequence[tuple[str, Any]]) -> Iterator
     """
     import httpx  # which transformers has imported by then
 
-    away: dict[str, Exception] = {}
+    away: dict[str, str] = {}
     patient = httpx.HTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
-    # The run asks without a proxy, too.
-    with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS, follow_redirects=True) as client:
+    # The run asks without a proxy, too, and follows no server to another.
+    with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS) as client:
         for url in urls:
             server = _without_secrets(url)
+            if missing := " and ".join(credentials.missing(url)):
+                problem = f"{missing} is not in the environment"
+                remedy = f"set it, or give {_FLAG} again: a run keeps no secrets in its config.yaml"
+                yield Finding(_FLAG, url, problem, remedy)
+                continue
             try:
-                answer = client.get(f"{server}/health")
+                answer = _health(client, server)
             except httpx.RemoteProtocolError:
                 problem = "something answers, but not in HTTP"
                 yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
-            except httpx.TooManyRedirects:
-                problem = "something answers at /health, and redirects without end"
-                yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                away[server] = error
+                away[server] = credentials.mask(str(error), url)
             else:
                 yield from _check_path(client, url, answer, rows)
     for server, cause in away.items():
@@ -162,7 +166,8 @@ def _check_path(
     except ValueError:
         said = None
     if not isinstance(said, dict) or said.get("server") != SERVER:
-        status = f"/health: status {health.status_code}, {health.headers.get('content-type', 'of no type')}"
+        kind = credentials.mask(health.headers.get("content-type", "of no type"), url)
+        status = f"/health: status {health.status_code}, {kind}"
         problem = f"something answers, but not this package's server ({status}), so rewards are not checked"
         yield Finding(_FLAG, server, problem, "make sure that it gives some", is_fatal=False)
         return
@@ -172,11 +177,11 @@ def _check_path(
     if said["needs_token"]:
         token, _, path = path.removeprefix("/").partition("/")
         path = f"/{path}"
-        if not client.get(f"{server}/{token}/health").is_success:
+        if not _health(client, f"{server}/{token}").is_success:
             problem = "the token that the server wants is not there, or wrong"
             yield Finding(_FLAG, server, problem, "put it before the path: /TOKEN/get_reward")
             return
-    if path not in said["serves"]:
+    if credentials.expand(path) not in said["serves"]:
         problem = f"the server has no rewards at {path or '/'}, but at {paths}"
         yield Finding(_FLAG, server, problem, "correct the URL")
         return
@@ -198,7 +203,7 @@ def _posting(client: "httpx.Client", url: str) -> right_answers.Ask:
         except ValueError as error:
             raise Refused(f"{error}") from None
         headers = {"Content-Type": "application/json"}
-        answer = client.post(url, content=body, headers=headers, timeout=_OWN_SECONDS)
+        answer = client.post(credentials.expand(url), content=body, headers=headers, timeout=_OWN_SECONDS)
         if answer.status_code < 500 and not answer.is_success:
             raise Refused(f"the server refuses with status {answer.status_code}: {answer.text[:200]}")
         return answer.raise_for_status().json()
@@ -206,7 +211,17 @@ def _posting(client: "httpx.Client", url: str) -> right_answers.Ask:
     return ask
 
 
+def _health(client: "httpx.Client", base: str) -> "httpx.Response":
+    """Return the answer at /health. No more than the start of its body is read, as it was sent."""
+    import httpx
+
+    with client.stream("GET", f"{credentials.expand(base)}/health", headers={"Accept-Encoding": "identity"}) as answer:
+        body = next(answer.iter_raw(_HEALTH_BYTES), b"")
+        kind = {name: value for name, value in answer.headers.items() if name == "content-type"}
+        return httpx.Response(answer.status_code, headers=kind, content=body)
+
+
 def _without_secrets(url: str) -> str:
-    """Return a URL without the user and the path, which may hold a password or a token."""
+    """Return a URL without the user, the path and the query, which may hold a password or a token."""
     scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}"
+    return f"{scheme}://{re.split('[/?#]', rest)[0].rpartition('@')[2]}"

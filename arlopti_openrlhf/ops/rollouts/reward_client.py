@@ -20,14 +20,13 @@ from vllm import SamplingParams
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import REWARD_FILES
-from arlopti_openrlhf.grading.reward_answers import normalise, request_body
+from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.ops.lifecycle import awake, credentials
+from arlopti_openrlhf.ops.rollouts import reward_http
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, about
 
 logger = init_logger(__name__)
 
-_JSON = {"Content-Type": "application/json"}
-_ATTEMPT = aiohttp.ClientTimeout(total=180)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, doubling
 _SAY_EVERY = 60.0  # seconds
 # vLLM returns log-probs for one sample in so many, beginning with the first. While it works on such a sample, it
@@ -126,7 +125,8 @@ class RewardExecutor(SingleTurnAgentExecutor):
         try:
             return normalise(result, 1)
         except ValueError as error:
-            raise RewardError(f"{self.sources[0]} returned {error}{about(query, label)}") from None
+            problem = credentials.mask(str(error), ",".join(self.sources))
+            raise RewardError(f"{self.sources[0]} returned {problem}{about(query, label)}") from None
 
     def _is_chosen(self, sampling_params: SamplingParams) -> bool:
         """Return whether vLLM is to return a sample's log-probs.
@@ -142,11 +142,11 @@ class RewardExecutor(SingleTurnAgentExecutor):
         Raises:
             RewardError: the time is up, or the server refuses the request itself (4xx).
         """
-        clock, pause = awake.Clock(longest=_ATTEMPT.total + 2 * _LONGEST_PAUSE), _FIRST_PAUSE
+        clock, pause = awake.Clock(longest=reward_http.SECONDS + 2 * _LONGEST_PAUSE), _FIRST_PAUSE
         while True:
             url = next(self._servers)
             try:
-                answer = await _post(url, query, prompt, label)
+                answer = await reward_http.post(url, query, prompt, label)
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError) as error:
                 cause = credentials.mask(f"{type(error).__name__}: {error}", url)
             else:
@@ -173,23 +173,3 @@ class RewardExecutor(SingleTurnAgentExecutor):
                 f"reward server: {self.calls} samples wait for {url}, for {now - self._down_since:.0f} s so far, "
                 f"for up to {self.retry_seconds / 60:g} minutes: {cause}"
             )
-
-
-async def _post(url: str, query: str, prompt: str, label: Any) -> Any:
-    try:
-        body = request_body(query, prompt, label)
-    except ValueError as error:
-        raise RewardError(f"{error}{about(query, label)}") from None
-    # Each request opens its own connection, as upstream's do. A kept one could have died with its server since.
-    whole = credentials.expand(url)
-    async with (
-        aiohttp.ClientSession(timeout=_ATTEMPT) as session,
-        session.post(whole, data=body, headers=_JSON) as response,
-    ):
-        if response.status < 400:
-            return await response.json(content_type=None)
-        text = terminal.one_line((await response.text())[:500])
-        if response.status >= 500 or response.status in (408, 429):
-            raise OSError(f"status {response.status}: {text}")
-        refusal = f"{url} refuses the request with status {response.status}: {credentials.mask(text, url)}"
-        raise RewardError(f"{refusal}{about(query, label)}")

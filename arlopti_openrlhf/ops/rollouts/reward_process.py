@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from arlopti_openrlhf import terminal, user_files
+from arlopti_openrlhf.grading.environment import without_secrets
 from arlopti_openrlhf.grading.reward_answers import to_json
 from arlopti_openrlhf.ops.lifecycle import awake
 
@@ -93,6 +94,7 @@ class RewardProcess:
             stdout=subprocess.DEVNULL if is_quiet else None,
             stderr=subprocess.DEVNULL if is_quiet else None,
             pass_fds=theirs,
+            env=without_secrets(),
             start_new_session=True,  # `kill` ends the whole group
         )
         for _, end in pipes:

@@ -92,7 +92,12 @@ def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """Let wandb write to tmp_path alone."""
-    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_INIT_TIMEOUT", "ARLOPTI_REWARD_SECRET_0_0"):
+    for name in (
+        "WANDB_RUN_ID",
+        "WANDB_RESUME",
+        "WANDB_INIT_TIMEOUT",
+        *(f"ARLOPTI_REWARD_SECRET_0_{i}" for i in range(2)),
+    ):
         monkeypatch.setenv(name, "")  # so that what the test leaves there is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -107,7 +112,7 @@ def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret
     there, by which runs can be filtered."""
     key, password = "0123456789abcdef" * 2, "pass-w0rd"
     flags = f"--logger.wandb.key {key} --logger.wandb.run_name mine --actor.model_name_or_path m"
-    flags += f" --reward.remote_url http://user:{password}@host/get --algo.ar.alpha 0.3 --algo.lopti.eta 0.5"
+    flags += f" --reward.remote_url http://user:{password}@host/get_reward --algo.ar.alpha 0.3 --algo.lopti.eta 0.5"
     flags += f" --eval.dataset d --eval.steps 9 --eval.sampling a:n=2,t=1 --ckpt.path {tmp_path / 'ckpt'}"
     flat = train_ppo_ray.parse(flags.split())
     credentials.hide(flat)
@@ -124,7 +129,7 @@ def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret
     assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5
     assert config["eval"]["sampling"] == [["*", 4, 0.6], ["a", 2, 1.0]] and "namespace(" not in str(config)
     assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY"
-    assert config["reward"]["remote_url"][0].endswith("@host/get")
+    assert config["reward"]["remote_url"][0].endswith("@host/get_reward")
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"alpha" in written and key.encode() not in written and password.encode() not in written
 

@@ -313,7 +313,7 @@ def server():
                 requests.append(f"GET {self.path}")
                 self.send_response(status)
                 if status == 302:
-                    self.send_header("Location", self.path)
+                    self.send_header("Location", body)
                 self.send_header("Content-Type", "text/html" if body.startswith("<") else "application/json")
                 self.end_headers()
                 self.wfile.write(body.encode())
@@ -353,9 +353,19 @@ def test_a_strangers_server_is_asked_for_its_health_alone_and_is_a_warning(check
     assert requests == ["GET /health"]
 
 
-def test_a_server_that_redirects_without_end_is_a_warning(check, server):
-    [found] = check(server(302)[0])
-    assert "something answers at /health, and redirects without end" in found
+def test_a_server_that_leads_to_another_is_a_warning(check, server):
+    other, requests = server(200)
+    [found] = check(server(302, other)[0])
+    assert found.startswith("--reward") and "not this package's server (/health: status 302" in found
+    assert requests == []
+
+
+def test_of_an_answer_only_the_start_is_read(check, server, monkeypatch):
+    """It would be one of ours, if it were read to its end."""
+    monkeypatch.setattr(reward, "_HEALTH_BYTES", 40)
+    ours = json.dumps({"server": reward.SERVER, "serves": [], "needs_token": False})
+    [found] = check(server(200, ours)[0])
+    assert "not this package's server (/health: status 200" in found
 
 
 @pytest.fixture(scope="module")
@@ -413,6 +423,25 @@ def test_a_path_that_our_own_server_does_not_serve(check, ours, path):
     for wrong in (url + path, f"{url}/wrong{path}"):
         [found] = check(wrong)
         assert found.startswith(f"!--reward.remote_url {url}: the token that the server wants is not there, or wrong")
+
+
+@pytest.mark.parametrize(
+    "url", ["{}/${{TOKEN}}/kk/get_reward", "${{BASE}}/t0ken/kk/get_reward", "{}/${{TOKEN}}/${{PATH}}"]
+)
+def test_variables_stand_for_any_part_of_a_url(check, ours, monkeypatch, url):
+    base = ours("t0ken")
+    for name, value in {"TOKEN": "t0ken", "BASE": base.partition("//")[2], "PATH": "math/get_reward"}.items():
+        monkeypatch.setenv(name, value)
+    url = url.format(base).replace("${BASE}", "http://${BASE}")
+    assert check(url) == []
+    monkeypatch.setenv("TOKEN", "wrong")
+    assert bool(check(url)) == ("TOKEN" in url)
+
+
+def test_a_variable_that_is_not_set(check, ours, monkeypatch):
+    monkeypatch.delenv("NO_TOKEN", raising=False)
+    [found] = check(ours(None) + "/${NO_TOKEN}/get_reward")
+    assert found.startswith("!--reward.remote_url") and "${NO_TOKEN}/get_reward: NO_TOKEN is not in the env" in found
 
 
 def test_a_server_that_is_not_there(check, server, monkeypatch):

@@ -28,7 +28,7 @@ from vllm import SamplingParams
 
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.grading.reward_answers import normalise
-from arlopti_openrlhf.ops.rollouts import reward_client
+from arlopti_openrlhf.ops.rollouts import reward_client, reward_http
 from arlopti_openrlhf.ops.rollouts import samples as rollout_samples
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker
 from arlopti_openrlhf.ops.rollouts.reward_client import RewardError, RewardExecutor
@@ -109,7 +109,7 @@ def test_the_guides_server_rewards_knights_and_knaves(tmp_path, monkeypatch):
         url = f"http://127.0.0.1:{guides.server_port}/get_reward"
         prompt, label = "<|im_start|>assistant\n<think>", "(1) Zoey is a knight\n(2) Oliver is a knave"
         answers = [f"He lies.</think>\n<answer>\n{text}\n</answer><|im_end|>" for text in (label, label[::-1])]
-        found = [normalise(asyncio.run(reward_client._post(url, prompt + a, prompt, label)), 1) for a in answers]
+        found = [normalise(asyncio.run(reward_http.post(url, prompt + a, prompt, label)), 1) for a in answers]
         guides.shutdown()
     assert [(answer["rewards"], answer["scores"]) for answer in found] == [([1.0], [1.0]), ([-1.0], [0.0])]
     assert found[0]["extra_logs"]["response_chars"] == [float(len("<think>" + answers[0]))]
