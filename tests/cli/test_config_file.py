@@ -96,7 +96,19 @@ def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
     text = kept.read_text(encoding="utf-8")
     again = command_line.parse(["--config", str(kept)])
     assert same(first) == same(again) and "secret" not in text
-    assert yaml.safe_load(text)["ds.lora.target_modules"] == "all-linear" and text == config_file.text(first)
+    assert text == config_file.text(first)
+    # By topic, for people, and with numbers as YAML reads them.
+    topics = yaml.safe_load(text)
+    assert topics["actor"]["adam.lr"] == 1e-6 and topics["actor"]["eps_clip_low_high"] == [0.2, 0.24]
+    assert topics["ds"]["lora.target_modules"] == "all-linear" and topics["logger"]["probability_stats"] == "off"
+    assert topics["dry_run"] is False and topics["ckpt"]["max_mem"] == "inf"
+    assert not [name for name in topics if "." in name]
+
+
+def test_a_file_that_names_each_flag_in_full_still_counts(parse):
+    """As earlier versions kept it, with text for numbers."""
+    args = parse("actor.adam.lr: '1e-06'\nckpt.max_mem: 'inf'\nvllm.num_engines: '1'\n")
+    assert (args["actor.adam.lr"], args["ckpt.max_mem"], args["vllm.num_engines"]) == (1e-6, float("inf"), 1)
 
 
 def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypatch):
@@ -110,7 +122,7 @@ def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypa
     words += " --eval.dataset b.jsonl --reward.remote_url kk --algo.token_method ar method.py --ckpt.path ckpt"
     first, _, rest = words.partition(" --eval.dataset")
     words = [*first.split(), "a.jsonl, b.jsonl,elsewhere@sub,org/d", *f"--eval.dataset{rest}".split()]
-    kept = yaml.safe_load(config_file.text(command_line.parse(words)))
+    kept = config_file.read(config_file.text(command_line.parse(words)))
     expected = {
         "actor.model_name_or_path": f"{tmp_path}/model",
         "reward.model_name_or_path": "org/name",
