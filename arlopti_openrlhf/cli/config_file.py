@@ -81,17 +81,32 @@ def read(text: str) -> dict[str, Any]:
     All values stay text: the parser knows each flag's type, and `off` is no bool.
 
     Raises:
-        ValueError: it is no YAML, or names no flags.
+        ValueError: it is no YAML, names no flags, or names one twice.
     """
     import yaml
 
     try:
-        content = yaml.load(text, Loader=yaml.BaseLoader)
+        content, node = yaml.load(text, Loader=yaml.BaseLoader), yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError("holds no names of flags with values")
-    return dict(_flat(content))
+    pairs = list(_flat(content))
+    names = [name for name, _ in pairs]
+    # PyYAML takes the last of two blocks and drops the first, with all flags in it.
+    for name in (*_repeated(node), *(name for i, name in enumerate(names) if name in names[:i])):
+        raise ValueError(f"{name} is there twice")
+    return dict(pairs)
+
+
+def _repeated(node: Any, before: str = "") -> Iterator[str]:
+    """Yield the names that a mapping of YAML, or one inside it, has more than once."""
+    if node.id != "mapping":
+        return
+    names = [f"{before}{name.value}" for name, _ in node.value]
+    yield from (name for i, name in enumerate(names) if name in names[:i])
+    for name, (_, inside) in zip(names, node.value, strict=True):
+        yield from _repeated(inside, f"{name}.")
 
 
 def _flat(content: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
