@@ -94,6 +94,19 @@ def test_the_readmes_results_are_the_studys():
         assert mine[3:] == differences or mine[3:] == [""], name
 
 
+def test_the_readme_begins_with_the_price_and_with_what_is_not_shown():
+    """Before the drawings and the commands, one item each. The figures are those of the page on costs."""
+    first = text_of("README.md").split("![")[0]
+    assert len(first.splitlines()) < 25 and re.findall(r"^- \*\*(.+?)\.\*\*", first, re.M) == [
+        "The price",
+        "Shown",
+        "Not shown",
+    ]
+    costs = dict(re.findall(r"^\| ([\w +]+) \| (0\.\d\d) \|", section("docs/costs.md", "Time"), re.M))
+    price = first.split("**The price.**")[1].split("\n- ")[0]
+    assert re.findall(r"0\.\d\d", price) == [costs["AR + Lopti"], costs["GRPO"]]
+
+
 def test_every_name_from_the_paper_to_the_code_exists():
     pairs = names_in_rows(text_of("docs/paper_to_code.md"))
     assert len(pairs) >= 15

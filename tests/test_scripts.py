@@ -1,4 +1,4 @@
-"""Every flag of every launch script, and of the commands in its comments, goes through the real parsers."""
+"""Every flag of every launch script and YAML file, and of the commands in comments, goes through the real parsers."""
 
 import os
 import re
@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
-from arlopti_openrlhf.cli import prepare_data, train_ppo_ray
+from arlopti_openrlhf.cli import prepare_data, quickstart, train_ppo_ray
 from arlopti_openrlhf.evaluation.sampling import sampling_of
 from arlopti_openrlhf.grading import REWARD_FILES
 
@@ -58,6 +59,50 @@ def test_commands_in_comments_parse(script):
     for command in commands:
         prepare_data.make_parser().parse_args(shlex.split(command))
     assert commands, f"{script.name} does not say how its data is made"
+
+
+# What a reader changes, and how the prompts of the scripts and of the quickstart differ from a reader's.
+YOURS = {
+    *("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "reward.remote_url", "logger.wandb.run_name"),
+    *("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir", "data.apply_chat_template", "config"),
+}
+SIZES = {f"{part}.micro_batch_size" for part in ("rollout", "train")} | {
+    *("actor.adam.lr", "data.max_len", "rollout.max_new_tokens"),
+}
+KEPT = {"ckpt.save_steps", "ckpt.load_enable", "ckpt.best_metric_key"}  # the quickstart starts anew, and keeps nothing
+NO_GPU = {"vllm.gpu_memory_utilization"}  # vLLM's cache has a size of its own on a CPU
+
+
+def parse_example(name: str, *flags: str) -> dict:
+    return vars(train_ppo_ray.parse(["--config", str(ROOT / "examples" / name), *flags]))
+
+
+def test_the_example_for_a_cpu_is_the_quickstart():
+    files = quickstart.Files(*map(Path, quickstart.Files._fields))
+    words = quickstart.training_flags(Path("out"), files, quickstart.FULL, seed=0)
+    theirs, mine = vars(train_ppo_ray.parse(words)), parse_example("cpu.yaml", "--train.seed", "1")
+    assert {name for name in mine if mine[name] != theirs[name]} <= YOURS | SIZES | KEPT | NO_GPU
+
+
+def test_the_example_for_a_gpu_is_the_script_for_one(tmp_path):
+    theirs, mine = parse(ROOT / "examples/scripts/train_kk_small.sh", tmp_path), parse_example("gpu.yaml")
+    assert {name for name in mine if str(mine[name]) != str(theirs[name])} <= YOURS
+
+
+@pytest.mark.parametrize("name", ["cpu.yaml", "gpu.yaml"])
+def test_the_examples_say_what_is_yours_and_their_commands_parse(name):
+    text = (ROOT / "examples" / name).read_text("utf-8")
+    marked = re.findall(r"^  ([\w.]+): .*# yours", text, re.M)
+    yours = YOURS - {"data.apply_chat_template", "logger.wandb.run_name", "config"}
+    assert sorted(marked) == sorted(key.partition(".")[2] for key in yours)
+    commands = re.findall(r"^#   arlopti train --config (\S+)(.*)$", text.replace("\\\n#", ""), re.M)
+    for path, flags in commands:
+        train_ppo_ray.parse(["--config", str(ROOT / path), *shlex.split(flags, comments=True)])
+    assert len(commands) > 1
+    # Numbers are numbers for every reader of YAML, which takes 1e-6 for text.
+    topics, number = yaml.safe_load(text), re.compile(r"-?[\d.]+(e-?\d+)?")
+    values = [value for flags in topics.values() for value in flags.values()]
+    assert len(values) > 30 and not [value for value in values if isinstance(value, str) and number.fullmatch(value)]
 
 
 # Tables 2 and 3 of the paper; REINFORCE++ takes α 0.1.

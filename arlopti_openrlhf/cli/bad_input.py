@@ -85,10 +85,10 @@ def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[st
         _check_model(parser, flag, name, list(model.check_folder(flag, name)))
 
 
-def check_tokenizer(parser: argparse.ArgumentParser, name: str) -> None:
-    """Refuse a --tokenizer that is neither on this machine nor on the hub. It needs no weights."""
+def check_tokenizer(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
+    """Refuse a tokenizer that is neither on this machine nor on the hub. It needs no weights."""
     if local_folder(name) is None:
-        _check_model(parser, "--tokenizer", name, [model.not_here("--tokenizer", name)])
+        _check_model(parser, flag, name, [model.not_here(flag, name)])
 
 
 def _check_model(parser: argparse.ArgumentParser, flag: str, name: str, findings: list[Finding]) -> None:

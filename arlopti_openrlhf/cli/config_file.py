@@ -9,10 +9,11 @@ The file names flags without their dashes. Parts of a name may be nested:
     ds.packing_samples: true
     actor.eps_clip_low_high: [0.2, 0.24]
 
-A run keeps the values of all its flags in such a file, next to its checkpoints, with absolute paths.
+A run keeps the values of all its flags in such a file, by topic, next to its checkpoints, with absolute paths.
 """
 
 import argparse
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,8 +49,8 @@ def expanded(argv: Sequence[str], parser: Parser) -> list[str]:
     if path is None:
         return list(argv)
     try:
-        entries = _flat(read(Path(path).read_text("utf-8")))
-        return [word for key, value in entries for word in _words(key, value, parser)] + list(argv)
+        entries = read(Path(path).read_text("utf-8"))
+        return [word for key, value in entries.items() for word in _words(key, value, parser)] + list(argv)
     except (OSError, ValueError) as error:
         parser.error(f"argument {FLAG}: {path}: {error}")
 
@@ -68,25 +69,46 @@ def text(flat: argparse.Namespace) -> str:
     import yaml
 
     given = {key: _plain(value) for key, value in vars(flat).items() if value is not None and key != "config"}
-    values = {key: _from_anywhere(key, value) for key, value in given.items()}
-    return yaml.safe_dump(values, sort_keys=True, allow_unicode=True)
+    by_topic: dict[str, Any] = {}  # {"actor": {"adam.lr": 1e-6}, "dry_run": False}
+    for key, value in given.items():
+        topic, _, name = key.partition(".")
+        inside = by_topic.setdefault(topic, {}) if name else by_topic
+        inside[name or topic] = _from_anywhere(key, value)
+    return yaml.safe_dump(by_topic, sort_keys=True, allow_unicode=True)
 
 
 def read(text: str) -> dict[str, Any]:
-    """Return the content of a file. All values stay text: the parser knows each flag's type, and `off` is no bool.
+    """Return the values in a file by the names of their flags, such as "actor.adam.lr", however they are nested.
+
+    All values stay text: the parser knows each flag's type, and `off` is no bool.
 
     Raises:
-        ValueError: it is no YAML, or names no flags.
+        ValueError: it is no YAML, names no flags, or names one twice.
     """
     import yaml
 
     try:
-        content = yaml.load(text, Loader=yaml.BaseLoader)
+        content, node = yaml.load(text, Loader=yaml.BaseLoader), yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError("holds no names of flags with values")
-    return content
+    pairs = list(_flat(content))
+    names = [name for name, _ in pairs]
+    # PyYAML takes the last of two blocks and drops the first, with all flags in it.
+    for name in (*_repeated(node), *(name for i, name in enumerate(names) if name in names[:i])):
+        raise ValueError(f"{name} is there twice")
+    return dict(pairs)
+
+
+def _repeated(node: Any, before: str = "") -> Iterator[str]:
+    """Yield the names that a mapping of YAML, or one inside it, has more than once."""
+    if node.id != "mapping":
+        return
+    names = [f"{before}{name.value}" for name, _ in node.value]
+    yield from (name for i, name in enumerate(names) if name in names[:i])
+    for name, (_, inside) in zip(names, node.value, strict=True):
+        yield from _repeated(inside, f"{name}.")
 
 
 def _flat(content: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -144,8 +166,8 @@ def _absolute(path: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML has it, and as its flag reads it."""
-    if isinstance(value, bool):
+    """Return a value as YAML has it, and as its flag reads it. YAML's infinity is not Python's."""
+    if isinstance(value, int | float) and math.isfinite(value):
         return value
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return [_plain(part) for part in value]

@@ -24,6 +24,7 @@ from pathlib import Path
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, check_tokenizer, command_parser
 from arlopti_openrlhf.lab.data import knights_knaves, preparation, published
+from arlopti_openrlhf.lab.scoring.inputs import Row
 
 
 def make_parser() -> Parser:
@@ -38,14 +39,17 @@ def make_parser() -> Parser:
     source.add_argument("--dataset", nargs="+", choices=published.DATA_SETS, metavar="NAME", help=help_of_sets)
     add("--out", required=True, help="folder for --generate, otherwise the .jsonl or .parquet file")
     formats = (
-        "chat messages (default) or final text: several turns as ChatML, as Qwen's models read it, and one as it is; "
-        "rows that this command wrote keep their format"
+        "chat messages (default), which the training command renders with --data.apply_chat_template, or final text: "
+        "what --model's chat template makes of them; without --model, puzzles and several turns as ChatML, which "
+        "Qwen's models read, and a single turn as it is. Text that this command wrote stays as it is"
     )
     add("--prompt-format", choices=preparation.PROMPT_FORMATS, default="messages", help=formats)
+    template = "model whose chat template renders --prompt-format text, and whose tokens are counted"
+    add("--model", metavar="MODEL", help=template)
     exclude = "drop prompts that occur in these files, such as test sets"
     add("--exclude", nargs="+", default=[], metavar="FILE", help=exclude)
     add("--tokenizer", metavar="MODEL", help="count the length of prompts in this model's tokens")
-    add("--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts (needs --tokenizer)")
+    add("--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts (needs --tokenizer or --model)")
     add("--strict", action="store_true", help="fail instead of dropping a row")
     people = range(knights_knaves.MIN_PEOPLE, knights_knaves.MAX_PEOPLE + 1)
     of_puzzle = "--generate: people per puzzle (default: 2 3)"
@@ -72,8 +76,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Bad input ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.max_prompt_tokens is not None and not args.tokenizer:
-        parser.error("argument --max-prompt-tokens: needs --tokenizer")
+    if args.model and args.prompt_format != "text":
+        parser.error("argument --model: only with --prompt-format text, since a training run renders messages itself")
+    if args.model and args.tokenizer:
+        parser.error("argument --tokenizer: not with --model, whose tokens are counted")
+    if args.max_prompt_tokens is not None and not (args.tokenizer or args.model):
+        parser.error("argument --max-prompt-tokens: needs --tokenizer or --model")
     if args.solutions and not args.generate:
         parser.error("argument --solutions: only with --generate, since published puzzles have none")
     for flag in ("exclude", "tokenizer", "strict"):
@@ -82,8 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_out(parser, Path(args.out), is_file=not args.generate)
     if not args.generate and Path(args.out).suffix not in (".jsonl", ".parquet"):
         parser.error(f"argument --out: {args.out}: what is converted goes into a .jsonl or .parquet file")
-    if args.tokenizer:
-        check_tokenizer(parser, args.tokenizer)
+    for flag, name in (("--tokenizer", args.tokenizer), ("--model", args.model)):
+        if name:
+            check_tokenizer(parser, flag, name)
     for flag, files in (("--from", args.files or ()), ("--exclude", args.exclude)):
         check_files(parser, flag, files)
     try:
@@ -95,6 +104,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
 
 
+def _first_format(args: argparse.Namespace) -> str:
+    """Return the format in which rows are made. A model's template comes last: prompts are compared without one."""
+    return "messages" if args.model else args.prompt_format
+
+
+def _rendered(rows: list[Row], args: argparse.Namespace) -> list[Row]:
+    return preparation.render(rows, args.model) if args.model else rows
+
+
 def _generate(args: argparse.Namespace) -> None:
     names = knights_knaves.NAMES[: args.names]
     for file, count, held_out in (("train", args.train, False), ("test", args.test, True)):
@@ -103,17 +121,17 @@ def _generate(args: argparse.Namespace) -> None:
             count,
             held_out=held_out,
             seed=args.seed,
-            prompt_format=args.prompt_format,
+            prompt_format=_first_format(args),
             names=names,
             solutions=args.solutions and not held_out,
             report=partial(print, f"{file}:"),
         )
-        preparation.write_rows(rows, Path(args.out) / f"{file}.jsonl")
+        preparation.write_rows(_rendered(rows, args), Path(args.out) / f"{file}.jsonl")
 
 
 def _convert(args: argparse.Namespace) -> None:
     def reads(names: Sequence[str], read) -> list[published.Read]:
-        return [one for name in names for one in read(name, args.prompt_format)]
+        return [one for name in names for one in read(name, _first_format(args))]
 
     excluded = {
         published.prompt_key(one.row["prompt"]): one.origin
@@ -121,7 +139,8 @@ def _convert(args: argparse.Namespace) -> None:
         if one.row is not None
     }
     # Sort out what training could not use. With --strict nothing may be dropped.
-    num_tokens = preparation.token_counter(args.tokenizer) if args.tokenizer else None
+    tokenizer = args.tokenizer or args.model
+    num_tokens = preparation.token_counter(tokenizer) if tokenizer else None
     found = reads(args.files or (), published.read_file) + reads(args.dataset or (), published.read_data_set)
     rows, dropped = preparation.check(
         found, excluded=excluded, num_tokens=num_tokens, max_tokens=args.max_prompt_tokens
@@ -129,7 +148,7 @@ def _convert(args: argparse.Namespace) -> None:
     if dropped and (args.strict or not rows):
         more = f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
         raise ValueError(f"{dropped[0]}{more}")
-    preparation.write_rows(rows, args.out)
+    preparation.write_rows(_rendered(rows, args), args.out)
     print(preparation.describe(rows, num_tokens))
     # List what was dropped. A list of an earlier run would be wrong now.
     listed = Path(f"{args.out}.dropped")

@@ -75,31 +75,21 @@ def main() -> None:
 
 def run(out: Path, size: Size, seed: int, is_reduced: bool) -> None:
     """Train in the folder, measure, and say what came out."""
-    # A fresh folder, since evaluations and TensorBoard would continue what an earlier quickstart left.
     start = time.time()
     memory = PeakMemory()
-    for name in ("data", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
-        shutil.rmtree(out / name, ignore_errors=True)
-    for name in ("summary.json", "curves.png"):
-        (out / name).unlink(missing_ok=True)
-    log = Log(out / "quickstart.log")
+    log = begin(out)
     print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
     if is_reduced:
         print("--reduced tests the set-up. Its few steps teach the policy nothing.")
 
-    # These import PyTorch and transformers, which takes seconds that a typing mistake should not cost.
-    from arlopti_openrlhf import cpu
+    # Imports PyTorch and transformers, which takes seconds that a typing mistake should not cost.
     from arlopti_openrlhf.lab import quickstart_results
-    from arlopti_openrlhf.lab.data import tiny_policy
-
-    if cpu.uses_cpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
 
     # The five steps, each shown as it begins.
     files = write_puzzles(out / "data", size, seed)
     print(f"1/5 puzzles of {' and '.join(map(str, PEOPLE))} people: {files.train}, held out: {files.test}")
     print("2/5 a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions")
-    tiny_policy.make_policy(out / "model", people=PEOPLE, seed=seed, steps=size.warm_start_steps)
+    make_policy(out / "model", size, seed)
     first = evaluate_model(out / "model", files.test, out / "evaluation" / "before", log, "3/5 accuracy before")
     train(out, files, size, seed, log)
     last = evaluate_model(out / "checkpoint", files.test, out / "evaluation" / "after", log, "5/5 accuracy after")
@@ -132,6 +122,16 @@ def make_parser() -> Parser:
     return parser
 
 
+def begin(out: Path) -> Log:
+    """Empty the folder of an earlier quickstart, which evaluations and TensorBoard would continue. Return the log."""
+    for name in ("data", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("summary.json", "curves.png"):
+        (out / name).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    return Log(out / "quickstart.log")
+
+
 class Files(NamedTuple):
     """Where the puzzles are."""
 
@@ -153,6 +153,16 @@ def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
     for path, rows in zip(files, (train_rows, test_rows, during), strict=True):
         write_rows(rows, path)
     return files
+
+
+def make_policy(folder: Path, size: Size, seed: int) -> None:
+    """Make a policy of 1.0M parameters that has seen worked solutions."""
+    from arlopti_openrlhf import cpu
+    from arlopti_openrlhf.lab.data import tiny_policy
+
+    if cpu.uses_cpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
+    tiny_policy.make_policy(folder, people=PEOPLE, seed=seed, steps=size.warm_start_steps)
 
 
 def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) -> Path:

@@ -169,7 +169,7 @@ def test_the_commands_refuse_before_they_import_what_takes_long(place, command):
     ("flag", "check"),
     [
         ("--model", lambda parser: bad_input.check_models(parser, "--model", ["org/name"])),
-        ("--tokenizer", lambda parser: bad_input.check_tokenizer(parser, "org/name")),
+        ("--tokenizer", lambda parser: bad_input.check_tokenizer(parser, "--tokenizer", "org/name")),
     ],
 )
 def test_a_name_that_the_hub_does_not_have(monkeypatch, capsys, error, flag, check):

@@ -65,6 +65,9 @@ def test_the_command_line_wins(parse):
         ("ds.packing_samples: yes", "ds.packing_samples: yes is neither true nor false"),
         ("algo.ar.alpha: [0.1, 0.2]", "algo.ar.alpha: takes one value, not a list"),
         ("actor.eps_clip_low_high: [[0.1], 0.2]", "actor.eps_clip_low_high: is no list of plain values"),
+        ("algo: {ar.alpha: 0.3}\nalgo: {lopti.eta: 0.5}", "algo is there twice"),
+        ("algo: {ar: {alpha: 0.3}, ar: {alpha: 0.1}}", "algo.ar is there twice"),
+        ("algo: {ar.alpha: 0.3}\nalgo.ar.alpha: 0.1", "algo.ar.alpha is there twice"),
         ("- 1", "holds no names of flags with values"),
         ("a: [", "no YAML: "),
         ("algo.ar.alpha: 7", "7 is not a number in"),
@@ -96,7 +99,19 @@ def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
     text = kept.read_text(encoding="utf-8")
     again = command_line.parse(["--config", str(kept)])
     assert same(first) == same(again) and "secret" not in text
-    assert yaml.safe_load(text)["ds.lora.target_modules"] == "all-linear" and text == config_file.text(first)
+    assert text == config_file.text(first)
+    # By topic, for people, and with numbers as YAML reads them.
+    topics = yaml.safe_load(text)
+    assert topics["actor"]["adam.lr"] == 1e-6 and topics["actor"]["eps_clip_low_high"] == [0.2, 0.24]
+    assert topics["ds"]["lora.target_modules"] == "all-linear" and topics["logger"]["probability_stats"] == "off"
+    assert topics["dry_run"] is False and topics["ckpt"]["max_mem"] == "inf"
+    assert not [name for name in topics if "." in name]
+
+
+def test_a_file_that_names_each_flag_in_full_still_counts(parse):
+    """As earlier versions kept it, with text for numbers."""
+    args = parse("actor.adam.lr: '1e-06'\nckpt.max_mem: 'inf'\nvllm.num_engines: '1'\n")
+    assert (args["actor.adam.lr"], args["ckpt.max_mem"], args["vllm.num_engines"]) == (1e-6, float("inf"), 1)
 
 
 def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypatch):
@@ -110,7 +125,7 @@ def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypa
     words += " --eval.dataset b.jsonl --reward.remote_url kk --algo.token_method ar method.py --ckpt.path ckpt"
     first, _, rest = words.partition(" --eval.dataset")
     words = [*first.split(), "a.jsonl, b.jsonl,elsewhere@sub,org/d", *f"--eval.dataset{rest}".split()]
-    kept = yaml.safe_load(config_file.text(command_line.parse(words)))
+    kept = config_file.read(config_file.text(command_line.parse(words)))
     expected = {
         "actor.model_name_or_path": f"{tmp_path}/model",
         "reward.model_name_or_path": "org/name",

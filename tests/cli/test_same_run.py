@@ -50,7 +50,7 @@ def test_the_same_run_says_nothing(resumed, tmp_path):
         ("--eval.dataset d.jsonl", "--eval.dataset", "d.jsonl: the run that is resumed had no value; it goes on with"),
         ("--algo.token_method stapo", "--algo.token_method", "stapo: the run that is resumed had no value; it goes"),
         ("--ds.packing_samples", "--ds.packing_samples", "true: the run that is resumed had false; it goes on with"),
-        ("--actor.adam.lr 1e-5", "--actor.adam.lr", "1e-05: the run that is resumed had 1e-06; it goes on with 1e-06"),
+        ("--actor.adam.lr 1e-5", "--actor.adam.lr", "1.0e-05: the run that is resumed had 1.0e-06; it goes on with"),
     ],
 )
 def test_a_difference_is_one_line(resumed, flags, flag, text):

@@ -261,7 +261,7 @@ def start_it_again(training: Training) -> None:
 def start_a_new_run(folder: Path, rng: random.Random) -> str:
     """Start a run with the same folders that is not to resume. Nothing there may change."""
     flags = (folder / "checkpoints" / "config.yaml").read_text("utf-8")
-    (folder / "new.yaml").write_text(flags.replace("ckpt.load_enable: true", "ckpt.load_enable: false"), "utf-8")
+    (folder / "new.yaml").write_text(flags.replace("  load_enable: true", "  load_enable: false"), "utf-8")
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", "--config", f"{folder}/new.yaml"]
     before = files_of(folder)
     must_be_refused(command, "it holds another run's checkpoints")
