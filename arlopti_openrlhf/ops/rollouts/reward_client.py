@@ -18,7 +18,6 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
 from vllm import SamplingParams
 
-from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.ops.lifecycle import awake, credentials
