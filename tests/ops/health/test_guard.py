@@ -7,12 +7,12 @@ import sys
 
 # A skipped mini-batch with a NaN loss, a good step, a step whose loss is NaN and whose gradient is not, a good step.
 STEPS = """
-import sys
-import deepspeed, torch
-from deepspeed.accelerator import get_accelerator
+import torch
 from arlopti_openrlhf import cpu
 
 cpu.enable()
+import deepspeed
+from deepspeed.accelerator import get_accelerator
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy
 from arlopti_openrlhf.update import optimizer_steps
 
