@@ -171,7 +171,8 @@ def publish(folder: Path, *paths: str) -> None:
     for path in map(Path, paths):
         writing = folder / "ckpt" / path.parent / f"{files.WRITING}{path.name}"
         files.begin(writing, print)
-        files.publish(writing, {})
+        (writing / "model.pt").touch()
+        files.publish(writing, files.describe(writing, ["model.pt"]))
 
 
 @pytest.mark.parametrize(
