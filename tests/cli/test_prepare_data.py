@@ -1,13 +1,16 @@
 """The command makes, converts and drops rows as it says, and refuses the rest in one line."""
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import datasets
 import huggingface_hub
@@ -80,6 +83,7 @@ def test_fewer_structures_than_puzzles_are_said(tmp_path, capsys):
 
 def test_progress_is_shown_on_a_terminal(tmp_path):
     outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.prepare_data", "--generate", "--people", "2"]
     process = subprocess.Popen([*command, "--train", "900", "--test", "1", "--out", str(tmp_path)], stderr=inner)
     os.close(inner)

@@ -27,7 +27,7 @@ _SHARED_MEMORY = 1 << 30  # bytes; NCCL and Ray's object store take it, and Dock
 _LEAST_SHARED_MEMORY = 160 << 20  # bytes; vLLM's engine and one rank on a CPU
 _OBJECT_STORE, _LARGEST_OBJECT_STORE = 0.3, 200e9  # of the memory, and in bytes: Ray's default
 _LOOPBACK_SECONDS = 2.0
-_INODES = 1000  # a run of one rank on a CPU makes some 300 in TMPDIR, and 15 in a checkpoint
+_INODES = 200  # a run of one rank on a CPU has some 90 in TMPDIR, and 13 below --ckpt.path
 _MODEL = 2  # bytes of a parameter in bf16
 _OPTIMIZER = 12  # bytes of a parameter: its fp32 copy and Adam's two moments
 

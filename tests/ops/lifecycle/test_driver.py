@@ -165,3 +165,19 @@ def test_signals(training, signals, code, said):
         out += rest
     assert process.returncode == code and said in err
     assert ("asked" in out) == training
+
+
+def test_a_run_is_complete_though_its_temporary_folder_is_gone(tmp_path, monkeypatch, capsys):
+    """Whoever tidies up TMPDIR removes what is old, during the run too."""
+    monkeypatch.setattr(driver.ray, "shutdown", lambda: None)
+    run = driver.Driver(closing=lambda found: "trained 2 steps")
+    run.folder = tmp_path / "removed"
+    with run.ending():
+        pass
+    said = capsys.readouterr()
+    assert said.out == "trained 2 steps\n" and said.err == ""
+
+
+def test_a_long_line_keeps_its_ends():
+    said = driver.last_lines(ValueError("begin " + "x" * 5000 + " end"))
+    assert len(said) < 1100 and "begin" in said and said.endswith(" end")
