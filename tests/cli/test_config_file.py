@@ -94,7 +94,10 @@ def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
     (tmp_path / "run.yaml").write_text(FLAGS, encoding="utf-8")
     first = command_line.parse(["--config", str(tmp_path / "run.yaml"), *words])
     credentials.hide(first)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".config.yaml").touch(0o644)  # of a run that was killed
     config_file.keep(first, tmp_path / "folder")
+    assert (tmp_path / "folder" / "config.yaml").stat().st_mode & 0o777 == 0o600
     [kept] = (tmp_path / "folder").iterdir()
     text = kept.read_text(encoding="utf-8")
     again = command_line.parse(["--config", str(kept)])
