@@ -349,10 +349,11 @@ def _check_tokenizer(model: str, folder: Path, args: SimpleNamespace) -> Iterato
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         problem = "its tokenizer has no pad token and no eos token"
         yield Finding(_ACTOR, model, problem, "name one in tokenizer_config.json")
-    yield from _check_vocabulary(model, folder, tokenizer)
+    yield from check_vocabulary(_ACTOR, model, folder, tokenizer)
 
 
-def _check_vocabulary(model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
+def check_vocabulary(flag: str, model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
+    """Yield how the tokens of a model, which can be loaded, do not fit its embedding and its output."""
     config = load_config(folder).get_text_config()
     rows = config.vocab_size
     try:
@@ -363,7 +364,7 @@ def _check_vocabulary(model: str, folder: Path, tokenizer: "PreTrainedTokenizerB
     if config.tie_word_embeddings and embedding and head and head[1] != embedding[1]:
         problem = f"config.json ties the output to the embedding, and the weights have another {head[0]}"
         remedy = "set tie_word_embeddings to false, or leave that tensor out: vLLM and transformers choose differently"
-        yield Finding(_ACTOR, model, problem, remedy, is_fatal=False)
+        yield Finding(flag, model, problem, remedy, is_fatal=False)
     beyond = {token: id for token, id in tokenizer.get_vocab().items() if id >= rows}
     if beyond:
         in_use = [token for token in (tokenizer.eos_token, tokenizer.pad_token) if token in beyond]
@@ -372,7 +373,7 @@ def _check_vocabulary(model: str, folder: Path, tokenizer: "PreTrainedTokenizerB
         problem = f"its tokenizer has ids up to {max(beyond.values())}, but the model has {rows} embeddings: {tokens}"
         # Tokens that were added and do not occur do no harm. Those that end and fill up answers do occur.
         is_fatal = tokenizer.vocab_size > rows or bool(in_use)
-        yield Finding(_ACTOR, model, problem, "use the tokenizer of this model", is_fatal)
+        yield Finding(flag, model, problem, "use the tokenizer of this model", is_fatal)
 
 
 def _check_context(folder: Path, args: SimpleNamespace) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Compares the tensors in a model's files with those that its class needs. Little more than names and shapes is read."""
+"""Compares the tensors in a model's files, of which it reads names and shapes, with those that its class needs."""
 
 import contextlib
 import zipfile
