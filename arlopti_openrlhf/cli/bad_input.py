@@ -5,7 +5,9 @@ import difflib
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -80,9 +82,17 @@ def check_files(parser: argparse.ArgumentParser, flag: str, files: Iterable[str]
 
 
 def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[str]) -> None:
-    """Refuse models that could not be loaded. The hub has to have what is not on this machine."""
+    """Refuse models that could not be loaded. The hub has to have what is not on this machine.
+
+    What is odd with a model that can be loaded is printed on standard error.
+    """
     for name in models:
-        _check_model(parser, flag, name, list(model.check_folder(flag, name)))
+        folder, findings = local_folder(name), list(model.check_folder(flag, name))
+        # What is wrong with a model that is here, the hub cannot mend.
+        if folder and Path(name).is_dir() and not any(finding.is_fatal for finding in findings):
+            with suppress(OSError, ValueError):  # no tokenizer, or one that cannot be loaded
+                findings += model.check_vocabulary(flag, name, folder, model.load_tokenizer(folder))
+        _check_model(parser, flag, name, findings)
 
 
 def check_tokenizer(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
@@ -96,6 +106,10 @@ def _check_model(parser: argparse.ArgumentParser, flag: str, name: str, findings
     for finding in findings:
         if finding.is_fatal:
             parser.error(f"argument {finding}")
+    if Path(name).is_dir():
+        for finding in findings:
+            print(f"{parser.prog}: warning: {finding}", file=sys.stderr)
+        return
     if not findings:
         return
     from httpx import HTTPError

@@ -172,6 +172,8 @@ def _label(value: object) -> str:
         )
     if isinstance(value, float) and not math.isfinite(value):  # pandas writes a missing label so
         raise ValueError(f"a label is no finite number: {value}")
+    if isinstance(value, float) and abs(value) >= 2**53:
+        raise ValueError(f"a label was rounded when the file was read: {value}; write it as text")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = _without_dollars(str(value))

@@ -14,9 +14,11 @@ import pytest
 from httpx import ConnectError
 from huggingface_hub.errors import HFValidationError
 from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoTokenizer
 
 from arlopti_openrlhf.cli import bad_input, main
 from arlopti_openrlhf.cli.processes import InUse, lock
+from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 WORDS = {module: word for word, (module, _) in main.COMMANDS.items()}
 DATA = [{"prompt": f"puzzle {i}", "label": "(1) Zoey is a knight", "datasource": "kk_1ppl"} for i in range(4)]
@@ -208,6 +210,25 @@ def test_the_hub_is_asked_for_what_its_cache_lacks(monkeypatch, tmp_path, tiny_m
     (cached / "model.safetensors").unlink()
     bad_input.check_models(parser, "--model", ["org/name"])
     assert asked == ["org/name"]
+
+
+def test_a_model_of_which_the_tokenizer_is_another_ones(tmp_path, tiny_model, capsys):
+    """Tokens without an embedding are refused if they are the tokenizer's own, as in training, or else a warning."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(62)])
+    tokenizer.save_pretrained(folder)
+    parser = bad_input.Parser(prog="command")
+    bad_input.check_models(parser, "--model", [str(folder)])
+    error = capsys.readouterr().err
+    assert f"command: warning: --model {folder}: its tokenizer has ids up to 321, but the model has 320" in error
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "<extra 61>"}))
+    load_tokenizer.cache_clear()
+    with pytest.raises(SystemExit) as stop:
+        bad_input.check_models(parser, "--model", [str(folder)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "error: argument --model" in error and "'<extra 61>' is 321" in error
 
 
 def test_a_port_in_use(refused):

@@ -269,3 +269,12 @@ def test_every_published_label_equals_itself(name):
     with ThreadPoolExecutor(math_reward.WORKERS) as threads:
         wrong = [label for label, right in zip(labels, threads.map(is_right, labels), strict=True) if not right]
     assert not wrong
+
+
+@pytest.mark.parametrize("label", [1.2345678901234568e22, -(2.0**53)])
+def test_a_label_that_was_rounded_when_it_was_read(label):
+    """No answer would be right. A smaller number, or a whole one, is exact."""
+    with pytest.raises(ValueError, match="write it as text"):
+        math_reward.label_text(label)
+    assert math_reward.label_text(2.0**53 - 1) == "9007199254740991"
+    assert math_reward.label_text(10**30) == "1" + "0" * 30

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arlopti_openrlhf.ops.preflight import weights
+from arlopti_openrlhf.ops.preflight import tensors, weights
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _ACTOR = "--actor.model_name_or_path"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")  # that a run uses
 _HUB_SECONDS = 5.0  # that the hub gets to answer
 _DOWNLOAD = "download it first, for a check and a faster start"
 # Forms of a tokenizer that transformers reads. Where none is there, it makes an empty one and says nothing.
@@ -136,10 +136,12 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding(_ACTOR, None, "there is no policy to train", "give a folder or a name")
         return
     for flag, model in loaded(args):
-        findings = list(check_folder(flag, model))
+        head = args.ds.value_head_prefix if flag.startswith("--reward") else None
+        findings = list(check_folder(flag, model, head))
         yield from findings
         folder = local_folder(model)
-        if flag == _ACTOR and folder and not any(finding.is_fatal for finding in findings):
+        is_broken = any(finding.is_fatal for finding in findings)
+        if flag == _ACTOR and folder and not is_broken and not _missing_code(folder):
             yield from _check_tokenizer(model, folder, args)
             yield from _check_context(folder, args)
 
@@ -157,10 +159,11 @@ def loaded(args: SimpleNamespace) -> Iterator[tuple[str, str]]:
             yield flag, model
 
 
-def check_folder(flag: str, model: str) -> Iterator[Finding]:
+def check_folder(flag: str, model: str, reward_head: str | None = None) -> Iterator[Finding]:
     """Yield what keeps a model from being loaded: no folder, or one without a whole configuration or weights.
 
-    The model is a folder, or a name on the hub. What the hub is to give, all of it or a part, is a warning.
+    The model is a folder, or a name on the hub. What the hub is to give, all of it or a part, is a warning. A reward
+    model needs a head of the name given, unless its configuration names another.
     """
     folder = local_folder(model)
     if foreign := _foreign_form(Path(model) if folder is None else folder):
@@ -170,10 +173,19 @@ def check_folder(flag: str, model: str) -> Iterator[Finding]:
     elif not os.access(folder, os.R_OK | os.X_OK):
         yield Finding(flag, model, "the folder cannot be read", "mend its permissions")
     else:
-        problem = _config_problem(folder)
+        problem, lacks_code = _config_problem(folder), _missing_code(folder)
         if problem:
             yield Finding(flag, model, *problem)
-        yield from _check_weights(flag, model, folder, is_completed=_hub_completes(model) and not problem)
+        elif lacks_code:
+            what = f"config.json names code that is not in the folder: {', '.join(lacks_code)}"
+            yield Finding(flag, model, what, "copy it there from the model's origin", not _hub_completes(model))
+        findings = list(_check_weights(flag, model, folder, is_completed=_hub_completes(model) and not problem))
+        yield from findings
+        if not problem and not lacks_code and not findings:
+            config, has_value_head = load_config(folder), flag.startswith(("--critic", "--reward"))
+            head = reward_head and getattr(config, "value_head_prefix", reward_head)
+            for misfit in tensors.compare(folder, _weight_files(folder), config, has_value_head, head):
+                yield Finding(flag, model, *misfit)
 
 
 def not_here(flag: str, model: str) -> Finding:
@@ -253,6 +265,17 @@ def _config_problem(folder: Path) -> tuple[str, str] | None:
     return None
 
 
+def _missing_code(folder: Path) -> list[str]:
+    """Return the files of the model's own code that the run loads it with, and that are not in its folder."""
+    try:
+        names = read_json(folder / "config.json").get("auto_map") or {}
+    except ValueError:
+        return []
+    loaded = [str(names[each]) for each in _AUTO_CLASSES if each in names]
+    files = {f"{name.rpartition('.')[0]}.py" for name in loaded if "--" not in name}  # that is in another repository
+    return sorted(file for file in files if not (folder / file).exists())
+
+
 def _check_weights(flag: str, model: str, folder: Path, is_completed: bool) -> Iterator[Finding]:
     """Yield what is wrong with the weights: files that are not there, unless the hub completes them, or not whole."""
     remedy = "copy or download it again"
@@ -328,24 +351,22 @@ def _check_tokenizer(model: str, folder: Path, args: SimpleNamespace) -> Iterato
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         problem = "its tokenizer has no pad token and no eos token"
         yield Finding(_ACTOR, model, problem, "name one in tokenizer_config.json")
-    yield from _check_vocabulary(model, folder, tokenizer)
+    yield from check_vocabulary(_ACTOR, model, folder, tokenizer)
 
 
-def _check_vocabulary(model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
+def check_vocabulary(flag: str, model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
+    """Yield how the tokens of a model, which can be loaded, do not fit its embedding and its output."""
     config = load_config(folder).get_text_config()
     rows = config.vocab_size
     try:
-        embedding, head = (_rows_of(folder, names) for names in (_EMBEDDINGS, _HEADS))
+        files = _weight_files(folder)
+        embedding, head = (tensors.first_row(folder, files, names) for names in (tensors.EMBEDDINGS, _HEADS))
     except Exception:  # another form of weights, or broken ones, which `_check_weights` names
         embedding = head = None
-    if embedding and embedding[1] != rows and "quantization_config" not in read_json(folder / "config.json"):
-        problem = f"config.json has vocab_size {rows}, and the weights have {embedding[1]} rows ({embedding[0]})"
-        yield Finding(_ACTOR, model, problem, f"set vocab_size to {embedding[1]}, if the weights are the model's")
-        return
-    if config.tie_word_embeddings and embedding and head and head[2] != embedding[2]:
+    if config.tie_word_embeddings and embedding and head and head[1] != embedding[1]:
         problem = f"config.json ties the output to the embedding, and the weights have another {head[0]}"
         remedy = "set tie_word_embeddings to false, or leave that tensor out: vLLM and transformers choose differently"
-        yield Finding(_ACTOR, model, problem, remedy, is_fatal=False)
+        yield Finding(flag, model, problem, remedy, is_fatal=False)
     beyond = {token: id for token, id in tokenizer.get_vocab().items() if id >= rows}
     if beyond:
         in_use = [token for token in (tokenizer.eos_token, tokenizer.pad_token) if token in beyond]
@@ -354,20 +375,7 @@ def _check_vocabulary(model: str, folder: Path, tokenizer: "PreTrainedTokenizerB
         problem = f"its tokenizer has ids up to {max(beyond.values())}, but the model has {rows} embeddings: {tokens}"
         # Tokens that were added and do not occur do no harm. Those that end and fill up answers do occur.
         is_fatal = tokenizer.vocab_size > rows or bool(in_use)
-        yield Finding(_ACTOR, model, problem, "use the tokenizer of this model", is_fatal)
-
-
-def _rows_of(folder: Path, names: tuple[str, ...]) -> tuple[str, int, bytes] | None:
-    """Return a tensor's name, how many rows it has, and the first of them. None if no tensor has such a name."""
-    from safetensors import safe_open
-
-    for file in _weight_files(folder):
-        with safe_open(folder / file, "pt") as tensors:
-            for name in tensors.keys():
-                if name.endswith(names):
-                    part = tensors.get_slice(name)
-                    return name, part.get_shape()[0], part[:1].float().numpy().tobytes()
-    return None
+        yield Finding(flag, model, problem, "use the tokenizer of this model", is_fatal)
 
 
 def _check_context(folder: Path, args: SimpleNamespace) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Renders prompts by OpenRLHF's own function, shows one as the model gets it, and checks what a template does."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _ACTOR, _CHAT = "actor.model_name_or_path", "data.apply_chat_template"
 _SHOWN = 80  # characters of a prompt's beginning, and of its end
+# JSON, or what Python prints.
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
 _QUESTION, _ANSWER = "zqx", "qzy"  # which no template has of its own
 # Roles that templates know. Whatever else a template names, it knows, too.
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
@@ -178,6 +181,38 @@ def check(
         remedy = "correct the one that is wrong: vLLM stops at either, and the model has learned one"
         yield Finding.of(args, _ACTOR, problem, remedy, is_fatal=False)
     yield from _check_bos(where, texts, args, tokenizer)
+    yield from _check_form(where, texts, args, tokenizer)
+
+
+def _check_form(
+    where: Sequence[tuple[str, Row]], texts: Sequence[str], args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[Finding]:
+    """Report prompts that reach the model as the text of a data structure, and tools that do not reach it at all."""
+    key, as_chat = args.data.input_key, args.data.apply_chat_template
+    data = zip(where, texts, strict=True)
+    if quoted := [at for at, row in where if isinstance(row[key], str) and _MESSAGES.match(row[key])]:
+        problem = f"{first_of(quoted, 'more rows')}: the prompt is text that spells out a list of messages"
+        remedy = "store the list itself, as .jsonl and .parquet can" + ", with --data.apply_chat_template" * (
+            not as_chat
+        )
+        yield Finding.of(args, "data.input_key", problem, remedy)
+    if listed := [at for (at, row), text in data if any(str(parts) in text for parts in _parts(row[key]))]:
+        problem = f"{first_of(listed, 'more rows')}: the chat template takes text, and writes a list of parts as it is"
+        yield Finding.of(args, "data.input_key", problem, "give each message's content as one text")
+    if as_chat and "tools" in str(tokenizer.chat_template):
+        if with_tools := [at for at, row in where if row.get("tools")]:
+            problem = (
+                f"{first_of(with_tools, 'more rows')}: OpenRLHF does not give the row's tools to the chat template"
+            )
+            yield Finding.of(args, _CHAT, problem, "describe them in a system message", is_fatal=False)
+
+
+def _parts(prompt: Any) -> list[list]:
+    return (
+        []
+        if isinstance(prompt, str)
+        else [m["content"] for m in prompt if isinstance(m["content"], list) and m["content"]]
+    )
 
 
 def _texts(prompt: Any) -> list[str]:

@@ -191,7 +191,8 @@ def test_data_sets_are_joined_as_the_run_joins_them(check, tmp_path, columns, co
         assert "there are 8 prompts" in check(**flags | {"rollout__batch_size": 9})[0]
         return
     for flag in ("data__prompt_dataset", "eval__dataset"):  # data to train on and to evaluate on are not joined
-        [found] = check(**flags | {"data__prompt_dataset": str(tmp_path / "a.jsonl"), flag: names})
+        all_found = check(**flags | {"data__prompt_dataset": str(tmp_path / "a.jsonl"), flag: names})
+        [found] = [each for each in all_found if "cannot be joined" in each]  # the template prints a list of parts
         assert found.startswith(f"!--{flag.replace('__', '.')} {names}: the data sets cannot be joined: ")
         assert f"the column {column} is" in found
     with pytest.raises(ValueError, match="features can't be aligned"):
@@ -323,3 +324,27 @@ def test_of_a_large_file_the_beginning_is_read(check, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_BATCH", 100)
     [found] = check(data__prompt_dataset=path, rollout__batch_size=1001, data__label_key="answer")
     assert "no row of" in found  # nothing of how many prompts there are, which nobody has counted
+
+
+@pytest.mark.parametrize("label", ["2024-01-05", "2024-01-05T10:20:30Z"])
+def test_a_text_that_the_reader_takes_for_a_date(check, label, tmp_path):
+    """The grader would raise at the first of them. A user's function may want dates."""
+    given = [row(i, label=label) for i in range(8)]
+    for grader, start in ("math", "!--data.label_key label: "), ("mine.py", "--data.label_key label: "):
+        [found] = check(given, reward__remote_url=[grader])
+        assert found.startswith(start) and "row 1 (and 7 more rows): the label is read as " in found
+        assert "timestamp" in found and found.endswith("write the data set as .parquet, with text in this column")
+    pandas.DataFrame(given).to_parquet(tmp_path / "d.parquet")
+    assert check(data__prompt_dataset=str(tmp_path / "d.parquet"), reward__remote_url=["math"]) == []
+
+
+def test_a_number_that_the_reader_rounds(check, tmp_path):
+    given = [row(i, label=12345678901234567890123 + i) for i in range(8)]
+    (found,) = check(given, reward__remote_url=["math"])
+    assert found.startswith("!--data.label_key") and "a label was rounded when the file was read: 1.23" in found
+    frame = pandas.DataFrame({"prompt": [f"q{i}" for i in range(3)], "label": ["9007199254740993", "", "5"]})
+    frame.to_csv(tmp_path / "d.csv", index=False)
+    flags = {"data__prompt_dataset": str(tmp_path / "d.csv"), "data__apply_chat_template": False}
+    found = check(reward__remote_url=["math"], **flags)
+    assert any(each.startswith("!") and "rounded when the file was read: 9007199254740992.0" in each for each in found)
+    assert check([row(i, label=5.0 * i + 1) for i in range(8)], reward__remote_url=["math"]) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from arlopti_testing.preflight_command import arguments, changed
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from arlopti_openrlhf.cli import method_checks
 from arlopti_openrlhf.ops.preflight import data, images, model, prompt, rows
@@ -28,8 +29,12 @@ def vision_language(tmp_path, tiny_model) -> Path:
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "qwen2_vl_text", "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
     architecture = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    architecture["tie_word_embeddings"] = True
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
     (folder / "config.json").write_text(json.dumps(architecture | {"vision_config": vision, "text_config": config}))
+    built = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    built.save_pretrained(tmp_path / "built")
+    shutil.copy(tmp_path / "built/model.safetensors", folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
@@ -140,3 +145,12 @@ def test_prompts_are_rendered_as_upstream_does(vision_language, tiny_model):
             assert rendered == preprocess_data(row, None, "prompt", None, template)[0]
             assert rendered.count("<|image_pad|>") == text.count("<image>")
             assert prompt.renderer(of_text, template)(row) == text
+
+
+def test_weights_of_the_language_only(check, vision_language, tiny_model):
+    """A run whose prompts have no images may be meant."""
+    shutil.copy(Path(tiny_model, "model.safetensors"), vision_language)
+    found = [each for each in check({}) if "would be random" in each]
+    assert (
+        len(found) == 1 and found[0].startswith("--actor.model_name_or_path ") and "random: model.visual" in found[0]
+    )

@@ -4,12 +4,15 @@ import functools
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from arlopti_testing.preflight_command import changed
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from arlopti_openrlhf.ops.preflight import model
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
@@ -32,6 +35,12 @@ def change(path: Path, **values) -> None:
     """Change values of a JSON file. None removes one."""
     changed = json.loads(path.read_text()) | values
     path.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict], dict]) -> None:
+    """Change the weights, by name."""
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
 
 
 def test_a_good_model_has_no_finding(folder):
@@ -182,6 +191,7 @@ def test_a_file_that_is_not_there_or_not_whole(folder, file, content, problem):
 def test_what_makes_up_for_it(folder):
     """A model may bring its own code, and without a chat template a prompt is text."""
     change(folder / "config.json", architectures=["Qwen99ForCausalLM"], auto_map={"AutoModelForCausalLM": "a.Qwen99"})
+    (folder / "a.py").touch()
     (folder / "chat_template.jinja").unlink()
     assert check(folder, data__apply_chat_template=False) == []
 
@@ -254,9 +264,9 @@ def test_an_older_form_of_a_tokenizer_that_lacks_its_other_half(folder):
 
 
 def test_neither_pad_nor_eos(folder):
-    change(folder / "config.json", model_type="qwen3")  # qwen2's tokenizer would bring its own
+    change(folder / "config.json", model_type="llama")  # qwen2's tokenizer would bring its own
     change(folder / "tokenizer_config.json", pad_token=None, eos_token=None, tokenizer_class="PreTrainedTokenizerFast")
-    assert "no pad token and no eos token" in check(folder)[0]
+    assert "no pad token and no eos token" in check(folder)[-1]  # after biases that Llama does not use
 
 
 def test_a_context_longer_than_the_models(folder):
@@ -269,6 +279,7 @@ def test_a_context_longer_than_the_models(folder):
 def test_the_other_models(folder, tmp_path):
     """A critic and a reward model need no tokenizer of their own, and a model is reported once."""
     other = Path(shutil.copytree(folder, tmp_path / "other"))
+    change_tensors(other, lambda tensors: tensors | {"score.weight": torch.ones(1, 64)})
     (other / "tokenizer.json").unlink()
     assert check(folder, critic__model_name_or_path=str(other), reward__model_name_or_path=str(other)) == []
     (other / "model.safetensors").unlink()
@@ -277,3 +288,32 @@ def test_the_other_models(folder, tmp_path):
     assert found.startswith("!--reward.model_name_or_path")
     flags = {"reward__model_name_or_path": str(other), "reward__remote_url": ["kk"]}
     assert check(folder, **flags) == []  # a source of rewards leaves no work to the model
+
+
+def test_a_reward_model_needs_its_head(folder, tmp_path):
+    """The head of a critic may be new. That of a reward model would give random rewards."""
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    flags = {"critic__model_name_or_path": str(other)}
+    assert check(folder, **flags) == []
+    flags = {"reward__model_name_or_path": str(other)}
+    [found] = check(folder, **flags)
+    assert (
+        found.startswith("!--reward.model") and "lack 1 tensors of Qwen2Model, which would be random: score" in found
+    )
+    change_tensors(other, lambda tensors: tensors | {"score.weight": torch.ones(2, 64)})
+    [found] = check(folder, **flags)
+    assert "score.weight is [2, 64] in the files and [1, 64] in the model; give the weights" in found
+    change(other / "config.json", value_head_prefix="value_head")
+    assert "which would be random: value_head.weight" in check(folder, **flags)[0]
+
+
+def test_code_that_the_model_does_not_bring(folder, cached):
+    """The hub may still give it."""
+    code = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X", "AutoModel": "a/b--c.X"}
+    change(folder / "config.json", auto_map=code | {"AutoModelForTokenClassification": "other.X"})
+    [found] = check(folder)
+    problem = "config.json names code that is not in the folder: configuration_x.py, modeling_x.py; copy"
+    assert found.startswith("!--actor.model") and problem in found
+    change(cached / "config.json", auto_map=code)
+    [found] = check("some/model")
+    assert found.startswith("--actor.model") and problem in found

@@ -138,3 +138,36 @@ def test_a_template_that_wants_parts_is_no_fault(folder):
         "{% for m in messages %}{% for part in m.content %}{{ part['text'] + '' }}{% endfor %}{% endfor %}"
     )
     assert prompt.template_problem(tokenizer) is None
+
+
+@pytest.mark.parametrize("text", [json.dumps(CHAT), f" {CHAT}", json.dumps(CHAT, indent=1)])
+def test_messages_that_are_text(check, text):
+    """The user's turn would hold the JSON, or what Python prints of a list, as in a .csv."""
+    for flags in ({}, PLAIN):
+        [found] = [each for each in check(text, **flags)[0] if "spells out" in each]
+        assert found.startswith("!--data.input_key prompt: ") and "row 1, prompt: the prompt is text that" in found
+        assert found.endswith(", with --data.apply_chat_template") == bool(flags)
+    assert check('[{"role"} is no JSON', "What is [{'a': 1}]?")[0] == []
+
+
+def test_a_content_in_parts(check, folder):
+    """A template of text models prints the list. Others know the parts."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUIZ}]}]
+    [found] = check(parts)[0]
+    assert found.startswith("!--data.input_key prompt: ") and "the chat template takes text, and writes" in found
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("message['content']", "message['content'][0]['text']"))
+    assert check(parts)[0] == []
+
+
+def test_tools_of_a_row(check, folder, tmp_path):
+    """OpenRLHF gives only the messages to a template that could show tools."""
+    data_file = tmp_path / "tools.jsonl"
+    data_file.write_text(json.dumps({"prompt": CHAT, "label": "1", "tools": [{"name": "search"}]}) + "\n")
+    flags = {"data__prompt_dataset": str(data_file)}
+    assert check(CHAT, **flags)[0] == []
+    path = folder / "chat_template.jinja"
+    path.write_text("{% if tools %}{{ tools }}{% endif %}" + path.read_text())
+    [found] = check(CHAT, **flags)[0]
+    assert found.startswith("--data.apply_chat_template True: ") and "does not give the row's tools" in found
+    assert check(CHAT)[0] == []
