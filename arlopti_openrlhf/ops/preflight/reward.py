@@ -73,6 +73,8 @@ def _check_file(path: str, args: SimpleNamespace) -> Iterator[Finding]:
     seconds, remedy, is_fatal = min(_PROBE_SECONDS, limit), "mend the function", True
     try:
         problem = probe.ask(f"{probe.__name__}:reward_problem", path, rows, seconds=seconds).result()
+    except TypeError as error:  # a label that the run can send, and the probe cannot
+        problem, remedy, is_fatal = f"not tried: {error}", "call it with such a label yourself", False
     except probe.NO_ANSWER as error:
         problem = f"it has not graded {len(rows)} rows: {probe.reason(error)}"
         if isinstance(error, TimedOut):

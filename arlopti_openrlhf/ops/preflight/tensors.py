@@ -124,7 +124,7 @@ def _model_class(config: "PreTrainedConfig", has_value_head: bool) -> Any:
         return None
     found: Any = mapping.get(type(config), None)
     # Some types have several classes, or one for a part of them.
-    return found if isinstance(found, type) and isinstance(config, found.config_class) else None
+    return found if found and not isinstance(found, tuple) and isinstance(config, found.config_class) else None
 
 
 def _read(file: Path) -> dict[str, "Tensor"]:
