@@ -63,10 +63,12 @@ def compare(
         return
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     shapes = sorted(info["mismatched_keys"])
-    if reward_head and (head := tensors.get(f"{reward_head}.weight")) is None:
-        missing.append(f"{reward_head}.weight")
-    elif reward_head and head.shape[0] != 1:
-        shapes.append((f"{reward_head}.weight", head.shape, (1, *head.shape[1:])))
+    if reward_head:
+        head = tensors.get(f"{reward_head}.weight")
+        if head is None:
+            missing.append(f"{reward_head}.weight")
+        elif head.shape[0] != 1:
+            shapes.append((f"{reward_head}.weight", head.shape, (1, *head.shape[1:])))
     if shapes:
         yield _of_shape(shapes)
     elif missing:
@@ -120,9 +122,9 @@ def _model_class(config: "PreTrainedConfig", has_value_head: bool) -> Any:
         mapping = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if hasattr(config, "auto_map") or hasattr(config, "quantization_config"):
         return None
-    found = mapping.get(type(config), None)
+    found: Any = mapping.get(type(config), None)
     # Some types have several classes, or one for a part of them.
-    return found if isinstance(found, type) and isinstance(config, found.config_class) else None
+    return found if found and not isinstance(found, tuple) and isinstance(config, found.config_class) else None
 
 
 def _read(file: Path) -> dict[str, "Tensor"]:

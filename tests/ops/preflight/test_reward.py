@@ -452,3 +452,11 @@ def test_a_server_that_is_not_there(check, server, monkeypatch):
     found = check(nowhere, server(200)[0])
     assert all(line.startswith("--reward.remote_url") for line in found) and len(found) == 2  # the other one can serve
     assert check("http://host:port/x")[0].startswith("!--reward.remote_url http://host:port: no answer: Invalid port")
+
+
+def test_a_label_that_the_probe_cannot_send(check, write, tmp_path):
+    """The run pickles labels, so it is not known whether the function takes a date."""
+    rows = [{"prompt": "x", "label": f"2024-01-0{day}"} for day in range(1, 7)]
+    (tmp_path / "dates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [found] = check(write(function("return [1.0]")), data__prompt_dataset=str(tmp_path / "dates.jsonl"))
+    assert found.startswith("--reward.remote_url ") and "not tried: Object of type datetime" in found
