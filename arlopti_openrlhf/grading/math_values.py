@@ -1,5 +1,6 @@
 """Compares the values of two expressions at points. This part of the math reward runs in worker processes."""
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -58,17 +59,31 @@ def evaluated(value: sympy.Expr) -> sympy.Expr:
 
 
 def _at_points(label: sympy.Expr, answer: sympy.Expr) -> Iterator[tuple[sympy.Expr, sympy.Expr]]:
-    """Yield both values at points that depend on the symbols' names alone, the same in each run."""
+    """Yield both values at points that depend only on the symbols' names, the same in each run.
+
+    If there are points at which all roots and logarithms are real, other points are left out.
+    """
     symbols = sorted(label.free_symbols | answer.free_symbols, key=str)
     steps = label.has(sympy.floor, sympy.ceiling, sympy.Mod) or answer.has(sympy.floor, sympy.ceiling, sympy.Mod)
+    points = []
     for i in range(40 if steps else 6):
         random_number = random.Random(f"{i}").randrange
         signs = (1, 1) if i == 0 else (-1, -1) if i == 1 else (-1, 1)
         values = [
             sympy.Rational(random_number(31, 4000 if steps else 400), 101) * signs[random_number(2)] for _ in symbols
         ]
-        point = dict(zip(symbols, values, strict=True))
+        points.append(dict(zip(symbols, values, strict=True)))
+    inner = {x for side in (label, answer) for x in _arguments(side)}
+    are_real = [all(x.evalf(25, subs=point).is_nonnegative for x in inner) for point in points]
+    for point in itertools.compress(points, are_real if any(are_real) else itertools.repeat(True)):
         yield label.evalf(25, subs=point), answer.evalf(25, subs=point)
+
+
+def _arguments(side: sympy.Expr) -> list[sympy.Expr]:
+    """Return what stands under roots and in logarithms, if it holds a symbol."""
+    found = [x.base for x in side.atoms(sympy.Pow) if not x.exp.is_integer]
+    found += [log.args[0] for log in side.atoms(sympy.log)]
+    return [x for x in found if x.free_symbols]
 
 
 def _is_zero(first: sympy.Expr, second: sympy.Expr) -> bool:
