@@ -1,9 +1,9 @@
 r"""Rewards math with math-verify: 1 where the final answer equals the label, else 0. OpenRLHF loads the file by path.
 
-The final answer is what the last `\boxed{}` outside of thoughts holds. Without a box, it is what math-verify extracts.
-To compare two
-answers is symbolic mathematics, and an answer such as `9^{9^{9^9}}` can keep it busy for hours. So it runs in worker
-processes with a limit of time and one of memory (`grading.worker_pool`), and an answer that meets either is wrong.
+The final answer is what the last `\boxed{}` outside of thoughts holds. Without a box, it is what math-verify
+extracts. To compare two answers is symbolic mathematics, and an answer such as `9^{9^{9^9}}` can keep it busy for
+hours. So it runs in worker processes with a limit of time and one of memory (`grading.worker_pool`), and an answer
+that meets either is wrong.
 """
 
 # OpenRLHF executes this file without an entry in sys.modules, and calls `reward_func` from threads.
