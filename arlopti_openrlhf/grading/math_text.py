@@ -39,7 +39,7 @@ _REWRITES = [
         (rf"(?:{_TEXT}|\\operatorname\s*)\{{\s*({_FUNCTION})\s*\}}", r"\\\1 "),
         (rf"(?<![\\a-zA-Z])({_FUNCTION})(?=[\s(\d])", r"\\\1 "),
         (r"\A\s*\\(?:sim|cong)(?![a-zA-Z])", ""),
-        (r"\\(?:text)?color\s*\{\w*\}|\\(?:displaystyle|textstyle|Large|large|bf|rm)(?![a-zA-Z])", " "),
+        (r"\\(?:text)?color\s*\{\w*\}|\\(?:displaystyle|textstyle|Large|large|bf|rm|checkmark)(?![a-zA-Z])", " "),
         (r"\\(?:approx|simeq|doteq|cong|triangleq|coloneqq|propto|[lL]eftrightarrow)(?![a-zA-Z])|~=|:=|==+", " = "),
         (r"\\(?:overset|stackrel)\s*\{[^{}]*\}\s*\{\s*=\s*\}", " = "),
         (r"(?<=\S)\s*\\sim(?![a-zA-Z])", " = "),

@@ -1,6 +1,5 @@
 """Compares the values of two expressions at points. This part of the math reward runs in worker processes."""
 
-import itertools
 import random
 from collections.abc import Iterator
 
@@ -61,7 +60,8 @@ def evaluated(value: sympy.Expr) -> sympy.Expr:
 def _at_points(label: sympy.Expr, answer: sympy.Expr) -> Iterator[tuple[sympy.Expr, sympy.Expr]]:
     """Yield both values at points that depend only on the symbols' names, the same in each run.
 
-    If there are points at which all roots and logarithms are real, other points are left out.
+    If there are points at which all roots and logarithms are real, the others are left out, unless only one side has
+    an absolute value: \\ln|x| and \\ln x differ at negative points.
     """
     symbols = sorted(label.free_symbols | answer.free_symbols, key=str)
     steps = label.has(sympy.floor, sympy.ceiling, sympy.Mod) or answer.has(sympy.floor, sympy.ceiling, sympy.Mod)
@@ -73,9 +73,10 @@ def _at_points(label: sympy.Expr, answer: sympy.Expr) -> Iterator[tuple[sympy.Ex
             sympy.Rational(random_number(31, 4000 if steps else 400), 101) * signs[random_number(2)] for _ in symbols
         ]
         points.append(dict(zip(symbols, values, strict=True)))
-    inner = {x for side in (label, answer) for x in _arguments(side)}
-    are_real = [all(x.evalf(25, subs=point).is_nonnegative for x in inner) for point in points]
-    for point in itertools.compress(points, are_real if any(are_real) else itertools.repeat(True)):
+    if label.has(sympy.Abs) == answer.has(sympy.Abs) and (inner := {*_arguments(label), *_arguments(answer)}):
+        real = [point for point in points if all(x.evalf(25, subs=point).is_nonnegative for x in inner)]
+        points = real or points
+    for point in points:
         yield label.evalf(25, subs=point), answer.evalf(25, subs=point)
 
 
