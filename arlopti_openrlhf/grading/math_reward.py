@@ -39,10 +39,11 @@ _EMPTY = re.compile(
     r"(?:\s|~|\$|\{|\}|\\[ ,;:!]|\\q?quad(?![a-z])|\\[hv]?phantom\{[^{}]*\}|\\(?:text|mathrm)(?=\{\s*\}))*"
 )
 # What may stand between two boxes of one list.
+_BLANK = r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
 _JOINT = re.compile(
-    r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
+    rf"{_BLANK}"
     r"([,;=/]?\s*(?:(?:\\text\{\s*)?(?:or|and)(?:\s*\})?|\\(?:approx|equiv|lor|vee|sim|to|cup)(?![a-z])|[≈、&])?)"
-    r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
+    rf"{_BLANK}"
 )
 # OpenRLHF decodes special tokens too, and math-verify finds no number right before one.
 _END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
