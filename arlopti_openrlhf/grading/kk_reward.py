@@ -94,15 +94,19 @@ def grade(response: str, solution: str) -> Grade:
 def assistant_turn(query: str, prompt: str | None) -> str:
     """Cut the assistant's turn out of `query`, which is a prompt and a response decoded together.
 
-    The turn follows the prompt, and begins with a `<think>` if the prompt's end prefilled one. Where `query` does not
-    start with `prompt` (cut on the left to fit, or changed by a round trip through the tokenizer), the prompt ends
-    where its own end first occurs, white space apart. Without a prompt the turn follows the first header of a known
-    chat template. With no header either, `query` is the turn. The first place always counts, because a response may
-    quote its prompt or write headers of its own, but only further on.
+    The turn follows the prompt, and begins with a `<think>` if the prompt's end prefilled one. A template that
+    switches thinking off prefills an empty thought or only `</think>`; then the turn begins with
+    `<think></think>`. Where `query` does not start with `prompt` (cut on the left to fit, or changed by a round
+    trip through the tokenizer), the prompt ends where its own end first occurs, white space apart. Without a
+    prompt the turn follows the first header of a known chat template. With no header either, `query` is the turn.
+    The first place always counts, because a response may quote its prompt or write headers of its own, but only
+    further on.
     """
     prompt = prompt or ""
     body = prompt.rstrip()
-    prefill = prompt[len(body) - len("<think>") :] if body.endswith("<think>") else ""
+    prefill = "<think></think>" if body.endswith("</think>") else ""
+    if body.endswith("<think>"):
+        prefill = prompt[len(body) - len("<think>") :]
     if prompt and query.startswith(prompt):
         return prefill + query[len(prompt) :]
     end = _prompt_end(query, prompt)

@@ -191,7 +191,7 @@ def _read_label(label: str) -> _Reading:
 
 def _read(latex: str, labels: _Labels, has_fallback: bool) -> _Reading:
     """Read LaTeX with its unit as a unit, and as the product that it also is."""
-    numbers = [based_number(side) for side in latex.split("=")]
+    numbers = [based_number(split_unit(side, labels.words)[0]) for side in latex.split("=")]
     latex = shown = with_times(latex, labels.has_ratio)
     if len(numbers) > 1 or not labels.has_base:
         latex = _in_base_ten(latex, numbers)
@@ -215,7 +215,7 @@ def _read_text(text: str, labels: _Labels) -> _Reading:
         nonlocal last
         formula = with_times(rewritten(formula), labels.has_ratio)
         bare, measures = split_unit(formula, labels.words)
-        numbers = [based_number(side) for side in formula.split("=")]
+        numbers = [based_number(side) for side in bare.split("=")]
         last = _Reading([], measures, "\\{" in formula, numbers, formula)
         return bare if labels.has_base else _in_base_ten(bare, numbers)
 

@@ -106,8 +106,8 @@ class _Assigned(NamedTuple):
 def _is_segment(side: object) -> bool:
     r"""Return whether a side is a name of several letters, as in AB = 5 or \angle ABC = 60."""
     names = [factor.name for factor in getattr(side, "args", ()) if isinstance(factor, sympy.Symbol)]
-    is_name = isinstance(side, sympy.Mul) and len(names) == len(side.args)
-    return is_name and (names[0].isupper() or names[0].endswith("angle"))
+    is_product = isinstance(side, sympy.Mul) and len(names) == len(side.args)
+    return is_product and (names[0].isupper() or names[0].endswith("angle"))
 
 
 def _symbols(parsed: sympy.Basic, is_cased: bool) -> dict:

@@ -1,8 +1,9 @@
 r"""Rewards math with math-verify: 1 where the final answer equals the label, else 0. OpenRLHF loads the file by path.
 
-The final answer is what the last `\boxed{}` holds. Without a box, it is what math-verify extracts. To compare two
-answers is symbolic mathematics, and an answer such as `9^{9^{9^9}}` can keep it busy for hours. So it runs in worker
-processes with a limit of time and one of memory (`grading.worker_pool`), and an answer that meets either is wrong.
+The final answer is what the last `\boxed{}` outside of thoughts holds. Without a box, it is what math-verify
+extracts. To compare two answers is symbolic mathematics, and an answer such as `9^{9^{9^9}}` can keep it busy for
+hours. So it runs in worker processes with a limit of time and one of memory (`grading.worker_pool`), and an answer
+that meets either is wrong.
 """
 
 # OpenRLHF executes this file without an entry in sys.modules, and calls `reward_func` from threads.
@@ -39,10 +40,11 @@ _EMPTY = re.compile(
     r"(?:\s|~|\$|\{|\}|\\[ ,;:!]|\\q?quad(?![a-z])|\\[hv]?phantom\{[^{}]*\}|\\(?:text|mathrm)(?=\{\s*\}))*"
 )
 # What may stand between two boxes of one list.
+_BLANK = r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
 _JOINT = re.compile(
-    r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
+    rf"{_BLANK}"
     r"([,;=/]?\s*(?:(?:\\text\{\s*)?(?:or|and)(?:\s*\})?|\\(?:approx|equiv|lor|vee|sim|to|cup)(?![a-z])|[≈、&])?)"
-    r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
+    rf"{_BLANK}"
 )
 # OpenRLHF decodes special tokens too, and math-verify finds no number right before one.
 _END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
@@ -73,6 +75,7 @@ def grade(response: str, answer: object) -> Grade:
         ValueError: the label is empty or of another type.
     """
     labels = _alternatives(answer)
+    response = _outside_thoughts(response)
     box = last_box(response[-MAX_RESPONSE:])
     if box is None:
         return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False)
@@ -97,6 +100,11 @@ def reward_func(
         (B,). All are float32 tensors.
     """
     turns = assistant_turns(queries, prompts, labels)
+    # A model that the template made begin a thought may answer without an end of it.
+    turns = [
+        turn.removeprefix("<think>") if (prompt or "").rstrip().endswith("<think>") else turn
+        for turn, prompt in zip(turns, prompts, strict=True)
+    ]
     if len(turns) == 1:  # OpenRLHF sends one at a time, which needs no threads
         grades = [grade(turns[0], labels[0])]
     else:
@@ -104,6 +112,12 @@ def reward_func(
             grades = list(threads.map(grade, turns, labels))
     scores, boxed, timed_out = torch.tensor(grades, dtype=torch.float32).reshape(-1, len(Grade._fields)).unbind(dim=1)
     return {"rewards": scores, "scores": scores.clone(), "extra_logs": {"well_formed": boxed, "timed_out": timed_out}}
+
+
+def _outside_thoughts(response: str) -> str:
+    """Return what follows the last thought, or the thought if nothing follows. One that was cut off has no answer."""
+    thought, _, rest = response.rpartition("</think>")
+    return rest.partition("<think>")[0] if _END.sub("", rest) else thought
 
 
 def last_box(text: str) -> str | None:

@@ -32,13 +32,14 @@ _REWRITES = [
         (rf"(\\sqrt\s*\[[^\]]*\])\s*{_BARE}", r"\1{\2}"),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
         (r"\\Pr(?![a-zA-Z])", "P"),
+        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=[\d)])!=", "! ="),
         (rf"{_TEXT}\{{([^{{}}a-zA-Z\\]*)\}}", r" \1 "),
         (rf"(?:{_TEXT}|\\operatorname\s*)\{{\s*({_FUNCTION})\s*\}}", r"\\\1 "),
         (rf"(?<![\\a-zA-Z])({_FUNCTION})(?=[\s(\d])", r"\\\1 "),
         (r"\A\s*\\(?:sim|cong)(?![a-zA-Z])", ""),
-        (r"\\(?:text)?color\s*\{\w*\}|\\(?:displaystyle|textstyle|Large|large|bf|rm)(?![a-zA-Z])", " "),
+        (r"\\(?:text)?color\s*\{\w*\}|\\(?:displaystyle|textstyle|Large|large|bf|rm|checkmark)(?![a-zA-Z])", " "),
         (r"\\(?:approx|simeq|doteq|cong|triangleq|coloneqq|propto|[lL]eftrightarrow)(?![a-zA-Z])|~=|:=|==+", " = "),
         (r"\\(?:overset|stackrel)\s*\{[^{}]*\}\s*\{\s*=\s*\}", " = "),
         (r"(?<=\S)\s*\\sim(?![a-zA-Z])", " = "),
@@ -74,6 +75,8 @@ _IN_MILLIONS = re.compile(
 )
 _REPEATED = r"(?:\\(?:overline|bar|dot)\s*(?:\{([\d\u0305]+)\}|(\d))(?:(\d*)\\dot\s*\{?(\d)\}?)?|\((\d+)\))"
 _REPEATING = re.compile(rf"(?<![\w.])(\d*)\.(\d*)(?:\\[,!]|\s)*{_REPEATED}(?![\d(])")
+# 1 1/4. What may be thousands, as 12 345/678, is none.
+_MIXED = re.compile(rf"(?<![\w.^/])(\d+){_GAP}(\d{{1,2}})\s*/\s*(\d+)(?![\w.^!])")
 _TWO_NUMBERS = re.compile(rf"(?<![\w.^])(\d+){_GAP}(?=[\d.])")
 _THOUSANDS = re.compile(rf"(?<![\w.^])\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)")
 _NAMES = "two three four five six seven eight nine ten eleven twelve"
@@ -114,6 +117,7 @@ def rewritten(latex: str) -> str:
     latex = _REPEATING.sub(_as_fraction, latex)
     latex = _BASED.sub(lambda match: "{}_{{{}}}".format(*_based(match)), latex)
     latex = re.sub(r"(?<![\w^}])(\d+)\s*_(?!\{\d+\})", r"\1 ? _", latex)
+    latex = _MIXED.sub(lambda match: match[0] if _is_argument(latex, match) else _mixed(match), latex)
     latex = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), latex)
     return _TWO_NUMBERS.sub(lambda match: match[0] if _is_argument(latex, match) else f"{match[1]} ? ", latex)
 
@@ -135,6 +139,10 @@ def with_formulas(text: str) -> str:
     """Return text with dollars around what is no plain number, as 15n and 15 thousand, which would be read as 15."""
     text = _MULTIPLIED.sub(r"$\1\\text{ \2}$", text)
     return _PLAIN.sub(lambda match: f"${match[0]}$" if re.search("[a-zA-Z!{]", match[0]) else match[0], text)
+
+
+def _mixed(match: re.Match) -> str:
+    return f"{match[1]}\\frac{{{match[2]}}}{{{match[3]}}}" if int(match[2]) < int(match[3]) else match[0]
 
 
 def _in_ones(match: re.Match) -> str:

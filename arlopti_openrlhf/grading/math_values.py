@@ -58,17 +58,33 @@ def evaluated(value: sympy.Expr) -> sympy.Expr:
 
 
 def _at_points(label: sympy.Expr, answer: sympy.Expr) -> Iterator[tuple[sympy.Expr, sympy.Expr]]:
-    """Yield both values at points that depend on the symbols' names alone, the same in each run."""
+    """Yield both values at points that depend only on the symbols' names, the same in each run.
+
+    If there are points at which all roots and logarithms are real, the others are left out, unless only one side has
+    an absolute value: \\ln|x| and \\ln x differ at negative points.
+    """
     symbols = sorted(label.free_symbols | answer.free_symbols, key=str)
     steps = label.has(sympy.floor, sympy.ceiling, sympy.Mod) or answer.has(sympy.floor, sympy.ceiling, sympy.Mod)
+    points = []
     for i in range(40 if steps else 6):
         random_number = random.Random(f"{i}").randrange
         signs = (1, 1) if i == 0 else (-1, -1) if i == 1 else (-1, 1)
         values = [
             sympy.Rational(random_number(31, 4000 if steps else 400), 101) * signs[random_number(2)] for _ in symbols
         ]
-        point = dict(zip(symbols, values, strict=True))
+        points.append(dict(zip(symbols, values, strict=True)))
+    if label.has(sympy.Abs) == answer.has(sympy.Abs) and (inner := {*_arguments(label), *_arguments(answer)}):
+        real = [point for point in points if all(x.evalf(25, subs=point).is_nonnegative for x in inner)]
+        points = real or points
+    for point in points:
         yield label.evalf(25, subs=point), answer.evalf(25, subs=point)
+
+
+def _arguments(side: sympy.Expr) -> list[sympy.Expr]:
+    """Return what stands under roots and in logarithms, if it holds a symbol."""
+    found = [x.base for x in side.atoms(sympy.Pow) if not x.exp.is_integer]
+    found += [log.args[0] for log in side.atoms(sympy.log)]
+    return [x for x in found if x.free_symbols]
 
 
 def _is_zero(first: sympy.Expr, second: sympy.Expr) -> bool:

@@ -405,6 +405,16 @@ def test_turn_follows_the_prompt(template):
     assert graded(prompt + sampled(prompt, WRONG_ANSWER), prompt) == WRONG
 
 
+@pytest.mark.parametrize("closed", ["</think>", "<think>\n\n</think>\n\n"])
+def test_a_thought_that_the_template_ends_is_no_part_of_the_answer(closed):
+    prompt = f"{PROMPT.removesuffix('<think>' + chr(10))}{closed}"
+    for shown in (prompt, "<s>" + prompt):
+        assert graded(f"{shown}<answer>{ANSWER}</answer>", prompt) == RIGHT
+        assert graded(f"{shown}<answer>{WRONG_ANSWER}</answer>", prompt) == WRONG
+        assert graded(f"{shown}{turn(ANSWER)}", prompt) == MALFORMED  # a second thought
+        assert graded(f"{shown}{ANSWER}", prompt) == MALFORMED
+
+
 ROUND_TRIPS = {
     "BOS added": lambda prompt: "<s>" + prompt,
     "BOS and space added": lambda prompt: "<|begin_of_text|> " + prompt,

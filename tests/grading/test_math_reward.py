@@ -80,8 +80,8 @@ def test_near_misses(kind):
     rows = [(verdict, label, answer) for found, verdict, label, answer in near_misses() if found == kind]
     with ThreadPoolExecutor(math_reward.WORKERS) as threads:
         grades = list(threads.map(lambda row: grade(f"\\boxed{{{row[2]}}}", row[1]), rows))
-    expected = [(float(verdict == "right"), True, False) for verdict, *_ in rows]
-    assert not [row for row, found, due in zip(rows, grades, expected, strict=True) if found != due]
+    due = [(float(verdict == "right"), False) for verdict, *_ in rows]
+    assert not [row for row, g, score in zip(rows, grades, due, strict=True) if (g.score, g.timed_out) != score]
     assert {verdict for verdict, *_ in rows} == {"right", "wrong"}
 
 
@@ -161,6 +161,32 @@ def test_without_a_box_the_library_extracts():
     for end in ("<|im_end|>", "<|im_end|>\n", "<|endoftext|><|endoftext|>", "</s>", ".<|eot_id|>"):
         assert grade(f"The answer is 1/2{end}", "0.5") == (1.0, False, False), end
         assert grade(f"It is \\boxed{{1/2}}{end}", "0.5") == (1.0, True, False), end
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    "score, response",
+    [
+        (1, "<think>\\boxed{41}</think> So \\boxed{42}.<|im_end|>"),
+        (1, "<think>so \\boxed{41}</think> The answer is 42."),
+        (0, "<think>so \\boxed{42}</think> The answer is 41."),
+        (0, "<think>so \\boxed{42}</think> I do not know."),
+        (0, "so \\boxed{42}</think> The answer is 41."),  # the template began the thought
+        (0, "<think>maybe \\boxed{42}, let me check again"),
+        (0, "<think>a</think> hm <think>maybe \\boxed{42}"),
+        (1, "so \\boxed{42}</think>\n<|im_end|>"),  # nothing follows the thought
+        (1, "so \\boxed{42}"),
+    ],
+)
+def test_thoughts_hold_no_answer(score, response):
+    assert grade(response, "42").score == score
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("prefill", ["<think>", "<think>\n", "<think>\n\n</think>\n\n", "</think>", ""])
+def test_a_thought_that_the_template_began_need_not_end(prefill):
+    prompt = f"<|im_start|>assistant\n{prefill}"
+    assert reward_func([f"{prompt}It is \\boxed{{42}}"], [prompt], ["42"])["rewards"].item() == 1
 
 
 @pytest.mark.parametrize("label", [None, "", "  ", [], [""], True, {"a": 1}, [["1"]]])
