@@ -37,7 +37,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
     given = " ".join(sources)
     describe = "arlopti_openrlhf.cli.method_tryout:describe"
     try:
-        answer = probe.ask(describe, sources, arguments, seconds=PROBE_SECONDS).result()
+        answer = probe.ask(describe, sources, arguments, seconds=PROBE_SECONDS)
     except probe.NO_ANSWER as error:
         answer = {"problem": f"no weights: {probe.reason(error)}"}
     if answer["problem"]:

@@ -6,6 +6,7 @@ function's answer passes through JSON before, since the function runs in a proce
 
 import datetime
 import decimal
+import inspect
 import json
 import math
 from typing import Any
@@ -15,8 +16,19 @@ SERVER = "arlopti_openrlhf"
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON. Tensors and arrays become lists, and what JSON does not know becomes its text."""
-    return json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
+    """Return a value as JSON. Tensors and arrays become lists, and what JSON does not know becomes its text.
+
+    Raises:
+        TypeError: it is, or holds, what an `async def` returns.
+    """
+
+    def known(part: Any) -> Any:
+        if inspect.iscoroutine(part):
+            part.close()
+            raise TypeError("it is async def, and nothing awaits it: make it a plain def that calls asyncio.run")
+        return part.tolist() if hasattr(part, "tolist") else str(part)
+
+    return json.dumps(value, default=known)
 
 
 def request_body(query: str, prompt: str, label: Any) -> bytes:

@@ -47,7 +47,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     8. It reports how far the run is (`ops.lifecycle.progress`).
     """
 
-    last_step = 0
+    last_step = resumed_step = 0
     last_client_states: dict | None = None
     saved_step = 0
     saved_at: float  # time.monotonic() of the last checkpoint, in seconds
@@ -87,6 +87,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         if self.tensorboard_logger and self.args.ckpt.load_enable:
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
         self.last_step, self.last_client_states = step, dict(checkpoint_states)
+        self.resumed_step = step
         self.saved_step, self.saved_at = step, time.monotonic()
 
     def _state(self) -> dict:
@@ -235,6 +236,11 @@ def _refuse_without_a_step(trainer: Any) -> None:
         NothingTrained: no step was trained. Upstream would save the model as it came.
     """
     if trainer.last_step:
+        if trainer.last_step == trainer.resumed_step:
+            logger.warning(
+                f"no step was trained after step {trainer.last_step}, at which this run was resumed: no prompts were "
+                "left, or dynamic filtering left them out"
+            )
         return
     low, high = trainer.args.algo.dynamic_filtering_range
     why = f"dynamic filtering left out every prompt, as no mean score is in ({low:g}, {high:g})"

@@ -1,5 +1,6 @@
 """The controller logs, saves, stops and resumes a run."""
 
+import logging
 import math
 import random
 from pathlib import Path
@@ -224,9 +225,15 @@ def test_a_metric_key_that_does_not_exist_is_refused_before_the_first_step(train
     trainer.save_best_checkpoint({"eval_kk_pass1": 1.0}, 10)  # later, nothing stops a run
 
 
-def test_a_run_without_a_step_is_refused_at_its_end(train):
+def test_a_run_without_a_step_is_refused_at_its_end(train, caplog):
     trainer = train("--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_range", "0.1", "0.9")
-    controller._refuse_without_a_step(trainer)  # step 4
+    logging.getLogger("arlopti_openrlhf.ops.controller").addHandler(caplog.handler)
+    controller._refuse_without_a_step(trainer)  # it has steps to save, as if it had not been interrupted
+    assert "no step was trained after step 4, at which this run was resumed" in caplog.text
+    caplog.clear()
+    trainer.step(5)
+    controller._refuse_without_a_step(trainer)
+    assert not caplog.text
     trainer.last_step = 0
     with pytest.raises(
         controller.stopping.NothingTrained, match=r"left out every .* no mean score is in \(0.1, 0.9\)"

@@ -60,24 +60,27 @@ def _prompts(sets: Sequence[_Data], flag: str, key: str) -> list[Any]:
     return [row.get(key) for data in sets if data.flag == flag for row in data.rows]
 
 
-def first_prompts(args: SimpleNamespace, n: int) -> list[tuple[str, Any]]:
-    """Return the first `n` prompts, as they are sent to vLLM, with their labels. None where they cannot be had."""
+def first_prompts(args: SimpleNamespace, n: int) -> "tuple[list[tuple[str, Any]], PreTrainedTokenizerBase | None]":
+    """Return the first `n` prompts, as they are sent to vLLM, with their labels, and the policy's tokenizer.
+
+    The list is empty if they cannot be had, and the tokenizer None.
+    """
+    tokenizer = _load_tokenizer(args)
     try:
         name, key, label_key = args.data.prompt_dataset.split(",")[0], args.data.input_key, args.data.label_key
         rows = FirstRows(args.data.prompt_split, most_bytes=0).blend(name.strip(), n)[0]
-        tokenizer = _load_tokenizer(args)
         as_text = prompt.renderer(args, _template(args, tokenizer))
         if args.data.apply_chat_template and not tokenizer:  # the run downloads it
             as_text = itemgetter(key)
         prompts = [(as_text(row), row[label_key] if label_key else "") for row in rows]
-        return [(text, label) for text, label in prompts if isinstance(text, str)]
+        return [(text, label) for text, label in prompts if isinstance(text, str)], tokenizer
     except Exception:  # whatever it is, `check` has said it
-        return []
+        return [], tokenizer
 
 
 def describe(args: SimpleNamespace) -> str | None:
     """Return the first prompt as the model gets it, or None where it cannot be had."""
-    tokenizer, rows = _load_tokenizer(args), first_prompts(args, 1)
+    rows, tokenizer = first_prompts(args, 1)
     if not rows or not tokenizer:
         return None
     but = ", without its images" if args.data.max_images_per_prompt else ""

@@ -4,7 +4,7 @@ import base64
 import pickle
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
@@ -23,15 +23,17 @@ _OR = re.compile(r"\s+or\s+|\s*\\text\{\s*or\s*\}\s*")
 Labels = Sequence[tuple[str, Any]]  # where each stands, and the label
 
 
-def ask(function: str, *args: Any, seconds: float) -> Future:
-    """Call a function "package.module:name" in a process of its own, which ends with the call.
+def ask(function: str, *args: Any, seconds: float) -> Any:
+    """Return the result of a function "package.module:name" in a process of its own, which ends with the call.
 
-    The result raises one of `NO_ANSWER` where there is none.
+    Raises:
+        TimedOut, Died, Raised, RuntimeError: there is none (`NO_ANSWER`).
     """
     pool = WorkerPool(function, 1, seconds, memory_gib=_UNLIMITED)
-    answer = pool.submit(*args)
-    answer.add_done_callback(lambda _: pool.close())
-    return answer
+    try:
+        return pool.call(*args)
+    finally:  # after a Ctrl-C, too. Otherwise Python would wait for the call before it ends
+        pool.close()
 
 
 def reason(error: Exception) -> str:
@@ -50,7 +52,7 @@ def ask_about_labels(grader: str, labels: Labels, seconds: float) -> list[tuple[
     if grader == "kk":
         return unreadable_labels(grader, labels)
     pickled = base64.b64encode(pickle.dumps(labels)).decode()  # as in a run, where labels need not be JSON
-    return ask(f"{__name__}:unreadable_pickled_labels", grader, pickled, seconds=seconds).result()
+    return ask(f"{__name__}:unreadable_pickled_labels", grader, pickled, seconds=seconds)
 
 
 def unreadable_pickled_labels(grader: str, pickled: str) -> list[tuple[str, str, bool]]:

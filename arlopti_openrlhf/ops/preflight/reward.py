@@ -1,18 +1,20 @@
 """Checks the source of rewards: that it can be loaded, or reached, and answers with numbers."""
 
+import asyncio
 import importlib.util
 import re
 import symtable
+import threading
 import time
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from arlopti_openrlhf.grading import REWARD_FILES
-from arlopti_openrlhf.grading.reward_answers import SERVER, request_body
+from arlopti_openrlhf.grading.reward_answers import SERVER
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight import data, right_answers
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 
 _FLAG, _AGENT = "--reward.remote_url", "--train.agent_func_path"
 _PROBE_ROWS = 4
-_PROBE_SECONDS = 8.0  # for the import of a reward file and its answers to the rows
-_OWN_SECONDS = 60.0  # the same for our own graders, most of it for the import of PyTorch
+_PROBE_SECONDS = 8.0  # for the import of a reward file, and again for its answers to the rows
+_SERVER_SECONDS = 60.0  # for an answer of our own server
 _CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
 _HEALTH_SECONDS = 2.0
 _HEALTH_BYTES = 2**16  # of an answer
@@ -41,10 +43,10 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding(_FLAG, "math", "math-verify is not installed", "pip install math-verify")
     elif sources[0].endswith(".py") and not Path(sources[0]).is_file():
         yield Finding(_FLAG, sources[0], "there is no such file", "correct the path")
-    elif sources[0].endswith(".py") or sources[0] in REWARD_FILES:
+    elif sources[0].endswith(".py"):
         yield from _check_function(sources[0], args)
-    elif sources[0]:
-        yield from _check_servers(sources, data.first_prompts(args, _PROBE_ROWS))
+    elif sources[0] and sources[0] not in REWARD_FILES:  # `data.check` asks ours about the labels
+        yield from _check_servers(sources, args)
 
 
 def defined_names(path: str) -> set[str]:
@@ -73,38 +75,40 @@ def _check_agent(path: str) -> Iterator[Finding]:
         yield Finding(_AGENT, path, f"it does not parse: {error}", "mend the file")
 
 
-def _check_function(source: str, args: SimpleNamespace) -> Iterator[Finding]:
-    """Ask a file, or a grader of ours, as the run does: in a process of its own, one sample a call."""
-    path, is_ours, limit = REWARD_FILES.get(source, source), source in REWARD_FILES, args.reward.timeout_seconds
-    rows, start = data.first_prompts(args, _PROBE_ROWS), time.monotonic()
-    seconds = _OWN_SECONDS if is_ours else min(_PROBE_SECONDS, limit)
+def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
+    """Ask a file as the run does: in a process of its own, one sample a call."""
+    limit = args.reward.timeout_seconds
+    rows, tokenizer = data.first_prompts(args, _PROBE_ROWS)
     try:
-        process = RewardProcess(path, seconds, import_timeout=max(seconds, _PROBE_SECONDS), is_quiet=True)
+        process = RewardProcess(path, limit, import_timeout=_PROBE_SECONDS, is_quiet=True)
     except TimeoutError as error:
-        yield Finding(_FLAG, source, f"{error}", "make sure that it ends: the run waits for it", is_fatal=False)
+        yield Finding(_FLAG, path, f"{error}", "make sure that it ends: the run waits for it", is_fatal=False)
         return
     except RuntimeError as error:
-        yield Finding(_FLAG, source, _first_line(error, path), _CONTRACT)
+        yield Finding(_FLAG, path, _first_line(error, path), _CONTRACT)
         return
     problem: str | None
     is_fatal, remedy = True, "mend the function"
+    deadline = time.monotonic() + _PROBE_SECONDS
+    end = threading.Timer(_PROBE_SECONDS, process.kill)  # a call's own limit does not bound calls one after another
+    end.start()
     try:
-        process.timeout = max(seconds - (time.monotonic() - start), 1.0)
-        problem = right_answers.unrewarded(_asking(process), rows)
+        problem = right_answers.unrewarded(_asking(process), rows, tokenizer)
         is_fatal, remedy = False, "look at what the function reads of an answer, and at the labels"
-    except RewardTimeout:
-        problem = f"it has not graded {len(rows)} rows: no result after {seconds:g} s, its import included"
-        # A reward that asks another model may take longer. The run waits as long as it is told to.
-        remedy = f"make sure that it returns: the run ends a call after {limit:g} s (--reward.timeout_seconds)"
-        is_fatal = seconds == limit
-    except Refused as error:
-        problem = None if is_ours else f"{error}"  # ours refuses labels, of which `data.check` has said so
+    except (Refused, RewardTimeout) as error:
+        problem = f"{error}"
+        if time.monotonic() >= deadline or isinstance(error, RewardTimeout):
+            problem = f"it has not graded {len(rows)} rows: no result after {min(limit, _PROBE_SECONDS):g} s"
+            # A reward that asks another model may take longer. The run waits as long as it is told to.
+            remedy = f"make sure that it returns: the run ends a call after {limit:g} s (--reward.timeout_seconds)"
+            is_fatal = isinstance(error, RewardTimeout)
     finally:
+        end.cancel()
         process.kill()
     if foreign := right_answers.foreign_parameters(process.parameters):
         problem, remedy = f"{problem}. {foreign}" if problem else foreign, _CONTRACT
     if problem:
-        yield Finding(_FLAG, source, problem, remedy, is_fatal)
+        yield Finding(_FLAG, path, problem, remedy, is_fatal)
 
 
 def _asking(process: RewardProcess) -> right_answers.Ask:
@@ -120,10 +124,10 @@ def _asking(process: RewardProcess) -> right_answers.Ask:
 
 
 def _first_line(error: Exception, path: str) -> str:
-    return str(error).splitlines()[0].removeprefix(f"{path}: ")[:400]
+    return str(error).splitlines()[0].removeprefix(path).removeprefix(":").strip()[:400]
 
 
-def _check_servers(urls: list[str], rows: Sequence[tuple[str, Any]]) -> Iterator[Finding]:
+def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
     """Ask servers for /health alone. A request for a reward could have side effects on somebody else's server.
 
     One that is away is fatal where no other answers, and a stranger's answer says nothing. Our own says at which paths
@@ -150,14 +154,14 @@ def _check_servers(urls: list[str], rows: Sequence[tuple[str, Any]]) -> Iterator
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 away[server] = credentials.mask(str(error), url)
             else:
-                yield from _check_path(client, url, answer, rows)
+                yield from _check_path(client, url, answer, args)
     for server, cause in away.items():
         is_fatal = len(away) == len(set(map(_without_secrets, urls)))
         yield Finding(_FLAG, server, f"no answer: {cause}", "start the server first, or correct the URL", is_fatal)
 
 
 def _check_path(
-    client: "httpx.Client", url: str, health: "httpx.Response", rows: Sequence[tuple[str, Any]]
+    client: "httpx.Client", url: str, health: "httpx.Response", args: SimpleNamespace
 ) -> Iterator[Finding]:
     """Check that a server grades at a URL's path, by what it says at /health. Our own has to grade the rows, too."""
     server, path = _without_secrets(url), urlsplit(url).path.rstrip("/")
@@ -171,8 +175,6 @@ def _check_path(
         problem = f"something answers, but not this package's server ({status}), so rewards are not checked"
         yield Finding(_FLAG, server, problem, "make sure that it gives some", is_fatal=False)
         return
-    import httpx
-
     token, paths = "", " or ".join(said["serves"])
     if said["needs_token"]:
         token, _, path = path.removeprefix("/").partition("/")
@@ -186,27 +188,28 @@ def _check_path(
         yield Finding(_FLAG, server, problem, "correct the URL")
         return
     remedy = "look at what the server's function reads of an answer, and at the labels"
+    import aiohttp  # as the run does, and 0.3 s that no other check needs
+
+    rows, tokenizer = data.first_prompts(args, _PROBE_ROWS)
     try:
-        if unrewarded := right_answers.unrewarded(_posting(client, url), rows):
+        if unrewarded := right_answers.unrewarded(_posting(url), rows, tokenizer):
             yield Finding(_FLAG, server, unrewarded, remedy, is_fatal=False)
     except Refused as error:
         yield Finding(_FLAG, server, f"{error}", remedy)
-    except httpx.HTTPError as error:  # the run asks again
-        problem = f"it has not graded {len(rows)} rows: {type(error).__name__}"
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError) as error:
+        cause = credentials.mask(f"{type(error).__name__}: {error}", url)[:200]  # the run asks again
+        problem = f"it has not graded {len(rows)} rows: {cause}"
         yield Finding(_FLAG, server, problem, remedy, is_fatal=False)
 
 
-def _posting(client: "httpx.Client", url: str) -> right_answers.Ask:
+def _posting(url: str) -> right_answers.Ask:
+    from arlopti_openrlhf.ops.rollouts import reward_http
+
     def ask(query: str, prompt: str, label: Any) -> Any:
         try:
-            body = request_body(query, prompt, label)
-        except ValueError as error:
-            raise Refused(f"{error}") from None
-        headers = {"Content-Type": "application/json"}
-        answer = client.post(credentials.expand(url), content=body, headers=headers, timeout=_OWN_SECONDS)
-        if answer.status_code < 500 and not answer.is_success:
-            raise Refused(f"the server refuses with status {answer.status_code}: {answer.text[:200]}")
-        return answer.raise_for_status().json()
+            return asyncio.run(asyncio.wait_for(reward_http.post(url, query, prompt, label), _SERVER_SECONDS))
+        except RewardError as error:
+            raise Refused(_first_line(error, url)) from None
 
     return ask
 

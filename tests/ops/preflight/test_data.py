@@ -220,7 +220,7 @@ def test_values_that_json_cannot_hold_are_as_the_run_has_them(check, tmp_path):
         flags = {"data__prompt_dataset": str(tmp_path / "d.parquet"), "rollout__batch_size": 1}
         assert check(**flags) == []
         args = changed(**flags | {"data__apply_chat_template": False, "data__input_key": "datasource"})
-        assert data.first_prompts(args, 1) == [("kk_2ppl", value)]
+        assert data.first_prompts(args, 1)[0] == [("kk_2ppl", value)]
 
 
 @pytest.mark.parametrize("most", [-5, 0])
@@ -312,7 +312,7 @@ def test_prompts_and_their_lengths_are_those_of_the_run(tmp_path, tiny_model):
     given = [row(0), row(1, prompt="words"), row(2, prompt=[{"role": "system", "content": "é"}, *row(2)["prompt"]])]
     args = changed(actor__model_name_or_path=tiny_model, data__prompt_dataset=write(tmp_path / "d.jsonl", given))
     theirs = [preprocess_data(one, None, "prompt", "label", tokenizer.apply_chat_template) for one in given]
-    assert data.first_prompts(args, 3) == theirs
+    assert data.first_prompts(args, 3)[0] == theirs
     assert load_tokenizer(Path(tiny_model)).get_vocab() == tokenizer.get_vocab()
 
 

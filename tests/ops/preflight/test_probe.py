@@ -2,8 +2,13 @@
 
 import datetime
 import decimal
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
+from arlopti_testing.processes import wait_until
 
 from arlopti_openrlhf.ops.preflight import probe
 
@@ -50,6 +55,15 @@ def test_a_label_that_is_an_answer(problems, label):
 def test_a_label_of_a_type_that_the_run_refuses(problems, label):
     problem, is_fatal = problems[label]
     assert is_fatal and f"({type(label).__name__})" in problem
+
+
+def test_ctrl_c_waits_for_no_call():
+    """Python waits for the threads of an executor before it ends."""
+    code = "from arlopti_openrlhf.ops.preflight import probe; probe.ask('time:sleep', 60, seconds=60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > 1)  # the thread that makes the call
+    process.send_signal(signal.SIGINT)
+    process.wait(30)
 
 
 def test_a_decimal_is_graded_by_its_value():

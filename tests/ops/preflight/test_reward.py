@@ -22,8 +22,8 @@ def check(tmp_path, tiny_model):
     """check(source or FLAG=VALUE...) returns the findings as text, those that are fatal after "!"."""
     path = tmp_path / "d.jsonl"
 
-    def run(*sources, label="solution", **flags):
-        rows = ({"prompt": f"puzzle {i}", "label": f"{label} {i}"} for i in range(6))
+    def run(*sources, **flags):
+        rows = ({"prompt": f"puzzle {i}", "label": f"solution {i}"} for i in range(6))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         base = {"actor__model_name_or_path": tiny_model, "data__prompt_dataset": str(path)}
         base["reward__remote_url"] = list(sources) or None
@@ -104,12 +104,13 @@ def test_a_function_grades_the_first_rows_in_a_process_of_its_own(check, write, 
 
 @pytest.mark.parametrize("sources", [("kk",), ("math",), ()])
 def test_the_packages_own_have_no_finding(check, sources):
-    """`data.check` says which labels kk cannot read."""
+    """`data.check` says which labels they cannot read. Nothing is imported for them here."""
     assert check(*sources) == []
 
 
 # --- right answers -----------------------------------------------------------------------------------------------
 
+END = "<|im_end|>"  # of the policy's tokenizer
 NONE = "no right answer to 4 of the first 4 rows scores above a wrong one, first for the label 'solution 0'; tried "
 
 
@@ -119,8 +120,10 @@ NONE = "no right answer to 4 of the first 4 rows scores above a wrong one, first
         (function("return ['boxed{' + labels[0] in queries[0]]"), None),
         (function("return ['<answer>' + labels[0] + '</answer>' in queries[0]]"), None),
         (function("return ['</think>' in queries[0] and 'boxed' in queries[0]]"), None),
-        (function("return [queries[0][len(prompts[0]) :].split('</think>')[-1].strip() == labels[0]]"), None),
-        (function("return [queries[0].endswith('answer is ' + labels[0] + '.')]"), None),
+        (function(f"return [queries[0].split('</think>')[-1].strip() == labels[0] + '{END}']"), None),
+        (function(f"return [queries[0].endswith('answer is ' + labels[0] + '.{END}')]"), None),
+        (function("return [queries[0].endswith('answer is ' + labels[0] + '.')]"), NONE),
+        (function("return [('#### ' + labels[0]) in queries[0]]"), None),
         (function("good = labels[0] in queries[0]; return {'rewards': [-len(queries[0])], 'scores': [good]}"), None),
         (function("return [1.0]"), "All of them earned 1, as did the wrong one"),
         (function("return {'rewards': [len(queries[0])], 'scores': [0]}"), "All of them earned 0"),
@@ -186,10 +189,57 @@ def test_the_answer_that_a_label_has(label, answer):
         return float(query.endswith(answer))
 
     assert right_answers.unrewarded(ask, rows) is None
-    assert len(asked) == 12 and sum(f"\\boxed{{{answer}}}" in query for query in asked) == 4
-    assert all(
-        query.count("</think>") == 1 for query in asked if "<think>" in query and right_answers.WRONG not in query
-    )
+    assert len(asked) == 12 and sum(f"\\boxed{{{answer}}}" in query for query in asked) == 2
+    assert all(query.count("</think>") == ("<think>" in query) for query in asked if right_answers.WRONG not in query)
+
+
+class Characters:
+    """A tokenizer of characters, whose last one ends a text."""
+
+    eos_token_id = ord("$")
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text: str, **_) -> dict[str, list[int]]:
+        return {"input_ids": list(map(ord, text))}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, tokens))
+
+
+OWN = "right answers to 1 of the first 1 rows score only after <think>...</think>, which neither their prompts nor"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "problem"),
+    [
+        ("A puzzle.", None, OWN),
+        ("A puzzle.", "{{ messages }}", OWN),
+        ("A puzzle.", "{{ content.split('</think>') }}", None),
+        ("A puzzle. Think in <think></think>.", None, None),
+        ("A puzzle. <think>\n", None, None),
+    ],
+)
+def test_a_reward_that_wants_a_thought(prompt, template, problem):
+    """The model has to be told of it: by its prompt, or by the template that it was trained with."""
+
+    def ask(query, prompt, label):
+        assert query.endswith("$")
+        return float("</think>" in query[len(prompt) :] and query.endswith("4$"))
+
+    found = right_answers.unrewarded(ask, [(prompt, "4")], Characters(template))
+    assert found is None if problem is None else found.startswith(problem)
+
+
+def test_a_reward_that_wants_a_tag_that_the_prompt_has_opened():
+    def ask(query, prompt, label):
+        return float(query[len(prompt) :].startswith("<think>"))
+
+    assert right_answers.unrewarded(ask, [("A puzzle. <think>", "4")], Characters()).startswith("no right answer")
+    assert right_answers.unrewarded(
+        ask, [("A puzzle. <think>", "4"), ("Think. think>", "4")], Characters()
+    ).startswith("no right answer to 1 of the first 2 rows")
 
 
 @pytest.mark.parametrize("label", [None, "", []])
@@ -247,7 +297,20 @@ def test_the_check_calls_as_the_run_does(check, write, monkeypatch):
     calls = []
     monkeypatch.setattr(RewardProcess, "call", lambda self, *sample: calls.append(sample) or 1.0)
     check(write(function("return 1 / 0")))
-    assert len(calls) == 24 and calls[0][1:] == (calls[0][0].removesuffix(right_answers.WRONG), "solution 0")
+    assert len(calls) == 24 and calls[0][1:] == (calls[0][0].removesuffix(f"{right_answers.WRONG}{END}"), "solution 0")
+    assert all(query.endswith(END) for query, *_ in calls)
+
+
+def test_calls_one_after_another_have_a_limit_together(check, write, monkeypatch):
+    """24 calls of 2 s in the main thread would take 48 s. No call takes too long, so that is no error."""
+    monkeypatch.setattr(reward, "_PROBE_SECONDS", 4.0)
+    path, start = (
+        write(ALARM.replace("return [", "time.sleep(2); return [").replace("signal\n", "signal, time\n", 1)),
+        time.monotonic(),
+    )
+    [found] = check(path, reward__timeout_seconds=3.5)
+    assert time.monotonic() - start < 25
+    assert found.startswith(f"--reward.remote_url {path}: it has not graded 4 rows: no result after 3.5 s")
 
 
 def test_an_import_that_takes_long_is_a_warning(check, write, monkeypatch):
@@ -261,6 +324,23 @@ def test_prompts_that_cannot_be_rendered_are_the_datas_finding(check, write, tmp
     (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "Hi"}], "label": "x"}\n')
     flags = {"data__prompt_dataset": str(tmp_path / "chat.jsonl"), "data__apply_chat_template": False}
     assert check(write(function("return 1")), **flags) == []
+
+
+ASYNC = (
+    "reward_func raised TypeError: it is async def, and nothing awaits it: make it a plain def that calls asyncio.run"
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "async def reward_func(queries, prompts, labels): return [1.0]",
+        "async def score(query): return 1.0\n" + function("return [score(query) for query in queries]"),
+    ],
+)
+def test_a_function_that_is_async(check, write, body):
+    [found] = check(write(body))
+    assert found.startswith("!") and ASYNC in found
 
 
 def test_a_file_that_is_not_there(check):
@@ -403,7 +483,7 @@ def test_our_own_server_is_asked_right_answers(check, ours):
     [found] = check(f"{url}/same/get_reward")
     assert found.startswith(f"--reward.remote_url {url}: {NONE}") and "All of them earned 1" in found
     [found] = check(f"{url}/kk/get_reward")
-    assert found.startswith(f"!--reward.remote_url {url}: the server refuses with status 422: ")
+    assert found.startswith(f"!--reward.remote_url {url}: refuses the request with status 422: ")
     assert "a solution is numbered lines" in found and "for the label 'solution 0'" in found
 
 
@@ -426,7 +506,7 @@ def test_a_path_that_our_own_server_does_not_serve(check, ours, path):
 
 
 @pytest.mark.parametrize(
-    "url", ["{}/${{TOKEN}}/kk/get_reward", "${{BASE}}/t0ken/kk/get_reward", "{}/${{TOKEN}}/${{PATH}}"]
+    "url", ["{}/${{TOKEN}}/file/get_reward", "${{BASE}}/t0ken/file/get_reward", "{}/${{TOKEN}}/${{PATH}}"]
 )
 def test_variables_stand_for_any_part_of_a_url(check, ours, monkeypatch, url):
     base = ours("t0ken")
