@@ -215,7 +215,7 @@ def worker_pool(workers: int = WORKERS) -> WorkerPool:
     """Return the processes that compare answers. The first call decides how many there are."""
     global _pool
     with _pool_lock:
-        if _pool is None:
+        if _pool is None or _pool.closed:  # a server in this process may have ended
             _pool = WorkerPool("arlopti_openrlhf.grading.math_compare:compare", workers, TIMEOUT, memory_gib=1.0)
         return _pool
 

@@ -75,7 +75,7 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(workers, "call")
         self._template: _Template | None = None
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
         atexit.register(self.close)
 
     def call(self, *args: Any) -> Any:
@@ -92,7 +92,7 @@ class WorkerPool:
 
     def submit(self, *args: Any) -> Future:
         """Start a call, and do not wait for it."""
-        if self._closed:
+        if self.closed:
             raise RuntimeError("the pool is closed")
         return self._threads.submit(self._call, args)
 
@@ -117,7 +117,7 @@ class WorkerPool:
     def start(self) -> "_Template":
         """Start the template if it does not run. `call` does so by itself."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise RuntimeError("the pool is closed")
             if self._template is None or not self._template.is_alive():
                 if self._template is not None:
@@ -132,7 +132,7 @@ class WorkerPool:
     def close(self) -> None:
         """Kill the processes. Calls that run or wait fail."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
             if self._template is not None:
                 self._template.kill()

@@ -534,9 +534,9 @@ def test_a_server_that_is_not_there(check, server, monkeypatch):
     assert check("http://host:port/x")[0].startswith("!--reward.remote_url http://host:port: no answer: Invalid port")
 
 
-def test_a_label_that_the_probe_cannot_send(check, write, tmp_path):
-    """The run pickles labels, so it is not known whether the function takes a date."""
+def test_a_date_reaches_the_function_as_in_the_run(check, write, tmp_path):
+    """The run pickles labels, so the function gets the date that the reader made of a text."""
     rows = [{"prompt": "x", "label": f"2024-01-0{day}"} for day in range(1, 7)]
     (tmp_path / "dates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [found] = check(write(function("return [1.0]")), data__prompt_dataset=str(tmp_path / "dates.jsonl"))
-    assert found.startswith("--reward.remote_url ") and "not tried: Object of type datetime" in found
+    path = write(function("return [float(labels[0].year == 2024 and str(labels[0]) in queries[0])]"))
+    assert check(path, data__prompt_dataset=str(tmp_path / "dates.jsonl")) == []
