@@ -3,13 +3,14 @@
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from secrets import token_hex
 from urllib.parse import unquote
 
 import pytest
@@ -66,17 +67,19 @@ def server():
 @pytest.fixture
 def arlopti(tmp_path):
     """Return arlopti(flags, **variables), which returns the exit code and the output. Ray's files stay in a folder."""
-    with tempfile.TemporaryDirectory(prefix="ray") as temporary:  # of a short path, for sockets
+    temporary = Path("/tmp", token_hex(2))  # Ray's sockets need a short path, or another folder is taken
+    temporary.mkdir(0o700)
 
-        def run(*flags: str, **variables: str) -> tuple[int, str]:
-            environment = {**os.environ, **variables, "RAY_TMPDIR": temporary, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            environment |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
-            command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-            return done.returncode, done.stdout + done.stderr
+    def run(*flags: str, **variables: str) -> tuple[int, str]:
+        environment = {**os.environ, **variables, "RAY_TMPDIR": str(temporary), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+        return done.returncode, done.stdout + done.stderr
 
-        run.folders = [tmp_path, Path(temporary)]
-        yield run
+    run.folders = [tmp_path, temporary]
+    yield run
+    shutil.rmtree(temporary)
 
 
 def test_no_file_and_no_line_of_a_run_holds_a_secret(arlopti, server, tiny_model, tiny_data, tmp_path):
