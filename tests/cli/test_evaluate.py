@@ -107,7 +107,7 @@ def test_an_own_reward_grades_as_in_a_training(scores, measure, run, tmp_path, c
 @pytest.mark.parametrize(
     ("source", "status", "said"),
     [
-        ("reward.py", 1, "reward_func raised KeyError: 'lost'\\nlabel: "),
+        ("reward.py", 1, "reward_func raised KeyError: 'lost' (line 2)\\nlabel: "),
         ("gone.py", 2, "argument --reward: {}/gone.py does not parse: [Errno 2]"),
         ("reward", 2, "argument --reward: {}/reward is no source of rewards; give kk, math, one Python file, or URLs"),
     ],

@@ -24,7 +24,7 @@ def pool():
 @pytest.fixture
 def one_process(pool, monkeypatch):
     """Ask one process about all methods, where each question has its own otherwise."""
-    monkeypatch.setattr(probe, "ask", lambda function, *args, seconds: pool.submit(*args))
+    monkeypatch.setattr(probe, "ask", lambda function, *args, seconds: pool.call(*args))
 
 
 @pytest.mark.usefixtures("one_process")
