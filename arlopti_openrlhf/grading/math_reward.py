@@ -117,7 +117,7 @@ def reward_func(
 def _outside_thoughts(response: str) -> str:
     """Return what follows the last thought, or the thought if nothing follows. One that was cut off has no answer."""
     thought, _, rest = response.rpartition("</think>")
-    return rest.partition("<think>")[0] if _END.sub("", rest) else thought
+    return rest.partition("<think>")[0] if _END.sub("", rest[-MAX_TAIL:]) else thought
 
 
 def last_box(text: str) -> str | None:
