@@ -157,9 +157,9 @@ def test_a_folder_that_datasets_wrote(check, tmp_path):
     assert found.startswith("!--data.label_key label: no row of")
 
 
-def differing(**columns) -> tuple[list[dict], list[dict]]:
+def differing(numbers=range(4), **columns) -> tuple[list[dict], list[dict]]:
     """Return rows of two data sets. Each column has one value in the first, and another one in the second."""
-    return tuple([row(i, **{name: each[j] for name, each in columns.items()}) for i in range(4)] for j in (0, 1))
+    return tuple([row(i, **{name: each[j] for name, each in columns.items()}) for i in numbers] for j in (0, 1))
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
@@ -183,10 +183,12 @@ def test_data_sets_are_joined_as_the_run_joins_them(check, tmp_path, columns, co
 
     first, second = differing(**columns)
     names = f"{write(tmp_path / 'a.jsonl', first)},{write(tmp_path / 'b.jsonl', second)}"
+    others = differing(range(4, 8), **columns)
+    to_evaluate = f"{write(tmp_path / 'c.jsonl', others[0])},{write(tmp_path / 'd.jsonl', others[1])}"
     flags = {"data__prompt_dataset": names, "rollout__batch_size": 1}
     strategy = SimpleNamespace(print=print, is_rank_0=lambda: False)
     if column is None:
-        assert check(**flags, eval__dataset=names) == []
+        assert check(**flags, eval__dataset=to_evaluate) == []
         assert len(blending_datasets(names, None, strategy)) == 8
         assert "there are 8 prompts" in check(**flags | {"rollout__batch_size": 9})[0]
         return
