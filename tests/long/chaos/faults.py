@@ -293,7 +293,7 @@ def empty_tmpdir(training: Training) -> None:
     """Remove all that is in TMPDIR, as systemd-tmpfiles does to what is old."""
     folder = Path((training.folder / "tmpdir").read_text("utf-8").strip())
     for path in folder.iterdir():
-        shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()  # vLLM's sockets are among them
 
 
 FAULTS = (
