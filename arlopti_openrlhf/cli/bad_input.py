@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.ops.preflight import model
+from arlopti_openrlhf.ops.preflight import model, model_code
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.model import local_folder
 from arlopti_openrlhf.ops.preflight.reward import defined_names
@@ -88,8 +88,9 @@ def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[st
     """
     for name in models:
         folder, findings = local_folder(name), list(model.check_folder(flag, name))
-        # What is wrong with a model that is here, the hub cannot mend.
-        if folder and Path(name).is_dir() and not any(finding.is_fatal for finding in findings):
+        # What is wrong with a model that is here, the hub cannot mend. Loading it would run the code that it brings.
+        is_loadable = not any(finding.is_fatal for finding in findings)
+        if folder and Path(name).is_dir() and is_loadable and not model_code.code_of(folder):
             with suppress(OSError, ValueError):  # no tokenizer, or one that cannot be loaded
                 findings += model.check_vocabulary(flag, name, folder, model.load_tokenizer(folder))
         _check_model(parser, flag, name, findings)

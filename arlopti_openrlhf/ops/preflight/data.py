@@ -53,11 +53,14 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if prompts is not None and args.data.max_samples > 0:
         yield from _check_count(min(prompts, most), args)
     yield from _check_sampling(read, args)
-    yield from repeats.check(args, *(_prompts(read, flag, args.data.input_key) for flag in (_TRAINING, _EVALUATION)))
+    if not args.data.max_images_per_prompt:  # otherwise one question may be asked of many images
+        of_each = (_prompts(read, flag, args.data.input_key) for flag in (_TRAINING, _EVALUATION))
+        yield from repeats.check(args, *of_each)
 
 
 def _prompts(sets: Sequence[_Data], flag: str, key: str) -> list[Any]:
-    return [row.get(key) for data in sets if data.flag == flag for row in data.rows]
+    rows = (row for data in sets if data.flag == flag for row in data.rows)
+    return [row[key] for row in rows if not _is_empty(row.get(key))]
 
 
 def first_prompts(args: SimpleNamespace, n: int) -> "tuple[list[tuple[str, Any]], PreTrainedTokenizerBase | None]":

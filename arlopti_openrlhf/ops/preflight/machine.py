@@ -75,7 +75,7 @@ def _check_caches() -> Iterator[Finding]:
         folder = Path(os.environ.get(variable) or default)
         if problem := _why_not_writable(folder):
             name, value = (variable, folder) if os.environ.get(variable) else ("HOME", home)
-            yield Finding(name, value, f"{folder}: {problem}, and {why}", f"set {variable}, or HOME")
+            yield Finding(name, value, f"{folder}: {problem}, and {why}", f"set {variable}, or HOME", starts_cluster())
 
 
 def _check_own_cluster() -> Iterator[Finding]:
@@ -112,10 +112,14 @@ def _check_shared_memory() -> Iterator[Finding]:
     if not os.path.isdir("/dev/shm"):
         return
     size = shutil.disk_usage("/dev/shm")
-    if min(size.free, size.total) < _SHARED_MEMORY:
+    if size.free < _SHARED_MEMORY:
+        from arlopti_openrlhf import cpu
+
         of_all = f"{size.free >> 20} MiB of {size.total >> 20} free, and vLLM, Ray and NCCL keep their buffers there"
         remedy = "give a container more (docker run --shm-size=16g), or remove what others have left there"
-        yield Finding("", "", f"/dev/shm has {of_all}", remedy, is_fatal=size.free < _LEAST_SHARED_MEMORY)
+        # On a GPU, vLLM with one rank keeps little there, and Ray falls back to another folder.
+        is_fatal = size.free < _LEAST_SHARED_MEMORY and cpu.uses_cpu()
+        yield Finding("", "", f"/dev/shm has {of_all}", remedy, is_fatal)
 
 
 def _check_file_size() -> Iterator[Finding]:

@@ -181,7 +181,8 @@ def check_folder(flag: str, model: str, reward_head: str | None = None) -> Itera
             yield Finding(flag, model, what, "copy it there from the model's origin", not _hub_completes(model))
         findings = list(_check_weights(flag, model, folder, is_completed=_hub_completes(model) and not problem))
         yield from findings
-        if not problem and not lacks_code and not findings:
+        brings_code = not problem and "auto_map" in read_json(folder / "config.json")  # which `load_config` would run
+        if not (problem or brings_code or findings):
             config, has_value_head = load_config(folder), flag.startswith(("--critic", "--reward"))
             head = reward_head and getattr(config, "value_head_prefix", reward_head)
             for misfit in tensors.compare(folder, _weight_files(folder), config, has_value_head, head):

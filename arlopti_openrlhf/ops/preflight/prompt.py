@@ -195,7 +195,8 @@ def _check_form(
         remedy = "store the list itself, as .jsonl and .parquet can" + ", with --data.apply_chat_template" * (
             not as_chat
         )
-        yield Finding.of(args, "data.input_key", problem, remedy)
+        # In other data, some prompts may be about such lists.
+        yield Finding.of(args, "data.input_key", problem, remedy, is_fatal=2 * len(quoted) > len(where))
     if listed := [at for (at, row), text in data if any(str(parts) in text for parts in _parts(row[key]))]:
         problem = f"{first_of(listed, 'more rows')}: the chat template takes text, and writes a list of parts as it is"
         yield Finding.of(args, "data.input_key", problem, "give each message's content as one text")

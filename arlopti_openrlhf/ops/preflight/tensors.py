@@ -33,7 +33,7 @@ def compare(
     Args:
         folder: of the model.
         files: the names of its weights there.
-        config: its configuration. Models that are quantized or bring code are not compared.
+        config: its configuration. Models that are quantized are not compared.
         has_value_head: OpenRLHF takes the model for a critic or a reward model, without the output over tokens.
         reward_head: the name of a reward model's head, which has to be in the files. A critic may begin without one.
     """
@@ -43,7 +43,7 @@ def compare(
         try:
             tensors |= _read(folder / file)
         except Exception as error:  # what unpickling raises
-            yield Misfit(f"{file} cannot be read: {str(error).splitlines()[0][:200]}", "save it again", True)
+            yield Misfit(f"{file} cannot be read: {(str(error).splitlines() or [''])[0][:200]}", "save it again", True)
             return
     if model_class is None or not tensors:
         return
@@ -74,8 +74,8 @@ def compare(
     elif missing:
         yield _of_missing(missing, unused, model_class.__name__, config)
     elif unused and not has_value_head:
-        problem = f"{model_class.__name__} uses {len(unused)} of the tensors in its files not at all"
-        yield Misfit(f"{problem}: {first_of(unused)}", "look whether config.json belongs to these weights", False)
+        problem = f"{model_class.__name__} does not use {len(unused)} of the tensors in its files"
+        yield Misfit(f"{problem}: {first_of(unused)}", "check that config.json belongs to these weights", False)
 
 
 def first_row(folder: Path, files: Sequence[str], names: tuple[str, ...]) -> tuple[str, bytes] | None:
@@ -120,7 +120,7 @@ def _model_class(config: "PreTrainedConfig", has_value_head: bool) -> Any:
         mapping = transformers.MODEL_MAPPING
     elif hasattr(config, "vision_config"):  # as upstream's `is_vlm_model` decides
         mapping = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if hasattr(config, "auto_map") or hasattr(config, "quantization_config"):
+    if hasattr(config, "quantization_config"):
         return None
     found: Any = mapping.get(type(config), None)
     # Some types have several classes, or one for a part of them.

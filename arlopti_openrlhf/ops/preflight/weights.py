@@ -47,7 +47,8 @@ def _parts(file: Path) -> list[tuple[int, Path, str, str, int, int]]:
         header = json.loads(opened.read(length))
     parts = []
     for name, tensor in header.items():
-        if name == "__metadata__" or tensor["dtype"] not in _EXPONENTS:
+        # A single number may be a bound that is infinite, such as those of a layer that clips.
+        if name == "__metadata__" or tensor["dtype"] not in _EXPONENTS or not tensor["shape"]:
             continue
         begin, end = (8 + length + offset for offset in tensor["data_offsets"])
         for number in range(math.ceil((end - begin) / _BYTES)):

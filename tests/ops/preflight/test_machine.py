@@ -280,6 +280,9 @@ def test_shared_memory(free, total, verdict, said, monkeypatch):
     """Docker gives a container 64 MiB."""
     size = SimpleNamespace(total=total << 20, free=free << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: size)
+    monkeypatch.setenv("ARLOPTI_DEVICE", "cuda")
+    assert not any(finding.is_fatal for finding in own_cluster())
+    monkeypatch.setenv("ARLOPTI_DEVICE", "cpu")
     found = own_cluster()
     assert [finding.is_fatal for finding in found] == verdict and all(said in str(finding) for finding in found)
     assert all("--shm-size" in finding.remedy for finding in found)

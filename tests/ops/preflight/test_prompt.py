@@ -147,6 +147,8 @@ def test_messages_that_are_text(check, text):
         [found] = [each for each in check(text, **flags)[0] if "spells out" in each]
         assert found.startswith("!--data.input_key prompt: ") and "row 1, prompt: the prompt is text that" in found
         assert found.endswith(", with --data.apply_chat_template") == bool(flags)
+    [found] = [each for each in check(text, QUIZ, QUIZ)[0] if "spells out" in each]
+    assert not found.startswith("!")  # a prompt may be about such a list
     assert check('[{"role"} is no JSON', "What is [{'a': 1}]?")[0] == []
 
 

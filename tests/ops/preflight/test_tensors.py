@@ -80,7 +80,7 @@ def test_an_output_that_is_not_tied_is_needed(make_model):
 
 def test_a_tensor_that_is_not_used(folder):
     [found] = check(folder, lambda weights: weights | {"model.layers.2.mlp.up_proj.weight": torch.ones(128, 64)})
-    assert found.startswith("Qwen2ForCausalLM uses 1 of the tensors in its files not at all: model.layers.2.mlp")
+    assert found.startswith("Qwen2ForCausalLM does not use 1 of the tensors in its files: model.layers.2.mlp")
 
 
 def test_experts_that_transformers_joins(tmp_path):

@@ -21,6 +21,7 @@ def test_one_value_is_enough(dtype, value, tmp_path):
     tensors = {name: torch.linspace(-2, 2, 1001).to(dtype) for name in "abc"}
     tensors["b"][0], tensors["c"][-1] = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     tensors |= {"count": torch.tensor([2**31 - 1, -1]), "flag": torch.tensor([True]), "none": torch.zeros(0)}
+    tensors["linear.input_max"] = torch.tensor(float("inf"), dtype=dtype)  # a bound, not a weight
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     assert not_finite(tmp_path) is None
     tensors["b"][500] = value
