@@ -186,7 +186,7 @@ def _check_labels(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Find
     for data in sets:
         yield from _check_key(data, args, flag, is_fatal=is_read)
         rows = [(f"{data.name}, row {number}", row.get(key)) for number, row in enumerate(data.rows, start=1)]
-        # JSON has no dates, so the reader has guessed. The type in another file is the author's, and the grader's matter.
+        # JSON has no dates, so there the reader has guessed. The type in another file is what its author gave.
         others = [where for where, label in rows if not isinstance(label, str | float | int | list | dict | None)]
         if others and data.name.endswith((".json", ".jsonl")):
             problem = (

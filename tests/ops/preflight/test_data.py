@@ -184,7 +184,7 @@ def test_data_sets_are_joined_as_the_run_joins_them(check, tmp_path, columns, co
     first, second = differing(**columns)
     names = f"{write(tmp_path / 'a.jsonl', first)},{write(tmp_path / 'b.jsonl', second)}"
     others = differing(range(4, 8), **columns)
-    to_evaluate = f"{write(tmp_path / 'c.jsonl', others[0])},{write(tmp_path / 'd.jsonl', others[1])}"
+    to_evaluate = f"{write(tmp_path / 'c.jsonl', others[0])},{write(tmp_path / 'e.jsonl', others[1])}"
     flags = {"data__prompt_dataset": names, "rollout__batch_size": 1}
     strategy = SimpleNamespace(print=print, is_rank_0=lambda: False)
     if column is None:

@@ -128,7 +128,8 @@ def test_a_tokenizer_that_puts_bos_first(check, folder):
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for m in messages %}"])
 def test_a_template_that_fails_at_any_prompt_is_the_models(check, folder, template):
     (folder / "chat_template.jinja").write_text(template)
-    [found], _ = check(CHAT, QUIZ, eval__dataset=str(folder.parent / "d.jsonl"))
+    [found, trained_on], _ = check(CHAT, QUIZ, eval__dataset=str(folder.parent / "d.jsonl"))
+    assert "are trained on" in trained_on
     assert found.startswith("!--actor.model_name_or_path ") and ": its chat template fails: " in found
 
 
