@@ -7,6 +7,7 @@ import struct
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -60,7 +61,13 @@ def lock(path: Path) -> IO[str]:
         OSError: the file cannot be written, or its file system has no locks.
     """
     file = open(path, "a+", encoding="utf-8")
-    os.register_at_fork(after_in_child=file.close)
+    held = weakref.ref(file)  # what Python calls after a fork would keep the file open for ever
+
+    def drop() -> None:
+        if inherited := held():
+            inherited.close()
+
+    os.register_at_fork(after_in_child=drop)
     _take(file, fcntl.F_WRLCK)
     file.truncate(0)
     file.write(f"{os.getpid()} on {socket.gethostname()}\n")
