@@ -141,7 +141,7 @@ def test_the_nemesis_compares_with_the_run_that_nothing_hit(variant, wrong, tmp_
     monkeypatch.setattr(
         training, "command", lambda _, folder, *rest: [sys.executable, str(tmp_path / "script.py"), folder, variant]
     )
-    monkeypatch.setattr(nemesis, "draw", lambda _: (row("SIGTERM", step=1), row("kill -9 of the driver", step=5)))
+    monkeypatch.setattr(nemesis, "draw", lambda *_: (row("SIGTERM", step=1), row("kill -9 of the driver", step=5)))
     monkeypatch.setattr(nemesis, "STEPS", 8)
     record = nemesis.run(tmp_path, seed=0)
     assert record.wrong == wrong and record.is_equal == (variant != "drifts")
