@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from arlopti_openrlhf.grading.kk_reward import assistant_turns
-from arlopti_openrlhf.grading.math_text import plain
+from arlopti_openrlhf.grading.math_text import final_answer, plain
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
 TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds per answer
@@ -47,6 +47,7 @@ _JOINT = re.compile(
     rf"{_BLANK}"
 )
 # OpenRLHF decodes special tokens too, and math-verify finds no number right before one.
+_ANNOUNCES = re.compile(r"\banswer\b|^####", re.IGNORECASE | re.MULTILINE)
 _END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
 
 
@@ -196,6 +197,8 @@ def _label(value: object) -> str:
         text = _without_dollars(box[1])
     if not text:
         raise ValueError("a label is empty")
+    if _ANNOUNCES.search(text) and (found := final_answer(text)):  # a whole solution, as GSM8K's
+        return found
     return text
 
 

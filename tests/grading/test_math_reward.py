@@ -148,6 +148,22 @@ def test_a_response_of_16_mib_is_graded_in_time(piece):
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("label", "answer"),
+    [
+        ("Therefore, the answer is: 180.", "180"),
+        ("The answer is 5", "5"),
+        ("She sold 48/2 = 24 clips in May.\nShe sold 72 in all.\n#### 72", "72"),
+        ("Answer: C", "C"),
+    ],
+)
+def test_a_label_that_is_a_whole_solution_is_its_final_answer(label, answer):
+    """As data sets have them: open-r1 issue 628, GSM8K."""
+    assert grade(f"\\boxed{{{answer}}}", label).score == 1
+    assert grade("\\boxed{24}", label).score == 0
+
+
+@pytest.mark.usefixtures("patient")
 def test_without_a_box_the_library_extracts():
     assert grade("We get x = 3. The answer is 42.", "42") == (1.0, False, False)
     assert grade("The answer is 1/2", "0.5") == (1.0, False, False)

@@ -337,7 +337,8 @@ def test_a_text_that_the_reader_takes_for_a_date(check, label, tmp_path):
         assert found.startswith(start) and "row 1 (and 7 more rows): the label is read as " in found
         assert "timestamp" in found and found.endswith("write the data set as .parquet, with text in this column")
     pandas.DataFrame(given).to_parquet(tmp_path / "d.parquet")
-    assert check(data__prompt_dataset=str(tmp_path / "d.parquet"), reward__remote_url=["math"]) == []
+    found = check(data__prompt_dataset=str(tmp_path / "d.parquet"), reward__remote_url=["math"])
+    assert not any("is read as" in each for each in found)
 
 
 def test_a_number_that_the_reader_rounds(check, tmp_path):
