@@ -96,7 +96,11 @@ def _agree(found: list, latex: str) -> bool:
     ]
     # A turn is no difference between two angles.
     turn = 360 if len(numbers) == latex.count("\\circ") == 2 else 0
-    known = {(value, _tolerance(side, value, latex)) for side in numbers if (value := _value(side)) is not None}
+    known = {
+        (value, _tolerance(side, value, latex), _rounding(value, latex))
+        for side in numbers
+        if (value := _value(side)) is not None
+    }
     if not all(itertools.starmap(_near, ((a, b, turn) for a, b in itertools.combinations(known, 2)))):
         return False
     # In a chain, expressions in the same variables are one expression. x^2 = 2x is an equation.
@@ -109,13 +113,15 @@ def _agree(found: list, latex: str) -> bool:
 
 
 def _near(first: tuple, second: tuple, turn: int) -> bool:
-    (a, slack_a), (b, slack_b) = first, second
+    (a, slack_a, rounding_a), (b, slack_b, rounding_b) = first, second
     if is_undefined(a) or is_undefined(b):
         return bool(a == b)
     difference = sympy.Abs(a - b)
     if turn:
         difference = min(difference % turn, -difference % turn)
-    return bool(difference <= max(slack_a, slack_b, 0 if difference.is_Rational else _NOISE * sympy.Abs(b)))
+    # Two whole numbers are two answers: neither is the other rounded.
+    rounding = 0 if a.is_Integer and b.is_Integer else max(rounding_a, rounding_b)
+    return bool(difference <= max(slack_a, slack_b, rounding, 0 if difference.is_Rational else _NOISE * sympy.Abs(b)))
 
 
 def _value(side: sympy.Expr) -> sympy.Expr | None:
@@ -139,11 +145,16 @@ def _tolerance(side: sympy.Expr, value: sympy.Expr, latex: str) -> sympy.Expr:
         shown = [len(m[1]) for m in re.finditer(r"\d*\.(\d*)", latex) if m[0] != "." and float(m[0]) == abs(number)]
         moved = exact | {number: exact.get(number, number) + sympy.Rational(5, 10 ** (min(shown, default=15) + 1))}
         total += sympy.Abs(side.xreplace(moved).doit().evalf(20) - value)
-    if value.is_Integer and value and "\\approx" in latex:  # to its last digit that is not 0, but to 1% at least
-        digits = str(abs(value))
-        unit = sympy.Integer(10) ** (len(digits) - len(digits.rstrip("0")))
-        total = max(total, min(unit / sympy.Integer(2), abs(value) / sympy.Integer(100)))
     return total
+
+
+def _rounding(value: sympy.Expr, latex: str) -> sympy.Expr:
+    """Return how far a whole number may be from what it rounds: half its last digit that is not 0, 1% at most."""
+    if "\\approx" not in latex or not value.is_Integer or not value:
+        return sympy.Integer(0)
+    digits = str(abs(value))
+    unit = sympy.Integer(10) ** (len(digits) - len(digits.rstrip("0")))
+    return min(unit / sympy.Integer(2), abs(value) / sympy.Integer(100))
 
 
 def _natural(side: sympy.Basic) -> sympy.Basic:

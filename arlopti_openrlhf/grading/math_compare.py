@@ -46,6 +46,8 @@ _QUAD = re.compile(r"(?<=[^\s,;:=])\s*\\q?quad(?![a-zA-Z])\s*(?=[^\s,;=\\}]|\\(?
 # Words between two numbers, which would be read as products of letters.
 _BETWEEN = re.compile(r"\\(?:text|mathrm|mbox)\s*\{(?!\s*,?\s*(?:or|and)\s*\})[^{}]*[a-zA-Z][^{}]*\}(?=[^=,;]*\d)")
 _ARROW = re.compile(r"\\(?:implies|iff|therefore|to|(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow)(?![a-zA-Z])|[→⇒⟹⇔∴]")
+_NAME = re.compile(r"\s*\\?(?!\d)\w+\s*(?:\([^()]*\))?\s*")
+_ORDERED = re.compile(r"[<>]|\\(?:[lg]eq?|ne|in)(?![a-zA-Z])")
 # math-verify's defaults, but for the units, which are ours.
 _TARGETS = (
     LatexExtractionConfig(
@@ -165,19 +167,24 @@ def _are_congruent(congruence: re.Match) -> bool:
 
 
 def _last_statement(latex: str) -> str:
-    r"""Return the last of several statements, with the values that others give as sides, as in x=1 \implies x=2."""
+    r"""Return the last of several statements, with what others say of its value, as x=1=2 for x=1 \implies x=2."""
     if any(latex[: arrow.start()].count("{") != latex[: arrow.start()].count("}") for arrow in _ARROW.finditer(latex)):
         return latex  # as in \\lim_{x \\to 0}
     *others, last = _ARROW.split(latex)
-    values: list[str] = []
-    for first, *rest in map(_sides, others):
-        if re.fullmatch(r"\s*\\?\w*\s*(?:\([^()]*\))?\s*", first) and rest:
-            values += rest
-        elif not rest or not re.search(
-            "[a-zA-Z]", re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-z])(?:or|and)(?![a-z])", "", first)
-        ):
-            values += [first, *rest]  # an equation in a variable, such as x^2 = 4, gives no value
-    return "=".join([*filter(str.strip, values), last])
+    name, *rest = _sides(last)
+    known: list[str] = []
+    for first, *given in map(_sides, others):
+        if not given or not _has_letters(first):
+            known += [] if _ORDERED.search(first) else [first, *given]
+        elif first.strip() == name.strip() or (not rest and _NAME.fullmatch(first)):
+            known += given
+        elif first.strip() in name and _NAME.fullmatch(first) and not _has_letters(given[-1]):
+            name = ""  # it is no unknown, as in x=3 \\implies 4x=12
+    return "=".join(filter(str.strip, [name, *known, *rest] if rest else [*known, name]))
+
+
+def _has_letters(side: str) -> bool:
+    return bool(re.search("[a-zA-Z]", re.sub(r"\\text\s*\{[^{}]*\}|\\(?:[dt]?frac|sqrt|pi)(?![a-zA-Z])", "", side)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -245,7 +252,7 @@ def _parse_latex(latex: str, has_fallback: bool) -> list:
             both = [latex.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
             found = [_expression(text)[0] for text in both]
             parsed = [FiniteSet(*found), *parsed] if all(isinstance(x, Expr | Eq) for x in found) else parsed
-        elif len(parts := _sides(latex)) > 1 and not re.search(r"[,;<>]|\\(?:[lg]eq?|ne|in)(?![a-zA-Z])", latex):
+        elif len(parts := _sides(latex)) > 1 and not re.search(rf"[,;]|{_ORDERED.pattern}", latex):
             parsed = _chain(parts) + parsed
         elif has_fallback:
             parsed = _parse(f"${latex}$", "any_match")

@@ -180,6 +180,7 @@ def _is_argument(latex: str, match: re.Match) -> bool:
 _CHOICE = re.compile(
     rf"(?:{_TEXT}\{{\s*)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[.)])((?:\s*\}})?)((?:{_GAP})?)(?=[^+*/^_=,:\s])", re.DOTALL
 )
+_SECOND_CHOICE = re.compile(r"(?<![\w\\(])\(?\s*[A-J]\s*(?:[.)]|\W*\Z)")
 _TIME = re.compile(r"(?<![\d.:])(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?![\d:.])")
 _COLON = re.compile(r"(?:\\!|\s)*:(?:\\!|\s)*")
 
@@ -202,9 +203,9 @@ def spelled(text: str) -> str:
 def choice(answer: str) -> tuple[str, str]:
     r"""Return the letter of a choice, if any, and what is chosen, as in `C. 36` and `\textbf{(C)}\ 36`."""
     match = _CHOICE.match(answer)
-    if not match or not (match[3] or match[4]):
+    rest = answer[match.end() :] if match else ""
+    if not match or not (match[3] or match[4]) or _SECOND_CHOICE.search(rest):
         return "", answer
-    rest = answer[match.end() :]
     # \text{(C) 36}
     return match[1] or match[2], rest.rstrip().removesuffix("}") if rest.count("}") > rest.count("{") else rest
 
