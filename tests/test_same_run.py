@@ -31,7 +31,6 @@ def reward_func(queries, prompts, labels, **kwargs):
     return {{"rewards": rewards, "scores": (rewards > 0).float(), "extra_logs": {{}}}}
 """
 NEVER = 10**9
-PROBED = 4  # calls of the pre-flight
 TWO_RANKS = """--actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --vllm.num_engines 2 --train.colocate_all
     --train.deterministic --ckpt.save_steps 2"""
 
@@ -46,7 +45,7 @@ def train(tiny_model, tiny_data, tmp_path):
     def run(folder: Path, flags: str, prompts: int = 32, limit: int = NEVER) -> list[str]:
         folder.mkdir(exist_ok=True)
         reward, calls = folder / "reward.py", folder / f"calls_{limit}.jsonl"
-        reward.write_text(REWARD.format(calls=str(calls), limit=limit + PROBED), encoding="utf-8")
+        reward.write_text(REWARD.format(calls=str(calls), limit=NEVER), encoding="utf-8")
         command = f"""
             {sys.executable} -m arlopti_openrlhf.cli.train_ppo_ray
             --actor.model_name_or_path {tiny_model} --data.prompt_dataset {tiny_data} --data.max_samples {prompts}
@@ -58,13 +57,18 @@ def train(tiny_model, tiny_data, tmp_path):
             --logger.tensorboard_dir {folder}/tensorboard --logger.wandb.run_name run {flags}
         """.split()
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        # The pre-flight of the run asks as often as that of a dry run.
+        subprocess.run([*command, "--dry-run"], env=environment, capture_output=True, check=True, timeout=300)
+        probed = len(calls.read_text("utf-8").splitlines())
+        calls.unlink()
+        reward.write_text(REWARD.format(calls=str(calls), limit=limit + probed), encoding="utf-8")
         result = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=600, errors="replace"
         )
         log = result.stdout + result.stderr
         assert (result.returncode == 0) == (limit == NEVER), log[-6000:]
         assert limit == NEVER or "stopped here" in log, log[-6000:]
-        return [json.loads(line) for line in calls.read_text("utf-8").splitlines()][PROBED:]
+        return [json.loads(line) for line in calls.read_text("utf-8").splitlines()][probed:]
 
     return run
 
