@@ -207,7 +207,7 @@ def test_a_reward_server_that_restarts_in_mid_run(train, noisy_reward, tmp_path)
     assert max(graded) >= 3 * 32
 
 
-# The pre-flight asks the function 44 times, in a process that ends with it: 4 rows, a wrong answer and 2 x 5 right ones.
+# The pre-flight asks the function 44 times, in a process that ends with it: 4 rows, one wrong answer, 10 right ones.
 RAISES = """
 calls = 0
 
