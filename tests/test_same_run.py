@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from arlopti_openrlhf.ops.checkpoints.unpickling import unpacked
 
 pytestmark = pytest.mark.long
 
@@ -92,8 +93,8 @@ def assert_equal(one: Any, other: Any, where: str) -> None:
         assert one.keys() == other.keys(), where
         for key in one:
             pair = one[key], other[key]
-            if key == "controller_random":  # pickled, with an address in it
-                pair = tuple(pickle.loads(value.numpy().tobytes()) for value in pair)
+            if key == "controller_random":  # packed, with an address in it
+                pair = tuple(map(unpacked, pair))
             assert_equal(*pair, f"{where}/{key}")
     elif isinstance(one, list | tuple):
         assert len(one) == len(other), where
