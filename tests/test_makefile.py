@@ -93,14 +93,31 @@ def test_nothing_is_missing(machine):
     assert "needs" not in setup(machine) and not (machine / ".venv").exists()
 
 
-def test_the_weekly_workflow_calls_a_target():
-    workflow = yaml.load((ROOT / ".github/workflows/upstream.yml").read_text("utf-8"), yaml.BaseLoader)
-    [schedule] = workflow["on"]["schedule"]
-    minute, hour, *days, weekday = schedule["cron"].split()
+def workflow(name: str) -> tuple[list[str], dict]:
+    """Return the five fields of a workflow's schedule, and its jobs."""
+    content = yaml.load((ROOT / f".github/workflows/{name}.yml").read_text("utf-8"), yaml.BaseLoader)
+    [schedule] = content["on"]["schedule"]
+    return schedule["cron"].split(), content["jobs"]
+
+
+def commands(jobs: dict) -> list[str]:
+    return [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+
+
+def test_the_weekly_workflow_calls_targets():
+    (minute, hour, *days, weekday), jobs = workflow("upstream")
     assert minute.isdigit() and hour.isdigit() and days == ["*", "*"] and weekday in "0123456"
-    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert commands == ["make upstream", "make pythons PYTHONS=${{ matrix.python }}"]
+    assert commands(jobs) == ["make upstream", "make pythons PYTHONS=${{ matrix.python }}"]
     makefile = (ROOT / "Makefile").read_text("utf-8")
     assert "\nupstream: setup\n" in makefile and "\npythons:\n" in makefile
-    pythons = workflow["jobs"]["pythons"]["strategy"]["matrix"]["python"]
+    pythons = jobs["pythons"]["strategy"]["matrix"]["python"]
     assert f"\nPYTHONS ?= {' '.join(pythons)}\n" in makefile
+
+
+def test_the_nightly_workflow_calls_each_long_suite():
+    (minute, hour, *days), jobs = workflow("nightly")
+    assert minute.isdigit() and hour.isdigit() and days == ["*", "*", "*"]
+    assert commands(jobs) == ["make ${{ matrix.target }}"]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = jobs["suite"]["strategy"]["matrix"]["target"]
+    assert targets == ["long", "modes", "chaos"] and all(f"\n{target}: setup\n" in makefile for target in targets)
