@@ -100,11 +100,13 @@ def _redirect_torch_cuda() -> None:
 
 
 def _compute_bf16_in_float32() -> None:
-    """Send linear layers and attention of bf16 tensors through float32.
+    """Send linear layers and attention of bf16 tensors on the CPU through float32.
 
     No less exact (products are summed in float32 and the result is rounded to bf16 either way), and several times as
     fast as the emulation, in the backward pass above all.
     """
+
+    from torch.nn.attention.bias import CausalBias
 
     def upcast(value):
         return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
@@ -112,10 +114,11 @@ def _compute_bf16_in_float32() -> None:
     def in_float32(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args, **kwargs):
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            if torch.overrides.has_torch_function(tensors):  # of PyTorch's causal masks, which compare `call`
-                return torch.overrides.handle_torch_function(call, tensors, *args, **kwargs)
-            if len(args) < 2 or any(tensor.dtype != torch.bfloat16 for tensor in args[:2]):
+            masks = [value for value in (*args, *kwargs.values()) if isinstance(value, CausalBias)]
+            if masks:  # they compare `call`
+                return torch.overrides.handle_torch_function(call, masks, *args, **kwargs)
+            computed = args[:2]
+            if len(computed) < 2 or any(t.dtype != torch.bfloat16 or t.device.type != "cpu" for t in computed):
                 return function(*args, **kwargs)
             kwargs = {name: upcast(value) for name, value in kwargs.items()}
             return function(*map(upcast, args), **kwargs).to(torch.bfloat16)
