@@ -202,7 +202,7 @@ def _server(mode: Mode, inputs: Path, folder: Path) -> Iterator[str]:
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """Return a Markdown table of all modes, which notes what differs from one rank, one engine and a mode that works."""
+    """Return a Markdown table of all modes. It notes more ranks than one, and what fails."""
     lines = ["| | mode | flags |", "|---|---|---|"]
     usual, topic = MODES[0], ""
     for mode in MODES:
