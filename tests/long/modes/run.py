@@ -202,23 +202,20 @@ def _server(mode: Mode, inputs: Path, folder: Path) -> Iterator[str]:
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """Return a Markdown table of all modes, with the outcomes that there are."""
-    lines = ["| | mode | flags | tested with | works |", "|---|---|---|---|---|"]
-    usual = MODES[0]
+    """Return a Markdown table of all modes. It notes more ranks than one, and what fails."""
+    lines = ["| | mode | flags |", "|---|---|---|"]
+    usual, topic = MODES[0], ""
     for mode in MODES:
         flags = [getattr(mode, name) for name in OWN if getattr(mode, name) != getattr(usual, name)]
         shown = f"`{' '.join(flags).replace('{inputs}/', '').format(url='URL')}`" if flags else ""
-        ranks, engines = _count(mode.ranks, "rank"), _count(mode.engines, "engine")
-        verdict = "not run"
+        size = f" ({mode.ranks} ranks, {mode.engines} engines)" if (mode.ranks, mode.engines) != (1, 1) else ""
+        verdict = ": not run"
         if mode.name in outcomes:
             wrong = outcomes[mode.name].wrong
-            verdict = f"**no**: {'; '.join(wrong)}" if wrong else "yes"
-        lines.append(f"| {mode.topic} | {mode.name} | {shown} | {ranks}, {engines} | {verdict} |")
+            verdict = f": **no**: {'; '.join(wrong)}" if wrong else ""
+        lines.append(f"| {mode.topic if mode.topic != topic else ''} | {mode.name}{size}{verdict} | {shown} |")
+        topic = mode.topic
     return "\n".join(lines)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}"
 
 
 def recorded(path: Path = RESULTS) -> dict[str, Outcome]:
