@@ -11,7 +11,6 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "benchmarks.md",
 }
 # Tables that are too long for a page, and that pages link to.
 TABLES = {str(path.relative_to(ROOT)): path.name for path in sorted((ROOT / "study/results").glob("*.csv"))}

@@ -1,4 +1,4 @@
-"""Draw the pictures of the studies, docs/study.png and docs/study_family.png."""
+"""Draw the pictures of docs/results.md, study.png and study_family.png."""
 
 import math
 from collections.abc import Sequence

@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     for name, selection, what in (
         ("--tuning", runs.TUNING, "the runs that chose the baseline's learning rate"),
-        ("--family", runs.FAMILY, "the family of token methods, in two conditions (docs/study_family.md)"),
+        ("--family", runs.FAMILY, "the family of token methods, in two conditions (docs/results.md)"),
         ("--controls", runs.FAMILY_CONTROLS, "of the family, GRPO, Lopti and GRPO with twice the steps"),
         ("--next", runs.NEXT, "CW-GRPO, GMTS and GRPO, in the family's conditions"),
     ):

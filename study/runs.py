@@ -38,7 +38,7 @@ CONDITIONS = {
     DECISIONS: Condition(WARM_START, MAX_NEW_TOKENS),
     NOISE: Condition(WARM_START | {"varied_wording": True}, 256),
 }
-LEARNING_RATE = 3e-4  # the best for GRPO alone among `TUNING`'s, see docs/study.md
+LEARNING_RATE = 3e-4  # the best for GRPO alone among `TUNING`'s, see docs/results.md
 
 
 class Run(NamedTuple):

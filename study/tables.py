@@ -1,7 +1,7 @@
-"""Write the study's tables: accuracy, differences to the baselines, time and stability, the learning rates tried."""
+"""Make the studies' tables: accuracy, differences to the baselines, time and stability, the learning rates tried."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -12,60 +12,63 @@ from study.significance import PairedTest, holm, interval
 
 Table = list[list[str]]  # the first line is its head
 LEFT_OUT = 0.01  # a run that leaves out a greater share of its tokens has no statistics of all tokens
+ABLATIONS, REINFORCE = "ablations", "REINFORCE++"
+# The first study's comparisons, each with its baseline first. Holm's correction is for one of them at a time.
+_SECTIONS = {
+    "GRPO": list(runs.GRPO),
+    ABLATIONS: ["grpo", runs.CONTROL, *runs.ABLATIONS],
+    REINFORCE: list(runs.REINFORCE),
+}
+_MINUS = "minus the baseline's"
 
 
-def tables(results: dict[str, dict]) -> str:
-    """Return the whole generated part of docs/study.md."""
-    parts = [setting()]
-    sections = (
-        ("GRPO", list(runs.GRPO)),
-        ("Ablations (Section 5.3)", ["grpo", runs.CONTROL, *runs.ABLATIONS]),
-        ("REINFORCE++ (Appendix D)", list(runs.REINFORCE)),
-    )
-    for title, variants in sections:
-        rows = rows_of(variants, results)
-        # The ablations have fewer seeds. Compare them with the baseline's runs of the same seeds.
-        if title.startswith("Ablations"):
-            planned = rows[1].planned
-            rows[0] = rows[0]._replace(
-                planned=planned, results={seed: r for seed, r in rows[0].results.items() if seed < planned}
-            )
-        parts += [
-            f"## {title}\n",
-            *map(markdown_table, (accuracy_table(rows), difference_table(rows), stability_table(rows))),
-        ]
-    parts += ["## The learning rate, chosen for GRPO alone\n", tuning_table(results)]
-    missing = [run.name for run in [*runs.STUDY, *runs.TUNING] if run.name not in results]
-    parts.append(f"Runs that are missing: {', '.join(missing) or 'none'}.\n")
-    return "\n".join([*parts, origin(list(results.values()))])
+def files(results: dict[str, dict]) -> dict[str, Table]:
+    """Return the first study's tables by the names of their CSV files."""
+    sections = {title: _rows(title, results) for title in _SECTIONS}
+    makers = {"accuracy": accuracy_table, "differences": difference_table, "stability": stability_table}
+    found = {
+        f"ar_lopti_{name}.csv": joined("runs", {title: make(rows) for title, rows in sections.items()})
+        for name, make in makers.items()
+    }
+    return found | {"ar_lopti_learning_rates.csv": tuning_table(results)}
 
 
-def origin(results: Sequence[dict]) -> str:
-    """Return on what machines and at which commits the results were made."""
-    machines = sorted({_machine(r["machine"]) for r in results})
-    commits = sorted({r["commit"] for r in results})
-    return (
-        f"Run on: {'; '.join(machines) or 'nothing yet'}.\n\nAt the commits: {', '.join(commits) or 'nothing yet'}.\n"
-    )
+def variants_table(results: dict[str, dict]) -> str:
+    """Return accuracy of GRPO and the two methods, and their differences to GRPO, for the page."""
+    rows = _rows("GRPO", results)
+    measured = columns(accuracy_table(rows), "held out, after training", "average", "greedy", PASS)
+    compared = {line[0]: line[1:] for line in columns(difference_table(rows), _MINUS, "accuracy", "p (Holm)")}
+    lines = [["held out, after training", "accuracy", "greedy", PASS, "accuracy minus GRPO's", "p (Holm)"]]
+    return markdown_table(lines + [[*line, *compared.get(line[0], ["", ""])] for line in measured[1:]])
 
 
-def _machine(machine: dict) -> str:
-    return f"{machine['cpu']}, {machine['cores']} cores, runs at a time: {machine['parallel']}"
+def ablations_table(results: dict[str, dict]) -> str:
+    """Return the differences of the ablations and of REINFORCE++'s variants, for the page."""
+    found = {
+        title: columns(difference_table(_rows(title, results)), _MINUS, "accuracy", "p", "p (Holm)")
+        for title in (ABLATIONS, REINFORCE)
+    }
+    return markdown_table(joined("runs", found))
 
 
-def setting() -> str:
-    """Return a paragraph on what all runs have in common, from their own settings."""
-    people = " and ".join(map(str, runs.PEOPLE))
-    warm_start = ", ".join(f"{name} {value}" for name, value in runs.WARM_START.items())
-    return (
-        f"Puzzles of {people} people, equally often; held out: {runs.HELD_OUT} for each "
-        f"number of people, answered {runs.EVAL_SAMPLES} times at temperature {runs.TEMPERATURE}, and "
-        f"{runs.HELD_OUT_GREEDY} others, answered greedily. Warm start ({warm_start}), one per seed, shared by "
-        f"the seed's runs. Then {runs.STEPS} steps of {runs.PROMPTS_PER_STEP} puzzles x {runs.SAMPLES_PER_PROMPT} "
-        f"answers of at most {runs.MAX_NEW_TOKENS} tokens at temperature {runs.TEMPERATURE}, the same puzzles in "
-        "the same order for all; two mini-batches a step, each an optimizer step, and two with Lopti; learning rate "
-        f"{runs.LEARNING_RATE:g}, constant. `study/runs.py` has every flag.\n"
-    )
+def _rows(section: str, results: dict[str, dict]) -> list[Row]:
+    """Return the rows of a section. All have the seeds that its other variants were planned with."""
+    rows = rows_of(_SECTIONS[section], results)
+    planned = rows[1].planned
+    of_seeds = {seed: result for seed, result in rows[0].results.items() if seed < planned}
+    return [rows[0]._replace(planned=planned, results=of_seeds), *rows[1:]]
+
+
+def joined(title: str, tables: Mapping[str, Table]) -> Table:
+    """Return tables with the same columns as one, whose first column says which of them a line is from."""
+    head = next((table[0] for table in tables.values() if table), [])
+    return [[title, *head], *([name, *line] for name, table in tables.items() for line in table[1:])]
+
+
+def columns(table: Table, *names: str) -> Table:
+    """Return some columns of a table."""
+    places = [table[0].index(name) for name in names]
+    return [[line[place] for place in places] for line in table]
 
 
 def cell(values: Sequence[float | None], digits: int = 3) -> str:
@@ -108,7 +111,7 @@ def difference_table(rows: Sequence[Row]) -> Table:
     tests = [differences(row, baseline, accuracy) for row in others]
     corrected = holm([test.p if test else math.nan for test in tests])
     lines = [difference_line(TITLES[row.name], row, baseline, p) for row, p in zip(others, corrected, strict=True)]
-    return [difference_head(f"minus {TITLES[baseline.name]}'s"), *lines]
+    return [difference_head(_MINUS), *lines]
 
 
 def difference_head(title: str) -> list[str]:
@@ -167,11 +170,13 @@ def stability_table(rows: Sequence[Row]) -> Table:
         "collapses",
         "gradient norm: median",
         "max",
+        "share of p < 0.5, first",
         "share of p < 0.5, last",
         "entropy, last",
         "tokens, last",
     ]
     lines = [[*head, "s per step", "s per update", "min per run"]]
+    statistics = (("low_share", 0), ("low_share", -1), ("entropy", -1))
     for row in rows:
         found = list(row.results.values())
         if not found:
@@ -184,7 +189,7 @@ def stability_table(rows: Sequence[Row]) -> Table:
                 f"{sum(r['collapsed'] for r in found)} of {len(found)}",
             ]
             + [_norms(found, name) for name in ("median", "max")]
-            + [cell([_of_all_tokens(r, name) for r in found]) for name in ("low_share", "entropy")]
+            + [cell([_of_all_tokens(r, name, when) for r in found]) for name, when in statistics]
             + [cell([r["curves"]["response_length"][-1] for r in found], 1)]
             + [cell([r["seconds"][name] for r in found], 2) for name in ("step", "update")]
             + [cell([r["seconds"]["run"] / 60 for r in found], 1)]
@@ -192,14 +197,14 @@ def stability_table(rows: Sequence[Row]) -> Table:
     return lines
 
 
-def _of_all_tokens(result: dict, name: str) -> float | None:
-    """Return the last value of a statistic of tokens; None where the run has none, or has it of a part of the tokens.
+def _of_all_tokens(result: dict, name: str, when: int) -> float | None:
+    """Return the value of a statistic of all tokens at one point of its curve; None if the run has none.
 
     The statistics by probability describe the tokens that are trained. A method may leave out most of the others.
     """
     curves = result["curves"]
     leaves_out = fmean(curves.get("zero_share", [0.0])) > LEFT_OUT
-    return None if leaves_out else curves.get(name, [None])[-1]
+    return None if leaves_out or name not in curves else curves[name][when]
 
 
 def _norms(found: Sequence[dict], measure: str) -> str:
@@ -209,7 +214,7 @@ def _norms(found: Sequence[dict], measure: str) -> str:
     return ", ".join(cells)
 
 
-def tuning_table(results: dict[str, dict]) -> str:
+def tuning_table(results: dict[str, dict]) -> Table:
     """Return GRPO's accuracy at each learning rate."""
     lines = [["learning rate", "seeds", "accuracy before", "after", "greedy", PASS, "collapses"]]
     for rate in runs.LEARNING_RATES:
@@ -220,4 +225,4 @@ def tuning_table(results: dict[str, dict]) -> str:
         chosen = " (taken)" if rate == runs.LEARNING_RATE else ""
         collapses = f"{sum(r['collapsed'] for r in found)} of {len(found)}"
         lines.append([f"{rate:g}{chosen}", f"{len(found)} of {len(planned)}", *cells, collapses])
-    return markdown_table(lines)
+    return lines

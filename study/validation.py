@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import StatisticsError, correlation, fmean
 from typing import NamedTuple
 
-from arlopti_openrlhf.lab.scoring.tables import markdown_table
+from study import runs
 from study.comparison import TITLES, Row, accuracy, differences, mean_reward, rows_of
 from study.stored import load_agreements
-from study.tables import cell, difference
+from study.tables import Table, cell, difference, joined
 
 DIVISIONS = ("probability", "entropy")
 # {variant: the method's name in the agreement}. Lopti's two passes share the tokens, so it moves no share.
@@ -35,21 +35,29 @@ class Shown(NamedTuple):
     seeds: frozenset[int]
 
 
-def tables(condition: str, results: dict[str, dict], agreement: Path) -> str:
-    """Return a condition's part of the report: its cells, its methods, and how the two go together."""
-    found = {by: load_agreements(condition, by, agreement) for by in DIVISIONS}
-    parts = [f"### {condition}\n"]
-    if not any(found.values()):
-        return parts[0] + "\nNo warm start was asked yet (`python -m study.warm_start_agreement`).\n"
-    wholes = [of_seed["whole"]["cosine"] for of_seed in next(filter(None, found.values())).values()]
-    parts.append(f"Cosine between the gradients of two halves of the puzzles: {cell(wholes, 2)}.\n")
-    parts += [_cells(by, list(of_seeds.values())) for by, of_seeds in found.items() if of_seeds]
-    return "\n".join([*parts, _methods(condition, results, found)])
+def files(results: dict[str, dict], agreement: Path) -> dict[str, Table]:
+    """Return the tables of cells, of methods, and of how the two go together, by the names of their CSV files.
+
+    Args:
+        results: of the runs of the family, by name.
+        agreement: the file of what `study.warm_start_agreement` found.
+    """
+    found = {c: {by: load_agreements(c, by, agreement) for by in DIVISIONS} for c in runs.CONDITIONS}
+    cells = {
+        c: joined("tokens by", {by: _cells(list(of_seeds.values())) for by, of_seeds in of_divisions.items()})
+        for c, of_divisions in found.items()
+    }
+    methods = {c: _methods(c, results, of_divisions) for c, of_divisions in found.items()}
+    return {
+        "agreement_cells.csv": joined("condition", cells),
+        "agreement_methods.csv": joined("condition", {c: table for c, (table, _) in methods.items()}),
+        "agreement_correlations.csv": joined("condition", {c: together for c, (_, together) in methods.items()}),
+    }
 
 
-def _cells(by: str, found: Sequence[dict]) -> str:
-    lines = [[f"tokens by {by}", "seeds", "tokens", "share of the gradient", "cosine with the other half", "found"]]
-    for number, name in enumerate(c["name"] for c in found[0]["cells"]):
+def _cells(found: Sequence[dict]) -> Table:
+    lines = [["cell", "seeds", "share of tokens", "share of the gradient", "cosine with the other half", "found"]]
+    for number, name in enumerate(c["name"] for c in found[0]["cells"]) if found else ():
         of_seeds = [of_seed["cells"][number] for of_seed in found]
         tokens = [c["tokens"] / sum(o["tokens"] for o in s["cells"]) for c, s in zip(of_seeds, found, strict=True)]
         known = [c for c in of_seeds if "cosine" in c]
@@ -57,14 +65,15 @@ def _cells(by: str, found: Sequence[dict]) -> str:
             [name, str(len(found)), cell(tokens), cell([c["share"] for c in known])]
             + [cell([c["cosine"] for c in known], 2), _counted(c["found"] for c in of_seeds)]
         )
-    return markdown_table(lines)
+    return lines
 
 
-def _methods(condition: str, results: dict[str, dict], found: Mapping[str, _Found]) -> str:
+def _methods(condition: str, results: dict[str, dict], found: Mapping[str, _Found]) -> tuple[Table, Table]:
+    """Return a line for each method, and the rank correlations over them."""
     (baseline,) = rows_of([f"{condition}-grpo"], results)
     head = ["method"]
     for by in DIVISIONS:
-        head += [f"by {by}: lowers", "share in cells that agree"]
+        head += [f"by {by}: lowers", f"by {by}: share in cells that agree"]
     lines = [[*head, "accuracy minus GRPO's", "reward over training"]]
     shown: dict[str, list[Shown]] = {by: [] for by in DIVISIONS}
     for variant, method in METHODS.items():
@@ -77,7 +86,12 @@ def _methods(condition: str, results: dict[str, dict], found: Mapping[str, _Foun
             shown[by] += _shown(moves, row, baseline)
         accuracies, rewards = (differences(row, baseline, measure) for measure in (accuracy, mean_reward))
         lines.append([*line, difference(accuracies), difference(rewards)])
-    return "\n".join([markdown_table(lines), *(_together(by, of_methods) for by, of_methods in shown.items())])
+    head = ["tokens by", "methods", "seeds", "with accuracy", "with reward over training", "cosine of the halves"]
+    together = [head]
+    for by, of_methods in shown.items():
+        wholes = [of_seed["whole"]["cosine"] for of_seed in found[by].values()]
+        together.append([by, *_together(of_methods), cell(wholes, 2)])
+    return lines, together
 
 
 def _shown(moves: Mapping[int, float], row: Row, baseline: Row) -> list[Shown]:
@@ -91,15 +105,13 @@ def _shown(moves: Mapping[int, float], row: Row, baseline: Row) -> list[Shown]:
     return [Shown(move, accuracies.difference.mean, rewards.difference.mean, frozenset(seeds))]
 
 
-def _together(by: str, shown: Sequence[Shown]) -> str:
+def _together(shown: Sequence[Shown]) -> list[str]:
+    """Return how many methods and which seeds there are, and how their moves rank with accuracy and with reward."""
     moves = [of_method.move for of_method in shown]
     seeds = ", ".join(map(str, sorted(frozenset().union(*(of_method.seeds for of_method in shown)))))
     accuracies = rank_correlation(moves, [of_method.accuracy for of_method in shown])
     rewards = rank_correlation(moves, [of_method.reward for of_method in shown])
-    return (
-        f"Rank correlation over {len(shown)} methods, tokens by {by}, seeds {seeds or 'none'}: of the share in cells "
-        f"that agree with accuracy {accuracies}, with reward over training {rewards}.\n"
-    )
+    return [str(len(shown)), seeds or "none", accuracies, rewards]
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> str:

@@ -3,7 +3,7 @@
     python -m study.warm_start_agreement --work FOLDER
 
 It takes the warm starts that are in the folder of `study.run --family`, divides the tokens by probability and by
-entropy, and adds a line for each to study/results/agreement.jsonl. `python -m study.report --family` holds them
+entropy, and adds a line for each to study/results/agreement.jsonl. `python -m study.report` holds them
 against what training then showed.
 """
 

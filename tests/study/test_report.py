@@ -1,5 +1,6 @@
 """The report's tables equal arithmetic by hand, and it copes with an unfinished study."""
 
+import csv
 import math
 import subprocess
 import sys
@@ -13,26 +14,40 @@ from study import comparison, family, report, runs, stored, tables
 ROOT = Path(__file__).parents[2]
 
 
+def report_of(folder: Path) -> str:
+    """Run the command on the results in a folder, write its pages there too, and return docs/results.md."""
+    marked = f"{report.START}\nstale\n{report.END}\n"
+    (folder / "results.md").write_text("Before.\n" + "".join(f"{marked}After {n}.\n" for n in range(1, 4)))
+    (folder / "token_methods.md").write_text(f"Before.\n{marked}After.\n")
+    command = [sys.executable, "-m", "study.report", "--results", folder, "--docs", folder]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert output.returncode == 0, output.stderr
+    page = (folder / "results.md").read_text()
+    assert page.startswith("Before.\n") and "stale" not in page
+    assert [line for line in page.splitlines() if line.startswith("After")] == [f"After {n}." for n in range(1, 4)]
+    for name in ("study.png", "study_family.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    return page
+
+
 def test_report_of_an_unfinished_study(tmp_path):
-    accuracies = {"grpo": (0.50, 0.52, 0.54), "both": (0.55, 0.59)}
+    accuracies = {"grpo": (0.50, 0.52, 0.54), "both": (0.55, 0.59), "rpp": (0.4, 0.4), "rpp-ar": (0.45, 0.47)}
     for variant, values in accuracies.items():
         for seed, accuracy in enumerate(values):
             stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path / stored.AR_LOPTI)
-    (tmp_path / "study.md").write_text(f"Before.\n{report.START}\nstale\n{report.END}\nAfter.\n")
-    command = [sys.executable, "-m", "study.report", "--results", tmp_path, "--docs", tmp_path]
-    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert output.returncode == 0, output.stderr
-    page = (tmp_path / "study.md").read_text()
-    assert page.startswith("Before.\n") and page.endswith("\nAfter.\n") and "stale" not in page
+    page = report_of(tmp_path)
     # GRPO: mean 0.52, s = 0.02, 4.303 · 0.02 / √3 = 0.050. By puzzle: 0.03 in each of 3 x 2, 0.03 / √6 = 0.012.
-    row = "| GRPO | 3 of 5 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.520 ± 0.050 | 0.012 | 0.500 ± 0.000 | 0.500 ± 0.000 |"
-    assert f"{row} 1.500 ± 0.000 |" in page
+    levels = (tmp_path / "ar_lopti_accuracy.csv").read_text()
+    row = "GRPO,GRPO,3 of 5,0.520 ± 0.050,0.520 ± 0.050,0.520 ± 0.050,0.012,0.500 ± 0.000,0.500 ± 0.000"
+    assert f"{row},1.500 ± 0.000\n" in levels
+    assert "| GRPO | 0.520 ± 0.050 | 0.500 ± 0.000 | 0.500 ± 0.000 |  |  |" in page
     # Both: differences 0.05 and 0.07: mean 0.06, s = 0.0141, t(1) = 12.706, so ± 0.127; t = 6: p = 1 - 2/π · atan 6.
-    assert "| + AR + Lopti | 2 of 5 | +0.060 ± 0.127 | 0.105 | 0.105 | +0.060 ± 0.127 |" in page
-    assert "| + Lopti (η = 0.5) | 0 of 5 | missing |" in page
-    assert "Runs that are missing: ar-0, lopti-0, ar-1," in page
-    assert "Run on: some CPU, 2 cores, runs at a time: 1." in page
-    assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
+    differences = (tmp_path / "ar_lopti_differences.csv").read_text()
+    assert "GRPO,+ AR + Lopti,2 of 5,+0.060 ± 0.127,0.105,0.105,+0.060 ± 0.127," in differences
+    assert "GRPO,+ Lopti (η = 0.5),0 of 5,missing," in differences
+    assert "| + AR + Lopti | 0.570 ± 0.254 | 0.500 ± 0.000 | 0.500 ± 0.000 | +0.060 ± 0.127 | 0.105 |" in page
+    assert "| REINFORCE++ | + AR (α = 0.1) | +0.060 ± 0.127 | 0.105 | 0.105 |" in page
+    assert (tmp_path / "ar_lopti_learning_rates.csv").read_text().count("0 of 2") == 3
 
 
 def test_runs_from_different_warm_starts_are_no_pair():
@@ -45,8 +60,8 @@ def test_runs_from_different_warm_starts_are_no_pair():
 
 
 def test_report_of_nothing_says_so():
-    page = tables.tables({})
-    assert page.count("0 of 5") >= 5 and "Run on: nothing yet." in page
+    lines = tables.files({})["ar_lopti_accuracy.csv"]
+    assert sum(line[2] == "0 of 5" for line in lines) == 5 and all("missing" in line for line in lines[1:])
 
 
 def test_report_of_an_unfinished_family(tmp_path):
@@ -65,34 +80,23 @@ def test_report_of_an_unfinished_family(tmp_path):
     for variant, values in {"noise-grpo": (0.30, 0.32), "noise-lopti": (0.30, 0.34)}.items():
         for seed, accuracy in enumerate(values):
             stored.write(result(of_name(f"{variant}-{seed}"), accuracy), tmp_path / stored.BY_STRUCTURE)
-    for name in ("study_family.md", "token_methods.md"):
-        (tmp_path / name).write_text(f"Before.\n{report.START}\nstale\n{report.END}\nAfter.\n")
-    command = [sys.executable, "-m", "study.report", "--family", "--results", tmp_path, "--docs", tmp_path]
-    output = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert output.returncode == 0, output.stderr
-    page = (tmp_path / "study_family.md").read_text()
-    differences = {c: (tmp_path / f"family_{c}_differences.csv").read_text() for c in runs.CONDITIONS}
-    assert all(f"[15 rows](../study/results/family_{c}_differences.csv)" in page for c in runs.CONDITIONS)
-    assert "**9 of 150 runs are done (seed 0: 5 of 30, seed 1: 3 of 30, seed 2: 1 of 30, seed 3: 0 of 30," in page
+    page = report_of(tmp_path)
+    differences = (tmp_path / "family_differences.csv").read_text()
     # Differences 0.05 and 0.07, as above: p = 0.105, which 30 comparisons leave nothing of. 0.05 twice has p = 0.
-    assert "Lopti (η = 0.5) minus GRPO,2 of 5,+0.060 ± 0.127,0.105,1.000," in differences["noise"]
-    assert '"GRPO, twice as many steps minus GRPO",2 of 5,+0.050 ± 0.000,< 0.001,< 0.001,' in differences["noise"]
+    assert "noise,Lopti (η = 0.5) minus GRPO,2 of 5,+0.060 ± 0.127,0.105,1.000," in differences
+    assert 'noise,"GRPO, twice as many steps minus GRPO",2 of 5,+0.050 ± 0.000,< 0.001,< 0.001,' in differences
     # 0 and 0.02: mean 0.01, s = 0.0141, so ± 0.127 and t = 1: p = 1/2.
-    assert (
-        '"Lopti (η = 0.5) minus GRPO, twice as many steps",2 of 5,+0.010 ± 0.127,0.500,1.000,' in differences["noise"]
-    )
-    assert "AR (α = 0.3) minus GRPO,1 of 5,+0.100,,," in differences["decisions"]
-    assert '"A3PO, mean weight one minus GRPO",0 of 5,missing,' in differences["noise"]
-    # On the other split 0 and 0.02 likewise, beside what they were.
-    assert "**4 of 30 runs are done (seed 0: 2 of 6, seed 1: 2 of 6, seed 2: 0 of 6," in page
-    assert "| Lopti (η = 0.5) minus GRPO, as told | 2 of 5 | +0.060 ± 0.127 | 0.105 |  |" in page
-    assert "| Lopti (η = 0.5) minus GRPO, by structure | 2 of 5 | +0.010 ± 0.127 | 0.500 | 1.000 |" in page
-    assert "| AR (α = 0.3) | 1 of 5 | 0.900 | 0.000 |" in page
-    assert (tmp_path / "study_family.png").read_bytes().startswith(b"\x89PNG")
-    short = (tmp_path / "token_methods.md").read_text()
-    assert short.startswith("Before.\n") and short.endswith("\nAfter.\n") and "stale" not in short
-    assert "| Lopti (η = 0.5) | missing (0 of 5) | +0.060 ± 0.127 (2 of 5) |" in short
-    assert "| AR (α = 0.3) | +0.100 (1 of 5) | missing (0 of 5) |" in short and "mean weight" not in short
+    assert 'noise,"Lopti (η = 0.5) minus GRPO, twice as many steps",2 of 5,+0.010 ± 0.127,0.500,1.000,' in differences
+    assert "decisions,AR (α = 0.3) minus GRPO,1 of 5,+0.100,,," in differences
+    assert 'noise,"A3PO, mean weight one minus GRPO",0 of 5,missing,' in differences
+    # On the other split 0 and 0.02 likewise.
+    repeated = (tmp_path / "by_structure_differences.csv").read_text()
+    assert "noise,Lopti (η = 0.5) minus GRPO,2 of 5,+0.010 ± 0.127,0.500,1.000," in repeated
+    assert "decisions,AR (α = 0.3),1 of 5,0.900,0.000\n" in (tmp_path / "family_weights.csv").read_text()
+    for text in (page, (tmp_path / "token_methods.md").read_text()):
+        assert "| Lopti (η = 0.5) | missing |  | +0.060 ± 0.127 | 1.000 |" in text
+        assert "| AR (α = 0.3) | +0.100 |  | missing |  |" in text and "mean weight" not in text
+        assert "| GMTS | missing |  | missing |  |" in text
 
 
 def test_all_comparisons_of_both_conditions_are_corrected_together():
@@ -128,7 +132,19 @@ def test_statistics_of_a_part_of_the_tokens_are_not_shown(zero_share, shown):
     assert titles[first + 1] == "entropy, last" and cells[first : first + 2] == shown
 
 
-@pytest.mark.parametrize("name", ["study.md", "study_family.md", "token_methods.md"])
-def test_the_page_has_its_marks(name):
-    page = (ROOT / "docs" / name).read_text("utf-8")
-    assert page.count(report.START) == page.count(report.END) == 1
+@pytest.mark.parametrize("name", ["results.md", "token_methods.md"])
+def test_the_pages_have_the_tables_that_the_command_writes(name, tmp_path):
+    page = tmp_path / name
+    page.write_text((ROOT / "docs" / name).read_text("utf-8"))
+    found = {file: stored.load(planned, stored.RESULTS / file) for file, planned in report.STUDIES.items()}
+    report.put(page, *report.page_tables(found)[name])
+    assert page.read_text() == (ROOT / "docs" / name).read_text("utf-8"), "python -m study.report"
+
+
+def test_the_csv_files_are_those_that_the_command_writes():
+    found = {file: stored.load(planned, stored.RESULTS / file) for file, planned in report.STUDIES.items()}
+    files = report.csv_tables(found, stored.RESULTS)
+    assert files.keys() == {path.name for path in stored.RESULTS.glob("*.csv")}
+    for name, table in files.items():
+        with open(stored.RESULTS / name, newline="", encoding="utf-8") as file:
+            assert list(csv.reader(file)) == table, f"{name}: python -m study.report"

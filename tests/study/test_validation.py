@@ -1,9 +1,11 @@
 """The agreement of gradients is held against training, method by method."""
 
+from pathlib import Path
+
 import pytest
 from arlopti_testing.study_fakes import of_name, result
 
-from study import family, runs, stored, validation
+from study import runs, stored, validation
 
 
 def asked(moves: dict[str, float], cosine: float = 0.4) -> dict:
@@ -34,6 +36,11 @@ def store(path, found: dict[tuple[str, int], dict]) -> None:
         stored.write({"condition": runs.NOISE, "seed": seed, "by": by} | value, path)
 
 
+def lines_of(results: dict[str, dict], folder: Path) -> list[list[list[str]]]:
+    """Return the lines of the three CSV files: cells, methods, correlations."""
+    return list(validation.files(results, folder / stored.AGREEMENT).values())
+
+
 def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy(tmp_path):
     results = {
         f"noise-{name}-{seed}": result(of_name(f"noise-{name}-{seed}"), value)
@@ -46,18 +53,21 @@ def test_a_method_s_share_in_cells_that_agree_is_held_against_its_accuracy(tmp_p
     ]
     store(tmp_path / stored.AGREEMENT, {("probability", 0): asked(moves[0]), ("probability", 1): asked(moves[1], 0.6)})
     store(tmp_path / stored.AGREEMENT, {("entropy", 1): asked({"ar": -0.01, "steer": 0.0})})
-    page = validation.tables(runs.NOISE, results, tmp_path / stored.AGREEMENT)
-    assert "two halves of the puzzles: 0.50 ± 1.27." in page  # 12.706 · 0.1
-    assert "| A > 0, π 0.00-0.25 | 2 | 0.300 ± 0.000 | 0.600 ± 0.000 | 0.50 ± 1.27 | agrees |" in page
-    assert "| A > 0, π 0.25-0.50 | 2 | 0.700 ± 0.000 | missing | missing | no gradient |" in page
-    assert "| AR (α = 0.3) | noise | +0.030 | signal | -0.010 | +0.030 ± 0.000 | +0.000 ± 0.000 |" in page
-    assert "| Direction (α = -0.2) | signal 1, noise 1 | -0.002 |  |  | -0.040 ± 0.000 | +0.000 ± 0.000 |" in page
-    assert "| A3PO |  |  |  |  | missing | missing |" in page
+    cells, methods, together = lines_of(results, tmp_path)
+    half = "0.50 ± 1.27"  # 12.706 · 0.1
+    known = ["0.300 ± 0.000", "0.600 ± 0.000", half, "agrees"]
+    assert ["noise", "probability", "A > 0, π 0.00-0.25", "2", *known] in cells
+    nothing = ["missing", "missing", "no gradient"]
+    assert ["noise", "probability", "A > 0, π 0.25-0.50", "2", "0.700 ± 0.000", *nothing] in cells
+    zero = "+0.000 ± 0.000"
+    assert ["noise", "AR (α = 0.3)", "noise", "+0.030", "signal", "-0.010", "+0.030 ± 0.000", zero] in methods
+    of_both = ["signal 1, noise 1", "-0.002", "", "", "-0.040 ± 0.000", zero]
+    assert ["noise", "Direction (α = -0.2)", *of_both] in methods
+    assert ["noise", "A3PO", "", "", "", "", "missing", "missing"] in methods
     # Ranks 2, 1, 3 and 3, 1, 2: ρ = 1 − 6 · 2 / (3 · 8). Of six orders none but the middle pair has less than 0.5. The
     # rewards are all equal.
-    said = "over 3 methods, tokens by probability, seeds 0, 1: of the share in cells that agree with accuracy +0.50"
-    assert f"{said} (p 1.00), with reward over training not known." in page
-    assert "over 2 methods, tokens by entropy, seeds 1: " in page
+    assert ["noise", "probability", "3", "0, 1", "+0.50 (p 1.00)", "not known", half] in together
+    assert ["noise", "entropy", "2", "1", "not known", "not known", "0.40"] in together
 
 
 def test_accuracy_is_that_of_the_seeds_that_were_judged(tmp_path):
@@ -69,9 +79,9 @@ def test_accuracy_is_that_of_the_seeds_that_were_judged(tmp_path):
             results[f"noise-{name}-{seed}"] = result(of_name(f"noise-{name}-{seed}"), 0.5 + gain)
     moves = {"ar": 0.03, "ar alpha=-0.2 (Direction)": 0.02, "steer": 0.01}
     store(tmp_path / stored.AGREEMENT, {("probability", 0): asked(moves), ("probability", 1): asked({})})
-    page = validation.tables(runs.NOISE, results, tmp_path / stored.AGREEMENT)
-    assert "tokens by probability, seeds 0: of the share in cells that agree with accuracy +1.00 (p 0.33)" in page
-    assert "tokens by entropy, seeds none: of the share in cells that agree with accuracy not known" in page
+    *_, together = lines_of(results, tmp_path)
+    assert ["noise", "probability", "3", "0", "+1.00 (p 0.33)", "not known", "0.40 ± 0.00"] in together
+    assert ["noise", "entropy", "0", "none", "not known", "not known", "missing"] in together
 
 
 @pytest.mark.parametrize(
@@ -89,8 +99,9 @@ def test_rank_correlation(first, second, expected):
     assert validation.rank_correlation(first, second) == expected
 
 
-def test_the_report_says_what_is_missing(tmp_path):
+def test_the_tables_say_what_is_missing(tmp_path):
     store(tmp_path / stored.AGREEMENT, {("probability", 3): asked({"ar": 0.01})})
-    page, _ = family.tables({}, {}, {}, tmp_path / stored.AGREEMENT)
-    assert page.count("No warm start was asked yet") == 1
-    assert "| AR (α = 0.3) | noise | +0.010 |  |  | missing | missing |" in page
+    cells, methods, together = lines_of({}, tmp_path)
+    assert {line[0] for line in cells[1:]} == {runs.NOISE}
+    assert ["noise", "AR (α = 0.3)", "noise", "+0.010", "", "", "missing", "missing"] in methods
+    assert ["decisions", "probability", "0", "none", "not known", "not known", "missing"] in together
