@@ -229,8 +229,8 @@ def _equal_inequalities(label: Any, answer: Any) -> bool:
         _has_order(label) and _has_order(answer) and variables[0] != variables[1]
     ):
         return False
-    expected, found = _solutions(label), _solutions(answer)
-    return expected is not None and found is not None and _equal_sets(expected, found)
+    solutions = [_solutions(x) for x in (label, answer)]
+    return None not in solutions and _equal_sets(*solutions)
 
 
 def _same_relation(label: Any, answer: Any) -> bool:
