@@ -92,7 +92,7 @@ def _with_constants(side: sympy.Basic) -> sympy.Basic:
 
 def _agree(found: list, latex: str) -> bool:
     numbers = [
-        side for side in found if isinstance(side, sympy.Expr) and side.is_number and not side.has(AppliedUndef)
+        side for side in found if isinstance(side, sympy.Expr) and not side.free_symbols and not side.has(AppliedUndef)
     ]
     # A turn is no difference between two angles.
     turn = 360 if len(numbers) == latex.count("\\circ") == 2 else 0

@@ -6,7 +6,6 @@ points with it. This part of the math reward runs in worker processes, and nothi
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import sympy
@@ -225,10 +224,13 @@ def _equal_inequalities(label: Any, answer: Any) -> bool:
         return True
     if label.__class__ is answer.__class__ is Chain and all(map(_same_relation, expected, reversed(found))):
         return True
-    variables = [set().union(*(part.free_symbols for part in _parts(x))) for x in (label, answer)]
-    if _has_order(label) and _has_order(answer) and variables[0] != variables[1]:
+    variables = [_variables(x) for x in (label, answer)]
+    if any(len(names) > 1 for names in variables) or (
+        _has_order(label) and _has_order(answer) and variables[0] != variables[1]
+    ):
         return False
-    return any(_equal_sets(a, b) for a in _solution_sets(label) for b in _solution_sets(answer))
+    solutions = [_solutions(x) for x in (label, answer)]
+    return None not in solutions and _equal_sets(*solutions)
 
 
 def _same_relation(label: Any, answer: Any) -> bool:
@@ -243,25 +245,28 @@ def _same_relation(label: Any, answer: Any) -> bool:
     return factor is not None and bool(factor > 0) and is_strict[0] == is_strict[1]
 
 
-def _parts(value: Any) -> list:
+def _variables(value: Any) -> set:
     if isinstance(value, Listing | Chain):
-        return [part for item in value[0] for part in _parts(item)]
-    return [value]
+        return set().union(*map(_variables, value[0]))
+    return value.free_symbols
 
 
-def _solution_sets(value: Any) -> Iterator[sympy.Set]:
-    """Yield the sets that inequalities in one real variable may mean. A comma may be "or", and may be "and"."""
+def _solutions(value: Any) -> sympy.Set | None:
+    """Return the set that inequalities in one real variable mean, or None where that is not clear.
+
+    Listed ones hold together if they can, and else each by itself. If one implies another, they are two answers.
+    """
+    if isinstance(value, Listing | Chain):
+        sets = list(map(_solutions, value[0]))
+        if None in sets:
+            return None
+        both = sympy.Intersection(*sets)
+        if isinstance(value, Chain):
+            return both
+        return sympy.Union(*sets) if both.is_empty else None if both in sets else both
     if isinstance(value, sympy.Set):
-        yield value
-    elif len(set().union(*(part.free_symbols for part in _parts(value)))) == 1:
-        real = {symbol: sympy.Symbol("x", real=True) for part in _parts(value) for symbol in part.free_symbols}
-        sets = [
-            part.xreplace(exact_numbers(part)).xreplace(real).as_set()
-            if isinstance(part, Relational)
-            else sympy.FiniteSet(part)
-            for part in _parts(value)
-        ]
-        if not isinstance(value, Chain):
-            yield sympy.Union(*sets)
-        if (both := sympy.Intersection(*sets)) and both.is_empty is not True:
-            yield both
+        return value
+    if isinstance(value, Relational) and len(value.free_symbols) == 1:
+        real = {symbol: sympy.Symbol("x", real=True) for symbol in value.free_symbols}
+        return value.xreplace(exact_numbers(value)).xreplace(real).as_set()
+    return sympy.FiniteSet(value) if isinstance(value, sympy.Expr) else None

@@ -3,14 +3,18 @@ r"""Rewrites LaTeX that math-verify does not read, or reads wrongly, as `0.\over
 import math
 import re
 from typing import NamedTuple
+from unicodedata import normalize
 
 from arlopti_openrlhf.grading.math_units import MULTIPLIER, split_unit
 
 _UNICODE = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty "}
     | {"°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap "}
-    | {"⁄": "/", "∕": "/", "：": ":", "，": ",", "。": "."}
-    | {"∈": r"\in ", "∅": r"\emptyset ", "′": "'", "％": r"\%", "⟨": r"\langle ", "⟩": r"\rangle "}
+    | {"⁄": "/", "∕": "/", "。": "."}
+    | {0xFEE0 + code: chr(code) for code in range(0x21, 0x7F)}  # the wide forms of ASCII
+    | {sign: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", sign).split("⁄")) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+    | dict.fromkeys("≃≅≊≋", r"\approx ")
+    | {"∈": r"\in ", "∅": r"\emptyset ", "′": "'", "⟨": r"\langle ", "⟩": r"\rangle "}
     | dict.fromkeys("\u2009\u202f\u00a0", " ")
     | {power: f"^{digit}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
     | {index: f"_{digit}" for digit, index in enumerate("₀₁₂₃₄₅₆₇₈₉")}
@@ -30,6 +34,7 @@ _REWRITES = [
         (rf"(\\[dtc]?frac)\s*{_BARE}", r"\1{\2}"),
         (rf"(\\[dtc]?frac\s*{_BRACED})\s*{_BARE}", r"\1{\2}"),
         (rf"(\\sqrt\s*\[[^\]]*\])\s*{_BARE}", r"\1{\2}"),
+        (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
         (r"\\Pr(?![a-zA-Z])", "P"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
@@ -40,7 +45,10 @@ _REWRITES = [
         (rf"(?<![\\a-zA-Z])({_FUNCTION})(?=[\s(\d])", r"\\\1 "),
         (r"\A\s*\\(?:sim|cong)(?![a-zA-Z])", ""),
         (r"\\(?:text)?color\s*\{\w*\}|\\(?:displaystyle|textstyle|Large|large|bf|rm|checkmark)(?![a-zA-Z])", " "),
-        (r"\\(?:approx|simeq|doteq|cong|triangleq|coloneqq|propto|[lL]eftrightarrow)(?![a-zA-Z])|~=|:=|==+", " = "),
+        (
+            r"\\(?:approx(?:eq)?|simeq|doteq|cong|triangleq|coloneqq|propto|[lL]eftrightarrow)(?![a-zA-Z])|~=|:=|==+",
+            " = ",
+        ),
         (r"\\(?:overset|stackrel)\s*\{[^{}]*\}\s*\{\s*=\s*\}", " = "),
         (r"(?<=\S)\s*\\sim(?![a-zA-Z])", " = "),
         (r"\\(?:vee|lor)(?![a-zA-Z])", r"\\text{ or }"),
@@ -239,10 +247,10 @@ _TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOLD = re.compile(r"(?<![\w*)\]}])(\*\*|__|\*|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
 _ANNOUNCED = re.compile(r"(?:answer|答案)(?:[^\S\n]{0,3}(?:is|are|:|：|=|是|为|為)){1,2}[^\S\n]*\n?", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?:\.|。)(?=\s|\Z)|\n|\s*I hope")
-_DELIMITERS = re.compile(r"(?<!\\)\$\$?|\\[\[\]()](?![a-zA-Z])")
+_DELIMITERS = re.compile(r"(?<!\\)(?:\$\$?|\\[\[\]()])")
 _TOKENS = re.compile(
     rf"(?:{_GAP}|{_TEXT}\{{[^{{}}]*\}}|\\begin.*?\\end\{{\w+\}}|\\[a-zA-Z]+|\\."
-    r"|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?:and|or)(?![a-zA-Z])|[\d_]|\W)*",
+    r"|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?i:and|or)(?![a-zA-Z])|[\d_]|\W)*",
     re.DOTALL,
 )
 

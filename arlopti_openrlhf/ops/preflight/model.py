@@ -251,7 +251,9 @@ def _config_problem(folder: Path) -> tuple[str, str] | None:
     except ValueError as error:
         return str(error), "mend the file"
     if not config:
-        inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        # verl keeps a checkpoint's model in actor/huggingface, and the hub's cache in snapshots/REVISION.
+        found = [*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]
+        inside = sorted(str(path.parent.relative_to(folder)) for path in found)
         return "it has no config.json" + (f", but {', '.join(inside[:5])} in it have one" * bool(inside)), remedy
     if "auto_map" in config:  # the model brings its own code
         return None

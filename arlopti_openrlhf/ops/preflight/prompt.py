@@ -78,12 +78,17 @@ class Template:
         after = prompt.rpartition(_QUESTION)[2].strip()
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         special.discard(str(tokenizer.bos_token))
+        self.missing = ""
         self.marks = sorted({token for token in special if token in prompt} | ({after} if len(after) > 3 else set()))
         try:
             whole = tokenizer.apply_chat_template(
                 [question, {"role": "assistant", "content": _ANSWER}], tokenize=False
             )
-            after = whole.rpartition(_ANSWER)[2]
+            before, _, after = whole.rpartition(_ANSWER)
+            # What the template puts before an answer and leaves out where one is asked for. Some begin no answer.
+            bare = tokenizer.apply_chat_template([question], tokenize=False)
+            if prompt == bare and before.startswith(prompt):
+                self.missing = before.removeprefix(prompt).strip()
             # The tokens that follow an answer, or None if the template takes no answer.
             self.closing: list[int] | None = tokenizer(after, add_special_tokens=False)["input_ids"]
         except Exception:  # a template raises what it likes
@@ -149,6 +154,10 @@ def check(
             _CHAT,
             "leave the flag out, or give the messages only",
         )
+        if template.missing:
+            problem = f"its chat template ends a prompt without {template.missing!r}, which stands before each answer"
+            remedy = "add it to the template, for add_generation_prompt"
+            yield Finding.of(args, _ACTOR, problem, remedy, is_fatal=False)
         chats = [(at, row[key]) for at, row in where if isinstance(row[key], list)]
         yield from of(
             (at for at, chat in chats if chat[-1]["role"] == "assistant"),

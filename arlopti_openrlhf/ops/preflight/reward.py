@@ -85,7 +85,8 @@ def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding(_FLAG, path, f"{error}", "make sure that it ends: the run waits for it", is_fatal=False)
         return
     except RuntimeError as error:
-        yield Finding(_FLAG, path, _first_line(error, path), _CONTRACT)
+        cause = _first_line(error, path)
+        yield Finding(_FLAG, path, cause, _CONTRACT if "`reward_func`" in cause else "mend the file")
         return
     problem: str | None
     is_fatal, remedy = True, "mend the function"
@@ -97,6 +98,8 @@ def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
         is_fatal, remedy = False, "look at what the function reads of an answer, and at the labels"
     except (Refused, RewardTimeout) as error:
         problem = f"{error}"
+        if "BrokenProcessPool" in problem and Path(path).name != "reward_func.py":
+            remedy = "name the file reward_func.py: a process that is spawned, not forked, imports it by that name"
         if time.monotonic() >= deadline or isinstance(error, RewardTimeout):
             problem = f"it has not graded {len(rows)} rows: no result after {min(limit, _PROBE_SECONDS):g} s"
             # A reward that asks another model may take longer. The run waits as long as it is told to.

@@ -64,11 +64,11 @@ def _check_lora(folder: Path, model: str, args: SimpleNamespace) -> Iterator[Fin
         return
     names = [name for name, _ in bare.named_modules()]
     linear = {name.rpartition(".")[2] for name, module in bare.named_modules() if isinstance(module, Linear)}
-    remedy = f"its linear modules are {', '.join(sorted(linear - {'lm_head'}))}"
+    remedy = f"its linear modules are {', '.join(sorted(linear - {'lm_head'}))}, which all get one without the flag"
     try:
         get_peft_model(bare, LoraConfig(r=1, target_modules=targets), low_cpu_mem_usage=True)
     except Exception as error:  # PEFT raises anything
-        problem = f"PEFT cannot put an adapter on {model}: {str(error).splitlines()[0]}"
+        problem = f"PEFT cannot put an adapter on {model}: {str(error).splitlines()[0].rstrip('.')}"
         yield Finding.of(args, _LORA, problem, remedy)
         return
     if isinstance(targets, list):

@@ -245,6 +245,8 @@ def test_a_folder_of_folders(folder):
     shutil.copytree(folder, folder / "best")
     (folder / "config.json").unlink()
     assert "it has no config.json, but best in it have one" in check(folder)[0]
+    shutil.move(folder / "best", folder / "actor" / "huggingface")
+    assert "it has no config.json, but actor/huggingface in it have one" in check(folder)[0]
 
 
 def test_weights_in_parts(folder):

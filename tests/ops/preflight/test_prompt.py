@@ -111,6 +111,26 @@ def test_an_eos_that_the_model_does_not_write(check, folder):
     )
 
 
+def test_a_template_that_begins_no_answer(check, folder):
+    turn = "{{% for m in messages %}}{}{{% endfor %}}"
+    chatml = turn.format("<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n")
+    (folder / "chat_template.jinja").write_text(chatml)
+    [found], _ = check(CHAT)
+    assert (
+        "its chat template ends a prompt without '<|im_start|>assistant', which stands before each answer; " in found
+    )
+    # Mistral's need not begin one. Those of others begin one with less than what stands before an earlier answer.
+    answer = "{% else %} {{ m['content'] }}<|im_end|>{% endif %}"
+    inst = "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]" + answer
+    asked = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    thinking = (
+        "<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
+    )
+    for template in (turn.format(inst), turn.format(thinking + "<|im_end|>\n") + asked):
+        (folder / "chat_template.jinja").write_text(template)
+        assert check(QUIZ)[0] == []
+
+
 def test_a_tokenizer_that_puts_bos_first(check, folder):
     put_bos_first(folder)
     assert AutoTokenizer.from_pretrained(folder)("x")["input_ids"][0] == 259

@@ -102,6 +102,27 @@ def test_a_function_grades_the_first_rows_in_a_process_of_its_own(check, write, 
     assert all(line.startswith(f"!--reward.remote_url {path}: {problem}") and "\n" not in line for line in found)
 
 
+def test_a_remedy_is_one_for_its_problem(check, write):
+    assert check(write("import nowhere_to_be_found\n"))[0].endswith("; mend the file")
+    assert check(write("def reward(queries): return 1\n"))[0].endswith(" are prompts with their answers")
+
+
+SPAWNING = """
+import concurrent.futures, multiprocessing
+def one(pair):
+    return float(pair[1] in pair[0])
+def reward_func(queries, prompts, labels):
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(one, zip(queries, labels)))
+"""
+
+
+def test_a_function_that_spawns_processes_needs_a_files_name(check, write):
+    [found] = check(write(SPAWNING))
+    assert found.startswith("!") and "BrokenProcessPool" in found and "; name the file reward_func.py: " in found
+    assert check(write(SPAWNING, "reward_func.py")) == []
+
+
 @pytest.mark.parametrize("sources", [("kk",), ("math",), ()])
 def test_the_packages_own_have_no_finding(check, sources):
     """`data.check` says which labels they cannot read. Nothing is imported for them here."""
