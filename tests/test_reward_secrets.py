@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import pytest
 
-pytestmark = pytest.mark.whole_stack
+pytestmark = [pytest.mark.whole_stack, pytest.mark.long]
 
 NAMED = {"PATH_TOKEN": "tok-named-path", "NAMED_PASSWORD": "named/p@ssword", "QUERY_TOKEN": "tok-named-query"}
 URLS = [
