@@ -89,7 +89,7 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     return found + _edited(flat)
 
 
-def _differences(had: _Values, flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
+def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     if urls := had.get("reward.remote_url"):
         had["reward.remote_url"] = credentials.divide(urls)[0]  # a file of an earlier version may show more
     has = config_file.read(config_file.text(flat))
