@@ -10,8 +10,9 @@ import re
 import sys
 
 PREFIX = "arlopti_openrlhf: "  # of our lines
-# Control characters, separators that count as line breaks, and what turns the reading direction.
-_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# Control characters, separators that count as line breaks, what turns the reading direction, and halves of characters,
+# which no output takes.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Ray and vLLM colour the names of their processes. tqdm moves up to the first of several bars.
 _COLOUR_OR_CONTROL = re.compile(r"(\x1b\[(?:[0-2]|[39][0-7])?m)|\x1b\[A|" + _CONTROLS.pattern)
 _OF_LINES = "\n\r\t"  # progress bars return to the beginning of their line
@@ -20,6 +21,11 @@ _OF_LINES = "\n\r\t"  # progress bars return to the beginning of their line
 def one_line(text: object) -> str:
     """Return a text of others as one line, with what would control the terminal as Python's escapes."""
     return _CONTROLS.sub(lambda match: _escaped(match[0]), str(text))
+
+
+def say(text: object) -> None:
+    """Print one line of ours, which may quote text of others."""
+    print(f"{PREFIX}{one_line(text)}", flush=True)
 
 
 def without_controls(text: str) -> str:

@@ -21,6 +21,13 @@ def test_a_text_of_others_is_one_line():
     assert terminal.one_line("α, 中文 and 👩‍💻 stay") == "α, 中文 and 👩‍💻 stay"
 
 
+def test_a_line_of_ours_is_one_line_on_any_output(capsys):
+    """Half a character, as JSON may hold, is in no encoding."""
+    terminal.say(f"it says {HOSTILE}\ud800\u200f")
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("arlopti_openrlhf: it says \\x1b[2J") and line.endswith(r"\u202eend\ud800\u200f")
+
+
 def test_output_keeps_lines_bars_and_colours_and_nothing_else():
     assert terminal.without_controls("\r 10%|█ \x1b[A\n\x1b[36m(pid=1)\x1b[0m a\tb") == (
         "\r 10%|█ \n\x1b[36m(pid=1)\x1b[0m a\tb"

@@ -29,14 +29,20 @@ class Parser(argparse.ArgumentParser):
     """
 
     renamed: Mapping[str, str] = {}
+    _given: list[str] = []
 
     def parse_args(self, args=None, namespace=None):
+        self._given = sys.argv[1:] if args is None else list(args)
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            hints = [self.hint(flag) for flag in flags if not flag.lstrip("-")[:1].isdigit()]
-            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *filter(None, hints)]))
+            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *self._hints(unknown).values()]))
         return known
+
+    def _hints(self, words: Iterable[str]) -> dict[str, str]:
+        """Return the flags among the words that are unknown and may have meant others, with their hints."""
+        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+        unknown = [flag for flag in flags if flag not in self._option_string_actions]
+        return {flag: hint for flag in unknown if not flag.lstrip("-")[:1].isdigit() and (hint := self.hint(flag))}
 
     def hint(self, flag: str) -> str:
         """Return what an unknown flag may have meant, or nothing. It may have one dash in place of two."""
@@ -50,6 +56,8 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {' or '.join(near[:_NAMED])}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
+        if "required" in message and (hints := self._hints(self._given)):  # what is missing may have a slip of the pen
+            message = "; ".join([f"unrecognized arguments: {' '.join(hints)}", *hints.values()])
         if comma := _DECIMAL_COMMA.search(message):
             message += f"; write {comma['number'].replace(',', '.')}"
         self.exit(2, f"{self.prog}: error: {terminal.one_line(' '.join(message.split()))}\n")
@@ -127,7 +135,9 @@ def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> 
     """Refuse a Python file that does not parse or has no `reward_func`. It is not run."""
     try:
         names = defined_names(path)
-    except (OSError, SyntaxError, ValueError) as error:
+    except OSError as error:
+        parser.error(f"argument {flag}: {path}: {error.strerror}")
+    except (SyntaxError, ValueError) as error:
         parser.error(f"argument {flag}: {path} does not parse: {error}")
     if not names & {"reward_func", "*"}:
         parser.error(f"argument {flag}: {path} has no function `reward_func`")

@@ -89,7 +89,7 @@ def read(text: str) -> dict[str, Any]:
 
     try:
         content, node = yaml.load(text, Loader=yaml.BaseLoader), yaml.compose(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError("holds no names of flags with values")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli.bad_input import Parser, check_reward_file
-from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.lab.data import published
 from arlopti_openrlhf.lab.scoring.inputs import Row
+from arlopti_openrlhf.ops.lifecycle import credentials
+from arlopti_openrlhf.ops.preflight import values
 
 if TYPE_CHECKING:
     from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
@@ -36,11 +37,10 @@ def check(parser: Parser, reward: str | None, rows: Sequence[Row], says: bool = 
         if unknown and says:
             named = terminal.one_line(", ".join(unknown))
             print(f"{parser.prog}: no rule for {named}: graded as math. --reward takes another", file=sys.stderr)
-    elif reward.endswith(".py") and "," not in reward:
+    elif not values.is_reward_source(reward):
+        parser.error(f"argument --reward: {credentials.divide(reward)[0]} {values.NO_SOURCE}; {values.SOURCES}")
+    elif reward.endswith(".py"):
         check_reward_file(parser, "--reward", reward)
-    elif reward not in REWARD_FILES and not all("://" in url for url in reward.split(",")):
-        allowed = f"{', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
-        parser.error(f"argument --reward: {reward} is no source of rewards; give {allowed}")
 
 
 def load(parser: Parser, args: argparse.Namespace) -> "OwnReward | None":
@@ -58,6 +58,6 @@ def load(parser: Parser, args: argparse.Namespace) -> "OwnReward | None":
     try:
         reward = OwnReward(args.reward)
     except RuntimeError as error:
-        parser.error(f"argument --reward: {' '.join(str(error).split())[-300:]}")
+        parser.error(f"argument --reward: {str(error).splitlines()[0]}")
     args.reward = reward.source  # which the report shows
     return reward

@@ -61,7 +61,7 @@ def check_checkpoint(args: SimpleNamespace) -> Iterator[Finding]:
     newest = checkpoint_files.newest_published([part for part in parts if part.is_dir()])
     for checkpoint in (part / newest for part in parts if newest):
         version = checkpoint_files.version_of(checkpoint)
-        if version and Version(version) > Version(__version__):
+        if version and version > Version(__version__):
             problem = f"version {version} of arlopti_openrlhf has written {newest}, and this is {__version__}"
             yield Finding("--ckpt.path", args.ckpt.path, problem, "install that version, or give another path")
             return
@@ -82,15 +82,19 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     if not args.ckpt.load_enable or not checkpoint_files.saved_in(folder):
         return []
     try:
-        had = config_file.read((folder / config_file.KEPT).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        found = _differences(config_file.read((folder / config_file.KEPT).read_text("utf-8")), flat, args)
+    except (OSError, ValueError, TypeError) as error:  # the last two for a torn file, which may have any value
         problem = f"the flags of the run that is resumed cannot be read ({error})"
-        return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
+        found = [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
+    return found + _edited(flat)
+
+
+def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     if urls := had.get("reward.remote_url"):
         had["reward.remote_url"] = credentials.divide(urls)[0]  # a file of an earlier version may show more
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
-    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)] + _edited(flat)
+    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)]
 
 
 def keep_digests(flat: argparse.Namespace, folder: Path) -> None:
@@ -102,7 +106,7 @@ def keep_digests(flat: argparse.Namespace, folder: Path) -> None:
 def _edited(flat: argparse.Namespace) -> list[Finding]:
     try:
         had = dict(json.loads(Path(vars(flat)["ckpt.path"], DIGESTS).read_text("utf-8")))
-    except (OSError, ValueError, TypeError):  # a run before this file was kept
+    except (OSError, ValueError, TypeError, RecursionError):  # a run before this file was kept
         return []
     edited = [(flag, path) for flag, path in _programs(flat) if path in had and _digest(path) != had[path]]
     problem, remedy = "the file has changed since the run that is resumed started", "it goes on with what it holds now"

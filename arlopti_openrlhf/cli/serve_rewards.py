@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.token_file:
         try:
             token = Path(args.token_file).read_text(encoding="utf-8").strip()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter for what is no text
             parser.error(f"argument --token-file: {error}")
     if token is not None and (not token or not token.replace("-", "").replace("_", "").isalnum()):
         parser.error("the token must be letters, digits, - and _, because it can be part of a URL")

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.evaluation.measures import Z_95, estimate_source
 from arlopti_openrlhf.lab.analysis.curves import Series
 from arlopti_openrlhf.lab.scoring.offline import responses_of
@@ -58,7 +59,7 @@ def sample_answers(before: Sequence[dict], after: Sequence[dict]) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 110, initial_indent="  ", subsequent_indent="    ")
+    return textwrap.fill(terminal.one_line(" ".join(text.split())), 110, initial_indent="  ", subsequent_indent="    ")
 
 
 def plot(curves: dict[str, Series], before: dict, after: dict, path: Path) -> None:

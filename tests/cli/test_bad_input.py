@@ -49,6 +49,7 @@ def place(tmp_path, tiny_model) -> Path:
     (tmp_path / "text.parquet").write_text("hello")
     pd.DataFrame([DATA[0], DATA[1] | {"label": None}]).to_parquet(tmp_path / "half.parquet")
     (tmp_path / "torn.py").write_text("def reward_func(:\n")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     (tmp_path / "other.py").write_text("def reward(): pass\n")
     return tmp_path
 
@@ -129,6 +130,11 @@ def refused(place, monkeypatch, capsys):
         ("prepare_data --from half.parquet --strict --out o.jsonl", "half.parquet, row 2: unreadable: a solution is"),
         ("prepare_data --from data.jsonl --tokenizer ./x --out o.jsonl", "argument --tokenizer ./x: there is no such"),
         ("serve_rewards --grader kk --prot 1", "unrecognized arguments: --prot 1; did you mean --port?"),
+        ("serve_rewards -grader kk", "unrecognized arguments: -grader; did you mean --grader?"),
+        ("evaluate --model model -data data.jsonl --out o", "unrecognized arguments: -data; did you mean --data?"),
+        ("prepare_data --genrate --out o", "unrecognized arguments: --genrate; did you mean --generate?"),
+        ("prepare_data --out o", "one of the arguments --generate --from --dataset is required"),
+        ("prepare_data --from binary.jsonl --out o.jsonl", "binary.jsonl: 'utf-8' codec can't decode byte 0xff in"),
         ("serve_rewards --grader no.py", "argument --grader: no.py is not kk, math or a Python file that exists"),
         ("serve_rewards --grader torn.py", "argument --grader: torn.py does not parse: invalid syntax"),
         ("serve_rewards --grader other.py", "argument --grader: other.py has no function `reward_func`"),
@@ -138,6 +144,7 @@ def refused(place, monkeypatch, capsys):
         ),
         ("serve_rewards --grader kk --host 192.0.2.1", "argument --port: cannot listen on 192.0.2.1:5000"),
         ("serve_rewards --grader kk --token-file no", "argument --token-file: "),
+        ("serve_rewards --grader kk --token-file binary.jsonl", "argument --token-file: 'utf-8' codec can't decode"),
         ("quickstart --out file", "argument --out: file: {}/file is a file, not a folder"),
         ("quickstart --out full_lock", "argument --out: full_lock/quickstart.lock cannot be written: "),
         ("quickstart --out finished", "finished holds a finished quickstart: give --force to replace it, or another"),

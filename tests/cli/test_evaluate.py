@@ -108,12 +108,16 @@ def test_an_own_reward_grades_as_in_a_training(scores, measure, run, tmp_path, c
     ("source", "status", "said"),
     [
         ("reward.py", 1, "reward_func raised KeyError: 'lost' (line 2)\\nlabel: "),
-        ("gone.py", 2, "argument --reward: {}/gone.py does not parse: [Errno 2]"),
+        ("gone.py", 2, "argument --reward: {}/gone.py: No such file or directory\n"),
+        ("torn.py", 2, "argument --reward: {}/torn.py does not parse: invalid syntax (torn.py, line 1)\n"),
+        ("other.py", 2, "argument --reward: {}/other.py: its import fails: ModuleNotFoundError: No module"),
         ("reward", 2, "argument --reward: {}/reward is no source of rewards; give kk, math, one Python file, or URLs"),
     ],
 )
 def test_a_reward_that_cannot_grade(source, status, said, run, tmp_path, capsys):
     (tmp_path / "reward.py").write_text("def reward_func(*args):\n    raise KeyError('lost')\n")
+    (tmp_path / "torn.py").write_text("def reward_func(:\n")
+    (tmp_path / "other.py").write_text("import lost\n\ndef reward_func(*args):\n    return 1\n")
     with pytest.raises(SystemExit) as stopped:
         run("--reward.remote_url", str(tmp_path / source))
     assert stopped.value.code == status

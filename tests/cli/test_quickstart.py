@@ -89,16 +89,16 @@ def test_answers_are_shown_of_a_puzzle_solved_since_and_of_one_that_is_not():
             {
                 "prompt": f"<|im_start|>user\nPuzzle {i}?<|im_end|>\n<|im_start|>assistant\n<think>",
                 "temperature": temperature,
-                "responses": [{"text": f"{name} {i}</think>", "score": float(i in solved and not temperature)}],
+                "responses": [{"text": f"{name}\x1b[2J {i}</think>", "score": float(i in solved and not temperature)}],
             }
             for i in range(4)
             for temperature in (1.0, 0.0)
         ]
         for name, solved in (("before", {0}), ("after", {0, 2}))
     )
-    shown = ["A puzzle that it has learned to solve:", "Puzzle 2?", "before: <think>before 2</think>"]
-    shown += ["after: <think>after 2</think>", "One that it does not solve:", "Puzzle 1?"]
-    shown += ["before: <think>before 1</think>", "after: <think>after 1</think>"]
+    shown = ["A puzzle that it has learned to solve:", "Puzzle 2?", r"before: <think>before\x1b[2J 2</think>"]
+    shown += [r"after: <think>after\x1b[2J 2</think>", "One that it does not solve:", "Puzzle 1?"]
+    shown += [rf"{when}: <think>{when}\x1b[2J 1</think>" for when in ("before", "after")]
     assert [line.strip() for line in sample_answers(before, after).splitlines() if line] == shown
 
 

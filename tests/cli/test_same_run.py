@@ -130,7 +130,7 @@ def test_a_reward_or_method_file_that_was_edited_is_named(tmp_path):
     )
     method.unlink()
     assert [finding.flag for finding in same_run.check(now, args)] == ["--reward.remote_url", "--algo.token_method"]
-    for torn in ("", "[1]", "[]"):
+    for torn in ("", "[1]", "[]", "[" * 200_000):
         (tmp_path / same_run.DIGESTS).write_text(torn)
         assert same_run.check(now, args) == []
 
@@ -149,6 +149,7 @@ def write_checkpoint(folder: Path, version: str, state: object) -> None:
     [
         (__version__, {"a": torch.ones(1)}, None),
         ("0.0.1", {"a": torch.ones(1)}, None),
+        ("no version", {"a": torch.ones(1)}, None),
         (
             "999.0",
             {"a": torch.ones(1)},
@@ -165,6 +166,15 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_beforehand(version, state
     torn.write_bytes(torn.read_bytes()[:-1])  # it is passed over
     found = list(same_run.check_checkpoint(command_line.hierarchize(flat(FLAGS, tmp_path))))
     assert bool(found) == (version == "999.0")
+
+
+@pytest.mark.parametrize("torn", ["actor.num_gpus_per_node:", "x: [[1], [2]]", "reward.remote_url: [a, b]"])
+def test_flags_that_a_torn_file_does_not_tell_are_a_warning(torn, resumed, tmp_path):
+    resumed("")
+    (tmp_path / "config.yaml").write_text(torn)
+    now = flat(FLAGS, tmp_path)
+    [found] = same_run.check(now, command_line.hierarchize(now))
+    assert not found.is_fatal and "the flags of the run that is resumed cannot be read (" in str(found)
 
 
 def test_nothing_to_compare(resumed, tmp_path):

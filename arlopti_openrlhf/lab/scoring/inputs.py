@@ -80,6 +80,8 @@ def read_records(file: str) -> Iterator[tuple[str, Any]]:
         try:
             for number, line in enumerate(lines, start=1):
                 yield f"{file}, line {number}", json.loads(line)
+        except UnicodeDecodeError as error:  # it is read in blocks
+            raise ValueError(f"{file}: {error}") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number}: {error}") from None
 

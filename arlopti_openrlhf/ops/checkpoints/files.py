@@ -18,13 +18,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from packaging.version import Version
+
 from arlopti_openrlhf import __version__
 
 MANIFEST = "manifest.json"
 RUN_FILE = "run.json"  # in --ckpt.path: the run's name and its id with wandb
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not whole
 _PROBE = _BLOCK = 1 << 20  # bytes
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what a manifest raises that is missing or torn
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what JSON that is missing or torn raises
 
 
 def step_of(tag: str) -> int | None:
@@ -74,22 +76,25 @@ def newest_published(folders: Sequence[Path]) -> str | None:
 def _serial(folders: Sequence[Path], tag: str) -> float:
     """Return a checkpoint's serial number: infinity where it is not in all `folders`, or is seen to be torn."""
     try:
-        return max(int(_manifest(folder / tag)["serial"]) for folder in folders)
+        return max(_manifest(folder / tag)["serial"] for folder in folders)
     except _UNREADABLE:
         return math.inf
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the serial number, files and version of a checkpoint. It raises one of `_UNREADABLE`."""
     manifest = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
-    if not manifest["files"]:
+    if not (isinstance(manifest["files"], dict) and manifest["files"]):
         raise ValueError("it names no files")
+    if not isinstance(manifest["serial"], int):
+        raise ValueError("its serial number is none")
     return manifest
 
 
-def version_of(checkpoint: Path) -> str | None:
+def version_of(checkpoint: Path) -> Version | None:
     """Return the version of this package that wrote a checkpoint. None where it did not say so, or cannot be read."""
     try:
-        return _manifest(checkpoint).get("version")
+        return Version(_manifest(checkpoint)["version"])
     except _UNREADABLE:
         return None
 
@@ -254,7 +259,7 @@ def problems(checkpoint: Path, share: slice = slice(None)) -> list[str]:
         return [f"it has no {MANIFEST}: it is torn, or from a run of OpenRLHF's own command"]
     try:
         files = sorted(_manifest(checkpoint)["files"].items())
-    except (*_UNREADABLE, AttributeError) as error:
+    except _UNREADABLE as error:
         return [f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"]
     reasons = []
     for name, entry in files[share]:
@@ -265,6 +270,8 @@ def problems(checkpoint: Path, share: slice = slice(None)) -> list[str]:
             reasons.append(f"{name} is missing")
         except OSError as error:
             reasons.append(f"{name} cannot be read: {error.strerror}")
+        except ValueError as error:  # it is no file's name
+            reasons.append(f"{name} cannot be read: {error}")
     return reasons
 
 

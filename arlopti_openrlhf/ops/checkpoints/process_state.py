@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ def share() -> slice:
 def say(line: str) -> None:
     """Print a line on rank 0."""
     if dist.get_rank() == 0:
-        print(f"arlopti_openrlhf: {line}", flush=True)
+        terminal.say(line)
 
 
 def random_state() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 
 from arlopti_openrlhf.ops.checkpoints.files import RUN_FILE, are_saved, kept_run, write
 from arlopti_openrlhf.patching import replaced_attribute
+from arlopti_openrlhf.terminal import say
 
 _REACH = 30  # seconds in which wandb must have started the run on its server, instead of wandb's 90
 _UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
@@ -52,7 +53,7 @@ def identify(args: argparse.Namespace) -> str:
     if args.ckpt.load_enable and path.exists():
         kept = kept_run(path.parent)
         if kept is None:
-            _say(f"{path} cannot be read: the run's name and its id with wandb are new ones.")
+            say(f"{path} cannot be read: the run's name and its id with wandb are new ones.")
         elif given == kept["run_name"] or _UPSTREAMS_DEFAULT.fullmatch(given):
             args.logger.wandb.run_name = kept["run_name"]
             return kept["wandb_id"]
@@ -63,7 +64,7 @@ def identify(args: argparse.Namespace) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(run))
     except OSError as error:
-        _say(f"{path}: {error.strerror}. A run that is resumed from here will have curves of its own.")
+        say(f"{path}: {error.strerror}. A run that is resumed from here will have curves of its own.")
     return run["wandb_id"]
 
 
@@ -104,7 +105,7 @@ class Lenient:
     def close_for_good(self) -> None:
         self._call("close")
         if self._failure:
-            _say(f"{self.name}: {self.lost} entries are missing, since {self._failure}")
+            say(f"{self.name}: {self.lost} entries are missing, since {self._failure}")
 
     def _call(self, method: str, *args: Any) -> None:
         if self._tracker:
@@ -119,7 +120,7 @@ class Lenient:
 
     def _note(self, error: Exception) -> None:
         if not self._failure:
-            _say(f"{self.name}: {type(error).__name__}: {error}. The run continues, and what is lost is counted.")
+            say(f"{self.name}: {type(error).__name__}: {error}. The run continues, and what is lost is counted.")
         self._failure, self._has_just_failed = self._failure or error, True
 
 
@@ -194,7 +195,7 @@ class ResumableWandb(WandbLogger):
             wandb.setup(settings=wandb.Settings(mode="offline"))
             super().__init__(args)
             problem, folder = f"{type(error).__name__}: {error}", self.handle.run.settings.sync_dir
-            _say(f"wandb: {settings.base_url}: {problem}. The run is kept here; send it later: wandb sync {folder}")
+            say(f"wandb: {settings.base_url}: {problem}. The run is kept here; send it later: wandb sync {folder}")
         self.handle.run.config.update(_nested(args), allow_val_change=True)
 
     def close(self) -> None:
@@ -212,10 +213,6 @@ class ResumableWandb(WandbLogger):
 
 def _edges(bins: int) -> list[float]:
     return [i / bins for i in range(bins + 1)]
-
-
-def _say(text: str) -> None:
-    print(f"arlopti_openrlhf: {text}", flush=True)
 
 
 def _nested(arguments: SimpleNamespace | argparse.Namespace) -> dict[str, Any]:

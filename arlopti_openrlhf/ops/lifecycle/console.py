@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from arlopti_openrlhf.ops.lifecycle import progress, streams
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
+from arlopti_openrlhf.terminal import PREFIX
 
 LOG = "train.log"  # in --ckpt.path
 _POLL = 0.5  # seconds
@@ -30,7 +31,6 @@ _COLOURS = re.compile(r"\x1b\[\d*m")
 _RAY = "waiting for OpenRLHF's imports and for Ray"
 _MODELS = "waiting for the models in vLLM and DeepSpeed"
 _USUALLY = "usually one to two minutes, and more for large models"
-_OURS = "arlopti_openrlhf: "
 _LOGGED = re.compile(r"^(WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \w+\.py:\d+\] ")  # as OpenRLHF's loggers write
 
 
@@ -67,7 +67,7 @@ class Console:
         sys.stderr.flush()
         self._kept = os.dup(1), os.dup(2)
         self._terminal = streams.Stream(os.dup(1))
-        print(f"{_OURS}starting. The output of Ray, vLLM and DeepSpeed: {self.log}", file=self._terminal)
+        print(f"{PREFIX}starting. The output of Ray, vLLM and DeepSpeed: {self.log}", file=self._terminal)
         self._thread.start()
         os.dup2(self._descriptor, 1)
         os.dup2(self._descriptor, 2)
@@ -163,12 +163,12 @@ def for_the_user(line: str) -> str | None:
     """Return what a line of the output says to the user, without the name of its process, or None."""
     text = _COLOURS.sub("", line).rstrip()
     if _FROM_RAY.match(text):
-        return _OURS + text
+        return PREFIX + text
     text = _FROM_WORKER.sub("", text)
-    if text.startswith(_OURS):
+    if text.startswith(PREFIX):
         return text
     logged = _LOGGED.match(text)
-    return f"{_OURS}{logged[1].lower()}: {text[logged.end() :]}" if logged else None
+    return f"{PREFIX}{logged[1].lower()}: {text[logged.end() :]}" if logged else None
 
 
 def _figures(found: Progress) -> str:

@@ -135,7 +135,8 @@ def mask(text: str, urls: str) -> str:
         shown = f"${{{secrets[secret]}}}"
         text = shown.join(re.split("".join(map(_written, unquote(secret))), text))
     for user in re.findall(r"//([^/?#,]*)@", expand(urls)):  # as a header has it, which a server may repeat
-        text = text.replace(base64.b64encode(unquote(user).encode()).decode().rstrip("="), "${...}")
+        pair = unquote(user) if ":" in user else f"{unquote(user)}:"
+        text = text.replace(base64.b64encode(pair.encode()).decode().rstrip("="), "${...}")
     return text
 
 

@@ -56,7 +56,7 @@ def say(name: str, value: Prompts | Step | Evaluation) -> None:
         if name != "first" or not stopping.get("progress/first"):
             stopping.put(f"progress/{name}", json.dumps(value))
     except Exception as error:  # what is only shown stops no training
-        print(f"arlopti_openrlhf: progress is not shown: {type(error).__name__}: {error}", flush=True)
+        terminal.say(f"progress is not shown: {type(error).__name__}: {error}")
 
 
 def read() -> Progress:

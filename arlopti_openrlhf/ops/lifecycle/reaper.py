@@ -60,7 +60,7 @@ def _prefix() -> str:
 
 def _base() -> str:
     """Return where temporary files go. A path of up to 107 bytes leads to Ray's sockets, 73 below the run's folder."""
-    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    base = os.path.abspath(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())  # the watcher works elsewhere
     return base if len(base) + len(_prefix()) + 10 + 73 <= 107 else "/tmp"
 
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import importlib.util
+import json
 import re
 import symtable
 import threading
 import time
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from arlopti_openrlhf.grading import REWARD_FILES
@@ -21,17 +23,23 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.right_answers import Refused
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, RewardTimeout
 
-if TYPE_CHECKING:
-    import httpx
-
 _FLAG, _AGENT = "--reward.remote_url", "--train.agent_func_path"
 _PROBE_ROWS = 4
 _PROBE_SECONDS = 8.0  # for the import of a reward file, and again for its answers to the rows
 _SERVER_SECONDS = 60.0  # for an answer of our own server
 _CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
-_HEALTH_SECONDS = 2.0
+_HEALTH_SECONDS, _WHOLE_SECONDS = 2.0, 10.0  # for a part of an answer, which may come by the byte, and for all of it
 _HEALTH_BYTES = 2**16  # of an answer
 _RETRIES = 3  # within two seconds
+
+
+class _Health(NamedTuple):
+    """What a server answers at /health."""
+
+    status: int
+    kind: str  # of its content
+    serves: list[str]  # the paths of our own server. Another has none
+    needs_token: bool
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
@@ -139,55 +147,46 @@ def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
     import httpx  # which transformers has imported by then
 
     away: dict[str, str] = {}
-    patient = httpx.HTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
-    # The run asks without a proxy, too, and follows no server to another.
-    with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS) as client:
-        for url in urls:
-            server = _without_secrets(url)
-            if missing := " and ".join(credentials.missing(url)):
-                problem = f"{missing} is not in the environment"
-                remedy = f"set it, or give {_FLAG} again: a run keeps no secrets in its config.yaml"
-                yield Finding(_FLAG, url, problem, remedy)
-                continue
-            try:
-                answer = _health(client, server)
-            except httpx.RemoteProtocolError:
-                problem = "something answers, but not in HTTP"
-                yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                away[server] = credentials.mask(str(error), url)
-            else:
-                yield from _check_path(client, url, answer, args)
+    for url in urls:
+        server = _without_secrets(url)
+        if missing := " and ".join(credentials.missing(url)):
+            problem = f"{missing} is not in the environment"
+            remedy = f"set it, or give {_FLAG} again: a run keeps no secrets in its config.yaml"
+            yield Finding(_FLAG, url, problem, remedy)
+            continue
+        try:
+            health = _health(server)
+        except httpx.RemoteProtocolError:
+            problem = "something answers, but not in HTTP"
+            yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
+        except TimeoutError:
+            away[server] = f"/health takes more than {_WHOLE_SECONDS:g} s"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            away[server] = credentials.mask(str(error), url)
+        else:
+            yield from _check_path(url, health, args)
     for server, cause in away.items():
         is_fatal = len(away) == len(set(map(_without_secrets, urls)))
         yield Finding(_FLAG, server, f"no answer: {cause}", "start the server first, or correct the URL", is_fatal)
 
 
-def _check_path(
-    client: "httpx.Client", url: str, health: "httpx.Response", args: SimpleNamespace
-) -> Iterator[Finding]:
+def _check_path(url: str, health: _Health, args: SimpleNamespace) -> Iterator[Finding]:
     """Check that a server grades at a URL's path, by what it says at /health. Our own has to grade the rows, too."""
     server, path = _without_secrets(url), urlsplit(url).path.rstrip("/")
-    try:
-        said = health.json()
-    except ValueError:
-        said = None
-    if not isinstance(said, dict) or said.get("server") != SERVER:
-        kind = credentials.mask(health.headers.get("content-type", "of no type"), url)
-        status = f"/health: status {health.status_code}, {kind}"
+    if not health.serves:
+        status = f"/health: status {health.status}, {credentials.mask(health.kind, url)}"
         problem = f"something answers, but not this package's server ({status}), so rewards are not checked"
         yield Finding(_FLAG, server, problem, "make sure that it gives some", is_fatal=False)
         return
-    token, paths = "", " or ".join(said["serves"])
-    if said["needs_token"]:
+    if health.needs_token:
         token, _, path = path.removeprefix("/").partition("/")
         path = f"/{path}"
-        if not _health(client, f"{server}/{token}").is_success:
+        if _health(f"{server}/{token}").status != 200:
             problem = "the token that the server wants is not there, or wrong"
             yield Finding(_FLAG, server, problem, "put it before the path: /TOKEN/get_reward")
             return
-    if credentials.expand(path) not in said["serves"]:
-        problem = f"the server has no rewards at {path or '/'}, but at {paths}"
+    if credentials.expand(path) not in health.serves:
+        problem = f"the server has no rewards at {path or '/'}, but at {' or '.join(health.serves)}"
         yield Finding(_FLAG, server, problem, "correct the URL")
         return
     remedy = "look at what the server's function reads of an answer, and at the labels"
@@ -217,14 +216,47 @@ def _posting(url: str) -> right_answers.Ask:
     return ask
 
 
-def _health(client: "httpx.Client", base: str) -> "httpx.Response":
-    """Return the answer at /health. No more than the start of its body is read, as it was sent."""
+def _health(base: str) -> _Health:
+    """Return the answer at /health. No more than the start of its body is read, as it was sent.
+
+    Raises:
+        httpx.HTTPError, httpx.InvalidURL, TimeoutError: there is none.
+    """
     import httpx
 
-    with client.stream("GET", f"{credentials.expand(base)}/health", headers={"Accept-Encoding": "identity"}) as answer:
-        body = next(answer.iter_raw(_HEALTH_BYTES), b"")
-        kind = {name: value for name, value in answer.headers.items() if name == "content-type"}
-        return httpx.Response(answer.status_code, headers=kind, content=body)
+    def ask() -> _Health:
+        url, headers = f"{credentials.expand(base)}/health", {"Accept-Encoding": "identity"}
+        patient = httpx.HTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
+        # The run asks without a proxy, too, and follows no server to another.
+        with (
+            httpx.Client(transport=patient, timeout=_HEALTH_SECONDS) as client,
+            client.stream("GET", url, headers=headers) as answer,
+        ):
+            said = _said(next(answer.iter_raw(_HEALTH_BYTES), b""))
+            kind = answer.headers.get("content-type", "of no type")
+            return _Health(answer.status_code, kind, list(map(str, said["serves"])), bool(said.get("needs_token")))
+
+    # httpx bounds the wait for each part of an answer, and one that comes by the byte has many.
+    answer: Future[_Health] = Future()
+    threading.Thread(target=_keep, args=(answer, ask), daemon=True).start()
+    return answer.result(_WHOLE_SECONDS)
+
+
+def _keep(future: Future, function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _said(body: bytes) -> dict[str, Any]:
+    """Return what our server says of itself, with an empty list of paths if another server has sent the body."""
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        said = None
+    is_ours = isinstance(said, dict) and said.get("server") == SERVER and isinstance(said.get("serves"), list)
+    return said if is_ours else {"serves": []}
 
 
 def _without_secrets(url: str) -> str:

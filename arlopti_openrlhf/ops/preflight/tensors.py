@@ -1,6 +1,7 @@
 """Compares the tensors in a model's files, of which it reads names and shapes, with those that its class needs."""
 
 import contextlib
+import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,7 +44,12 @@ def compare(
         try:
             tensors |= _read(folder / file)
         except Exception as error:  # what unpickling raises
-            yield Misfit(f"{file} cannot be read: {(str(error).splitlines() or [''])[0][:200]}", "save it again", True)
+            if names := re.findall(r"GLOBAL (\S+)", str(error)):  # as PyTorch says it
+                problem = f"on loading {file} would call {', '.join(names)}, which no weights do"
+                yield Misfit(problem, "do not trust it: take the model from its origin, in safetensors", True)
+            else:
+                problem = f"{file} cannot be read: {(str(error).splitlines() or [''])[0][:200]}"
+                yield Misfit(problem, "save it again", True)
             return
     if model_class is None or not tensors:
         return

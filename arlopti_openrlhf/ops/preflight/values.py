@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
+NO_SOURCE = "is no source of rewards"
+SOURCES = f"give {', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
+
 # Flags by their range of numbers, which has a bracket where its end belongs to it. What is not given is not looked at.
 _RANGES = {
     "[1, inf)": """
@@ -180,11 +183,15 @@ def _check_reward_source(args: SimpleNamespace) -> Iterator[Finding]:
     """Refuse what could give no reward. OpenRLHF would find that out only after the first rollout."""
     if not args.reward.remote_url or args.train.agent_func_path:
         return
-    sources = args.reward.remote_url.split(",")
+    if not is_reward_source(args.reward.remote_url):
+        yield Finding.of(args, "reward.remote_url", NO_SOURCE, SOURCES)
+
+
+def is_reward_source(text: str) -> bool:
+    """Return whether a text has the form of a source of rewards."""
+    sources = text.split(",")
     is_file = sources[0] in REWARD_FILES or sources[0].endswith(".py")
-    if len(sources) > 1 if is_file else not all("://" in source for source in sources):
-        allowed = f"{', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
-        yield Finding.of(args, "reward.remote_url", "is no source of rewards", f"give {allowed}")
+    return len(sources) == 1 if is_file else all("://" in source for source in sources)
 
 
 def _check_evaluation(args: SimpleNamespace) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
 from vllm import SamplingParams
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.ops.lifecycle import awake, credentials
@@ -124,7 +125,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
         try:
             return normalise(result, 1)
         except ValueError as error:
-            problem = credentials.mask(str(error), ",".join(self.sources))
+            problem = terminal.one_line(credentials.mask(str(error), ",".join(self.sources)))
             raise RewardError(f"{self.sources[0]} returned {problem}{about(query, label)}") from None
 
     def _is_chosen(self, sampling_params: SamplingParams) -> bool:
@@ -146,7 +147,7 @@ class RewardExecutor(SingleTurnAgentExecutor):
             url = next(self._servers)
             try:
                 answer = await reward_http.post(url, query, prompt, label)
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError) as error:
+            except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
                 cause = credentials.mask(f"{type(error).__name__}: {error}", url)
             else:
                 if 0 < self._down_since <= self._said:  # the log has said that samples wait

@@ -1,5 +1,6 @@
 """Asks a reward server for the reward of one sample, and trusts it with neither memory nor where the sample goes."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -27,7 +28,7 @@ async def post(url: str, query: str, prompt: str, label: Any) -> Any:
 
     Raises:
         RewardError: the server refuses the request (4xx), or leads elsewhere.
-        aiohttp.ClientError, OSError, ValueError, RecursionError, asyncio.TimeoutError: a further attempt may succeed.
+        aiohttp.ClientError, OSError, ValueError, RecursionError: a further attempt may succeed.
     """
     try:
         body = request_body(query, prompt, label)
@@ -38,12 +39,15 @@ async def post(url: str, query: str, prompt: str, label: Any) -> Any:
     session = aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=SECONDS), auto_decompress=False, headers=_HEADERS
     )
-    async with session:
-        for _ in range(_REDIRECTS):
-            async with session.post(target, data=body, allow_redirects=False) as response:
-                if not 300 <= response.status < 400:
-                    return await _read(response, url, about(query, label))
-                target = _redirected(response, target, url)
+    try:
+        async with session:
+            for _ in range(_REDIRECTS):
+                async with session.post(target, data=body, allow_redirects=False) as response:
+                    if not 300 <= response.status < 400:
+                        return await _read(response, url, about(query, label))
+                    target = _redirected(response, target, url)
+    except asyncio.TimeoutError:  # which has no text
+        raise OSError(f"no whole answer in {SECONDS} s") from None
     raise OSError("it redirects without end")
 
 

@@ -37,6 +37,12 @@ def overwrite_64_bytes(path: Path) -> None:
         file.write(b"\x7f" * 64)
 
 
+def rename_in_manifest(path: Path, name: str) -> None:
+    manifest = json.loads(path.with_name(files.MANIFEST).read_text())
+    manifest["files"][name] = manifest["files"].pop(path.name)
+    path.with_name(files.MANIFEST).write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -45,6 +51,10 @@ def overwrite_64_bytes(path: Path) -> None:
         (os.remove, "is missing"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "fi'), "cannot be read"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 9, "files": {}}'), "it names no files"),
+        (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "files": "abc"}'), "it names no files"),
+        (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1e999, "files": {"a": {}}}'), "serial"),
+        (lambda path: path.with_name(files.MANIFEST).write_text("[" * 200_000), "manifest.json cannot be read"),
+        (lambda path: rename_in_manifest(path, "a\0b"), "cannot be read: embedded null byte"),
         (lambda path: path.with_name(files.MANIFEST).unlink(), "torn, or from a run of OpenRLHF's own command"),
         (lambda path: path.parent.rename(path.parents[1] / "elsewhere"), "it is not there"),
     ],
@@ -62,8 +72,9 @@ def test_the_newest_is_what_was_written_last(tmp_path):
     (tmp_path / "notes").mkdir()
     assert files.newest_first([tmp_path]) == ["global_step4", "best_global_step2", "global_step2", "global_step40"]
     (tmp_path / "global_step40" / files.MANIFEST).write_text("{")  # it comes first, so that it is named
-    (tmp_path / "global_step2" / files.MANIFEST).write_text('{"serial": 9, "files": {}}')
-    assert files.newest_published([tmp_path]) == "global_step4"
+    for torn in ('{"serial": 9, "files": {}}', '{"serial": 9, "files": [1]}', '{"serial": 1e999, "files": {"a": {}}}'):
+        (tmp_path / "global_step2" / files.MANIFEST).write_text(torn)
+        assert files.newest_published([tmp_path]) == "global_step4"
     (tmp_path / "global_step1").mkdir()  # emptied
     assert files.newest_first([tmp_path])[:3] == ["global_step40", "global_step2", "global_step1"]
     assert files.newest_published([tmp_path]) == "global_step4"

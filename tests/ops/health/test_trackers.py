@@ -44,7 +44,7 @@ def test_a_resumed_run_keeps_its_name_and_its_id(tmp_path):
     assert name == "mine" and new_id != other_id
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"run_name": '])
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"run_name": ', "[" * 200_000])
 def test_a_run_whose_kept_name_a_power_loss_has_emptied_gets_another_and_says_so(content, tmp_path, capsys):
     identified(tmp_path, "mine", True)
     kept = tmp_path / "ckpt" / trackers.RUN_FILE

@@ -116,7 +116,7 @@ def test_no_writing_of_a_secret_is_shown(written):
 
 @pytest.fixture
 def server():
-    """Yield a reward server's port, and what it was asked. It refuses each request, and repeats its path."""
+    """Yield a reward server's port, and what it was asked. It refuses each request, and repeats it."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -124,7 +124,7 @@ def server():
             asked.append((self.path, self.headers["Authorization"]))
             self.send_response(403)
             self.end_headers()
-            self.wfile.write(f"not you: {self.path}".encode())
+            self.wfile.write(f"not you: {self.path} {self.headers['Authorization']}".encode())
 
         def log_message(self, *args):
             pass
@@ -134,6 +134,18 @@ def server():
     yield server.server_port, asked
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize("user", ["t0ken-only", "t0ken:", ":t0ken", "a:t0ken"])
+def test_a_user_is_shown_in_no_form_of_a_header(server, user):
+    port, asked = server
+    flat = hidden("--reward.remote_url", f"http://{user}@127.0.0.1:{port}/get_reward")
+    with pytest.raises(reward_http.RewardError) as refused:
+        asyncio.run(reward_http.post(vars(flat)["reward.remote_url"], "q", "p", "l"))
+    [(_, authorization)] = asked
+    sent = authorization.removeprefix("Basic ")
+    assert base64.b64decode(sent).decode() == (user if ":" in user else f"{user}:")
+    assert "not you: /get_reward Basic ${...}" in str(refused.value) and sent.rstrip("=") not in str(refused.value)
 
 
 def test_the_server_gets_them_and_messages_do_not(server):

@@ -71,6 +71,13 @@ def test_a_killed_driver_takes_its_processes_along(driver):
     assert folder.exists()  # its logs may say why
 
 
+def test_a_relative_folder_is_that_of_the_driver(monkeypatch):
+    """The watcher works in another one."""
+    monkeypatch.chdir("/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", ".")
+    assert reaper._base() == "/tmp"
+
+
 def test_a_complete_run_leaves_nothing(driver):
     process, folder = driver
     process.stdin.close()

@@ -2,8 +2,10 @@
 
 import functools
 import json
+import socket
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -442,6 +444,9 @@ def server():
         (200, "<html>Welcome</html>", "status 200, text/html"),
         (200, '{"status": "ok"}', "status 200, application/json"),
         (200, "[]", "status 200"),
+        (200, "[" * 60_000, "status 200"),
+        (200, json.dumps({"server": reward.SERVER}), "status 200"),
+        (200, json.dumps({"server": reward.SERVER, "serves": 1, "needs_token": True}), "status 200"),
         (404, "", "status 404"),
     ],
 )
@@ -467,6 +472,28 @@ def test_of_an_answer_only_the_start_is_read(check, server, monkeypatch):
     ours = json.dumps({"server": reward.SERVER, "serves": [], "needs_token": False})
     [found] = check(server(200, ours)[0])
     assert "not this package's server (/health: status 200" in found
+
+
+@pytest.mark.parametrize("part", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nx", b"x"])
+def test_an_answer_that_comes_by_the_byte_is_none(check, part, monkeypatch):
+    monkeypatch.setattr(reward, "_WHOLE_SECONDS", 0.5)
+    ended = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX: " if part == b"x" else b"")
+        with connection, suppress(OSError):
+            while not ended.wait(0.1):
+                connection.sendall(part)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dripping = threading.Thread(target=drip, args=(listener,))
+        dripping.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        [found] = check(f"{url}/get_reward")
+        assert found.startswith(f"!--reward.remote_url {url}: no answer: /health takes more than 0.5 s; start the")
+        ended.set()
+        dripping.join()
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The files of a model have to hold the tensors that its class needs, by transformers' own mapping of names."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,17 @@ def test_an_old_file_of_pytorch_is_not_compared(folder):
     weights = load_file(folder / FILE)
     torch.save(weights, folder / "old.bin", _use_new_zipfile_serialization=False)
     assert list(tensors.compare(folder, ["old.bin"], load_config(folder), False, None)) == []
+
+
+def test_a_file_that_would_run_something_is_not_run_and_named(folder, tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    torch.save({"weight": Hostile()}, folder / "hostile.bin")
+    [(problem, _, is_fatal)] = tensors.compare(folder, ["hostile.bin"], load_config(folder), False, None)
+    assert is_fatal and problem == "on loading hostile.bin would call posix.mkdir, which no weights do"
+    assert not (tmp_path / "made").exists()
 
 
 def test_nothing_is_printed(folder, capfd):

@@ -174,11 +174,19 @@ def test_a_request_that_is_refused_is_not_repeated(server, status):
     assert len(http.messages) == 1
 
 
-def test_a_reward_that_is_no_number_is_refused(server):
-    http = server(lambda n, message: (200, {"rewards": float("nan")}))
-    with pytest.raises(RewardError, match="not finite: nan") as error:
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (float("nan"), "returned rewards that are not finite: nan"),
+        ("\x1b[2J\narlopti_openrlhf: done", r"not one number: \x1b[2J\narlopti_openrlhf: done"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_refused(server, answer, problem):
+    http = server(lambda n, message: (200, {"rewards": answer}))
+    with pytest.raises(RewardError) as error:
         execute(RewardExecutor([http.url]))
-    assert "prompt answer" in str(error.value) and "label" in str(error.value)
+    line, label, query = str(error.value).splitlines()
+    assert line.endswith(problem) and label == "label: label" and query.startswith("query: prompt answer")
 
 
 def write(path, body):

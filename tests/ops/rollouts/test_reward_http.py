@@ -4,7 +4,9 @@ import asyncio
 import gzip
 import json
 import resource
+import socket
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -62,6 +64,26 @@ def test_an_answer_takes_no_memory(server, coding, said):
     with pytest.raises(ValueError, match=said):
         ask(url)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 2**10  # KiB
+
+
+def test_an_answer_that_comes_by_the_byte_is_cut_off(monkeypatch):
+    monkeypatch.setattr(reward_http, "SECONDS", 0.5)
+    ended = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not ended.wait(0.1):
+                connection.sendall(b"1")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dripping = threading.Thread(target=drip, args=(listener,))
+        dripping.start()
+        with pytest.raises(OSError, match=r"no whole answer in 0\.5 s"):
+            ask(f"http://127.0.0.1:{listener.getsockname()[1]}/get_reward")
+        ended.set()
+        dripping.join()
 
 
 def test_a_long_error_is_cut(server):
