@@ -81,8 +81,8 @@ TABLES: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {"token-level u
      "it says so and keeps stock's layout. Default: selective with AR, Lopti or a token method, else stock."),
     ("--actor.gradient_checkpointing_level", _choice(["auto", "whole"], "auto"),
      "What the selective update computes again with --actor.gradient_checkpointing_enable. whole: each layer, as "
-     "OpenRLHF. auto (default): nothing, or all but matrix products and attention, where that fits into the larger of "
-     "OpenRLHF's own peak and what is free on every GPU. The log of the first update says which."),
+     "OpenRLHF. auto (default): nothing if that is faster in the larger of OpenRLHF's own peak and the memory that is "
+     "free on every GPU, else each layer. The log of the first update says which."),
 ), "faults": (
     ("--dry-run", _SWITCH,
      "Check everything that can be checked beforehand, list all findings and exit: status 0 where the run can "
