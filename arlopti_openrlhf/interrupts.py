@@ -26,9 +26,10 @@ def handled() -> list[signal.Signals]:
 def answer() -> None:
     """End this process at the next of `SIGNALS`, until other handlers take its place. Call it in the main thread.
 
-    It also sees to the standard streams (`terminal.open_streams`), because it is the first thing that a command calls.
+    It is the first thing that a command calls, so it also opens closed standard streams and requires UTF-8.
     """
     terminal.open_streams()
+    terminal.ensure_utf8()
     stderr = os.dup(2)  # DeepSpeed's import leads standard error away while it tries a compiler
     for signum in handled():
         signal.signal(signum, partial(_end, stderr))

@@ -4,7 +4,9 @@ A terminal obeys escape sequences: they erase lines, change its title or hide te
 begin a line that looks like one of ours.
 """
 
+import codecs
 import io
+import locale
 import os
 import re
 import sys
@@ -60,6 +62,19 @@ def open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def ensure_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode if its locale has another encoding.
+
+    PyTorch reads its own sources in the locale's encoding, so vLLM cannot be imported in one of ASCII. Output keeps the
+    encoding of the locale.
+    """
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8":
+        return
+    shown = {"PYTHONIOENCODING": f"{sys.stdout.encoding}:backslashreplace"}
+    arguments = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+    os.execve(sys.executable, arguments, shown | os.environ | {"PYTHONUTF8": "1"})
 
 
 def _escaped(character: str) -> str:

@@ -75,10 +75,24 @@ def test_a_command_whose_streams_are_closed(closed, tmp_path):
     assert done.stderr == (b"" if "2>&-" in closed else b"err\nerr\n")
 
 
+PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
 def test_help_in_a_locale_that_has_no_greek():
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run([*COMMAND, "train", "--help"], capture_output=True, timeout=100, env=os.environ | plain)
+    done = subprocess.run([*COMMAND, "train", "--help"], capture_output=True, timeout=100, env=os.environ | PLAIN)
     assert done.returncode == 0 and b"of Advantage Reweighting" in done.stdout, done.stderr[-300:]
+
+
+def test_a_command_in_a_locale_without_utf8_reads_utf8_and_so_do_the_processes_it_starts():
+    """PyTorch's inductor, which vLLM imports, reads its own sources in the locale's encoding."""
+    program = (
+        "import sys; from arlopti_openrlhf import interrupts; interrupts.answer(); import locale, subprocess; "
+        "encoding = 'import locale; print(locale.getpreferredencoding(False).lower())'; exec(encoding); "
+        "sys.stdout.flush(); subprocess.run([sys.executable, '-c', encoding]); print(sys.argv[1:], chr(951))"
+    )
+    command = [sys.executable, "-I", "-c", program, "a b", "--c"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | PLAIN)
+    assert done.stdout.splitlines() == ["utf-8", "utf-8", "['a b', '--c'] \\u03b7"], done.stderr
 
 
 def test_a_stream_of_a_test_or_notebook_is_left_alone(monkeypatch):
