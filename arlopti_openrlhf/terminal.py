@@ -67,8 +67,8 @@ def open_streams() -> None:
 def ensure_utf8() -> None:
     """Start this process again in Python's UTF-8 mode if its locale has another encoding.
 
-    PyTorch reads its own sources in the locale's encoding, so vLLM cannot be imported in one of ASCII. Output keeps the
-    encoding of the locale.
+    PyTorch reads its own sources in the locale's encoding, so vLLM cannot be imported in one of ASCII. Output keeps
+    the encoding of the locale.
     """
     if codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8":
         return
