@@ -90,7 +90,7 @@ def test_a_command_in_a_locale_without_utf8_reads_utf8_and_so_do_the_processes_i
         "encoding = 'import locale; print(locale.getpreferredencoding(False).lower())'; exec(encoding); "
         "sys.stdout.flush(); subprocess.run([sys.executable, '-c', encoding]); print(sys.argv[1:], chr(951))"
     )
-    command = [sys.executable, "-I", "-c", program, "a b", "--c"]
+    command = [sys.executable, "-c", program, "a b", "--c"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | PLAIN)
     assert done.stdout.splitlines() == ["utf-8", "utf-8", "['a b', '--c'] \\u03b7"], done.stderr
 
