@@ -9,7 +9,7 @@ import threading
 import time
 import tokenize
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -159,7 +159,7 @@ def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
         except httpx.RemoteProtocolError:
             problem = "something answers, but not in HTTP"
             yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
-        except TimeoutError:
+        except futures.TimeoutError:
             away[server] = f"/health takes more than {_WHOLE_SECONDS:g} s"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             away[server] = credentials.mask(str(error), url)
@@ -220,7 +220,7 @@ def _health(base: str) -> _Health:
     """Return the answer at /health. No more than the start of its body is read, as it was sent.
 
     Raises:
-        httpx.HTTPError, httpx.InvalidURL, TimeoutError: there is none.
+        httpx.HTTPError, httpx.InvalidURL, futures.TimeoutError: there is none.
     """
     import httpx
 
@@ -237,12 +237,12 @@ def _health(base: str) -> _Health:
             return _Health(answer.status_code, kind, list(map(str, said["serves"])), bool(said.get("needs_token")))
 
     # httpx bounds the wait for each part of an answer, and one that comes by the byte has many.
-    answer: Future[_Health] = Future()
+    answer: futures.Future[_Health] = futures.Future()
     threading.Thread(target=_keep, args=(answer, ask), daemon=True).start()
     return answer.result(_WHOLE_SECONDS)
 
 
-def _keep(future: Future, function: Callable[[], Any]) -> None:
+def _keep(future: futures.Future, function: Callable[[], Any]) -> None:
     try:
         future.set_result(function())
     except BaseException as error:
