@@ -119,7 +119,8 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def test_a_function_that_spawns_processes_needs_a_files_name(check, write):
+def test_a_function_that_spawns_processes_needs_a_files_name(check, write, monkeypatch):
+    monkeypatch.setattr(reward, "_PROBE_SECONDS", 100.0)  # each call starts a process
     [found] = check(write(SPAWNING))
     assert found.startswith("!") and "BrokenProcessPool" in found and "; name the file reward_func.py: " in found
     assert check(write(SPAWNING, "reward_func.py")) == []
