@@ -8,8 +8,7 @@ import symtable
 import threading
 import time
 import tokenize
-from collections.abc import Callable, Iterator
-from concurrent import futures
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -159,7 +158,7 @@ def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
         except httpx.RemoteProtocolError:
             problem = "something answers, but not in HTTP"
             yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
-        except futures.TimeoutError:
+        except asyncio.TimeoutError:
             away[server] = f"/health takes more than {_WHOLE_SECONDS:g} s"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             away[server] = credentials.mask(str(error), url)
@@ -220,33 +219,24 @@ def _health(base: str) -> _Health:
     """Return the answer at /health. No more than the start of its body is read, as it was sent.
 
     Raises:
-        httpx.HTTPError, httpx.InvalidURL, futures.TimeoutError: there is none.
+        httpx.HTTPError, httpx.InvalidURL, asyncio.TimeoutError: there is none.
     """
     import httpx
 
-    def ask() -> _Health:
+    async def ask() -> _Health:
         url, headers = f"{credentials.expand(base)}/health", {"Accept-Encoding": "identity"}
-        patient = httpx.HTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
+        patient = httpx.AsyncHTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
         # The run asks without a proxy, too, and follows no server to another.
-        with (
-            httpx.Client(transport=patient, timeout=_HEALTH_SECONDS) as client,
+        async with (
+            httpx.AsyncClient(transport=patient, timeout=_HEALTH_SECONDS) as client,
             client.stream("GET", url, headers=headers) as answer,
         ):
-            said = _said(next(answer.iter_raw(_HEALTH_BYTES), b""))
+            said = _said(await anext(answer.aiter_raw(_HEALTH_BYTES), b""))
             kind = answer.headers.get("content-type", "of no type")
             return _Health(answer.status_code, kind, list(map(str, said["serves"])), bool(said.get("needs_token")))
 
     # httpx bounds the wait for each part of an answer, and one that comes by the byte has many.
-    answer: futures.Future[_Health] = futures.Future()
-    threading.Thread(target=_keep, args=(answer, ask), daemon=True).start()
-    return answer.result(_WHOLE_SECONDS)
-
-
-def _keep(future: futures.Future, function: Callable[[], Any]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
+    return asyncio.run(asyncio.wait_for(ask(), _WHOLE_SECONDS))
 
 
 def _said(body: bytes) -> dict[str, Any]:
