@@ -35,6 +35,12 @@ def answer() -> None:
         signal.signal(signum, partial(_end, stderr))
 
 
+def leave() -> None:
+    """Let signals do again what they do in any Python program."""
+    for signum in handled():
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+
+
 def _end(stderr: int, signum: int, frame: FrameType | None) -> None:
     """Say so, end the processes below this one, and leave. A second signal does not wait for them.
 

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# The base of a class that is put before one of upstream's (`bindings`), which is the next base then.
+Upstream: Any = object
+
 
 @contextmanager
 def replaced_attribute(instance: object, name: str, value: object) -> Iterator[None]:

@@ -29,7 +29,11 @@ cpu.enable()
 from openrlhf.models.utils import masked_mean  # noqa: E402
 from openrlhf.trainer.ppo_utils.experience import Experience  # noqa: E402
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController  # noqa: E402
-from openrlhf.utils import get_strategy, get_tokenizer  # noqa: E402
+from openrlhf.utils import (  # noqa: E402
+    deepspeed,  # noqa: E402
+    get_strategy,
+    get_tokenizer,
+)
 from openrlhf.utils.logging_utils import TensorboardLogger  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -258,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from openrlhf.utils.config import hierarchize
 
     torch.set_num_threads(1)
-    guard.install()
+    deepspeed.DeepspeedStrategy = guard.GuardedStrategy
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     args = hierarchize(train_ppo_ray.parse(list(sys.argv[1:] if argv is None else argv)))
     if not args.algo.kl.use_loss or args.algo.advantage.estimator == "gae":

@@ -105,6 +105,6 @@ def test_a_job_on_two_nodes(cluster, tiny_model, tiny_data, tmp_path):
     assert job.returncode == 0, output[-6000:]
     assert (tmp_path / "final" / "model.safetensors").exists() and "Global step 2: " in output
     actors = ask(f"{cluster}/api/v0/actors?detail=true&limit=1000")
-    for name in ("PolicyActor", "RolloutRayActor"):
+    for name in ("PolicyModelActor", "RolloutRayActor"):
         nodes = [actor["node_id"] for actor in actors if actor["class_name"] == name]
         assert len(nodes) == 2 == len(set(nodes)), (name, nodes)

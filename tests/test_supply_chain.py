@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.ops.preflight.upstream import TESTED
+from arlopti_openrlhf.upstream import TESTED
 
 ROOT = Path(__file__).parents[1]
 IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))

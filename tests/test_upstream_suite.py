@@ -14,9 +14,8 @@ UPSTREAM_TESTS = 221
 PLUGIN = """
 from arlopti_openrlhf import cpu
 cpu.enable()
-from arlopti_openrlhf.update import policy_actor
-policy_actor.install()
-policy_actor.install_selective_actor()
+from arlopti_openrlhf import bindings
+bindings.bind({bindings.SELECTIVE})
 """
 
 

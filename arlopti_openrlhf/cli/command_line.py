@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from arlopti_openrlhf.cli import bad_input, config_file, flags, help
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.upstream import find_source
+from arlopti_openrlhf.upstream import find_source
 
 _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"

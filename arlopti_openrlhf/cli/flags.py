@@ -9,6 +9,8 @@ from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.method_checks import LOPTI_DEFAULTS, SELECTIVE, STOCK
 from arlopti_openrlhf.evaluation.sampling import parse_sampling
+from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.repairs import REPAIRS
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +21,27 @@ def add(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title) if title else parser
         for flag, settings, text in table:
             group.add_argument(flag, help=text, **settings)
+
+
+def refuse_care(flat: argparse.Namespace) -> list[Finding]:
+    """Return a finding for each flag of what `--ops off` leaves out that has another value than its default."""
+    value, findings = vars(flat), []
+    for flag, settings, _ in (row for title, table in TABLES.items() if title != METHOD for row in table):
+        given = value[_dest(flag)]
+        if flag not in ("--ops", "--dry-run", config_file.FLAG) and given != settings.get("default", False):
+            problem = "is for what --ops off leaves out"
+            findings.append(Finding(flag, given, problem, "leave out one of the two"))
+    return findings
+
+
+def without_ours(flat: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags that OpenRLHF's own parser knows."""
+    ours = {_dest(flag) for table in TABLES.values() for flag, *_ in table}
+    return argparse.Namespace(**{name: value for name, value in vars(flat).items() if name not in ours})
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _number(range_: str, default: float | None = None) -> dict[str, Any]:
@@ -83,6 +106,12 @@ TABLES: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {"token-level u
      "What the selective update computes again with --actor.gradient_checkpointing_enable. whole: each layer, as "
      "OpenRLHF. auto (default): nothing if that is faster in the larger of OpenRLHF's own peak and the memory that is "
      "free on every GPU, else each layer. The log of the first update says which."),
+), "care for the run": (
+    ("--ops", _choice(["on", "off"], "on"),
+     "off leaves out all that this package does beside the method: the run is OpenRLHF's own, with the update of the "
+     "methods that are given. Nothing is checked beforehand but the methods and their flags (default: on)."),
+    ("--without_repair", {"nargs": "+", "default": [], "choices": sorted(REPAIRS), "metavar": "NAME"},
+     f"Repairs of OpenRLHF's defects to leave out: {', '.join(sorted(REPAIRS))}. docs/flags.md explains them."),
 ), "faults": (
     ("--dry-run", _SWITCH,
      "Check everything that can be checked beforehand, list all findings and exit: status 0 where the run can "
@@ -135,6 +164,7 @@ TABLES: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {"token-level u
      f"count before the file's. A run keeps all its flags in {config_file.KEPT} of --ckpt.path, which can be given "
      "here."),
 )}
+METHOD = next(iter(TABLES))  # the title of the method's own flags
 _OF_OPENRLHF = {
     "reward.remote_url": {
         "metavar": "kk|math|PATH.py|URL,...",

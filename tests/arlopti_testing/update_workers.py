@@ -29,7 +29,7 @@ def cluster():
 
     upstream_actor, upstream_strategy = ppo_actor.Actor, openrlhf.utils.deepspeed.DeepspeedStrategy
     upstream_policy = ppo_actor.PolicyModelActor
-    guard.install()
+    openrlhf.utils.deepspeed.DeepspeedStrategy = guard.GuardedStrategy
     ray.init(num_gpus=2 * RANKS, num_cpus=2 * RANKS + 2, log_to_driver=False)
     try:
         yield
@@ -112,11 +112,13 @@ def probe_class(selective):
     from openrlhf.trainer.ray import ppo_actor
 
     from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+    from arlopti_openrlhf.ops.health import guard
+    from arlopti_openrlhf.patching import plain_class
     from arlopti_openrlhf.update.policy_actor import PolicyActor
 
     ppo_actor.Actor = SelectiveActor if selective else Actor
 
-    class Probe(PolicyActor.__ray_metadata__.modified_class.__ray_actor_class__):
+    class Probe(PolicyActor, guard.PolicyActor, plain_class(ppo_actor.PolicyModelActor)):
         def init_model_from_pretrained(self, strategy, pretrain, max_steps, float32):
             from openrlhf.utils import utils
 

@@ -21,7 +21,7 @@ WORKER = "openrlhf.trainer.ray.vllm_worker_wrap"
 ENTRIES = (
     # Without a GPU, or without flash-attn
     (signature, PPO_ACTOR, "PolicyModelActor.init_model_from_pretrained",
-     "self strategy pretrain max_steps vllm_engines", "cpu.refusals.install"),
+     "self strategy pretrain max_steps vllm_engines", "bindings.TABLE"),
     (signature, STRATEGY, "DeepspeedStrategy.moving_average", "self model model_ema beta device",
      "cpu.patches._patch_strategy"),
     (signature, "openrlhf.utils.distributed_util", "stateless_init_process_group",

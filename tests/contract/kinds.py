@@ -12,7 +12,7 @@ An entry is `(kind, module, name, expected, who)`:
 import ast
 import functools
 
-from arlopti_openrlhf.ops.preflight.upstream import Function, digest, find
+from arlopti_openrlhf.upstream import Function, digest, find
 
 parsed = functools.cache(ast.parse)
 

@@ -3,7 +3,7 @@
 Nothing of them is installed or imported.
 
 `method`, `ops` and `cpu_and_grading` are the contract, by the room that depends on it. The functions that we restate
-are listed in the package (`ops.preflight.upstream`), because a start compares them too. A difference says what is
+are listed in the package (`upstream`), because a start compares them too. A difference says what is
 another upstream and what of ours depends on it: read the new code there, adapt ours, then the entry.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from contract import cpu_and_grading, kinds, method, ops
 
-from arlopti_openrlhf.ops.preflight.upstream import RESTATED, TESTED
+from arlopti_openrlhf.upstream import RESTATED, TESTED
 
 CONTRACT = (
     *method.ENTRIES,

@@ -11,7 +11,7 @@ import pytest
 from contract import kinds
 from contract.newest import CONTRACT, difference
 
-from arlopti_openrlhf.ops.preflight.upstream import find_source
+from arlopti_openrlhf.upstream import find_source
 
 
 def case_id(entry: tuple) -> str:

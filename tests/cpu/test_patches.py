@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.file_baton import FileBaton
 
+from arlopti_openrlhf import bindings
 from arlopti_openrlhf.cpu import patches as cpu_patches
 
 
@@ -330,15 +331,12 @@ def our_policy_actor(monkeypatch):
     from openrlhf.trainer.ray import launcher, ppo_actor
     from openrlhf.utils import deepspeed
 
-    from arlopti_openrlhf.update import policy_actor
-
     ours = ((ppo_actor, "PolicyModelActor"), (ppo_actor, "ActorPPOTrainer"), (deepspeed, "DeepspeedStrategy"))
     for module, name in ours:
         monkeypatch.setattr(module, name, getattr(module, name))  # what is there now comes back afterwards
     for module in (ppo_actor, launcher):
         monkeypatch.setattr(module, "Actor", module.Actor)
-    policy_actor.install()
-    policy_actor.install_selective_actor()
+    bindings.bind({bindings.SELECTIVE, bindings.LORA})
 
 
 @pytest.mark.long

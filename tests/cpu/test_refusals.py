@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from openrlhf.trainer.ray import ppo_actor
 
-from arlopti_openrlhf import cpu
+from arlopti_openrlhf import bindings, cpu
 from arlopti_openrlhf.cpu import refusals
 from arlopti_openrlhf.patching import plain_class
 
@@ -36,7 +36,7 @@ def test_the_policys_actors_check(monkeypatch):
     monkeypatch.setattr(ppo_actor, "PolicyModelActor", upstream)  # back, afterwards
     monkeypatch.setattr(plain_class(upstream), "init_model_from_pretrained", lambda self, *args: given.append(args))
     monkeypatch.setattr(refusals, "check", lambda args, syncs: given.append((args, syncs)))
-    refusals.install()
+    bindings.put(row for row in bindings.TABLE if row.ours == "cpu.refusals:PolicyActor")
     actor = object.__new__(plain_class(ppo_actor.PolicyModelActor))
     strategy = SimpleNamespace(args="args")
     actor.init_model_from_pretrained(strategy, "model", 10, ["engine"])

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-from openrlhf.utils import deepspeed as upstream
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers.utils import cached_file
 
@@ -27,6 +26,7 @@ from arlopti_openrlhf.ops.checkpoints.process_state import everywhere, on_rank_0
 from arlopti_openrlhf.ops.checkpoints.room import has_no_inode, nearest
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
+from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.patching import replaced_attribute
 
 # What upstream's controllers take from a checkpoint, for a run that has none yet.
@@ -56,16 +56,10 @@ class NotAllowed(RunStopped):
     exit_code = 2
 
 
-def install() -> None:
-    """Make OpenRLHF's `get_strategy` build a `CheckpointStrategy`. Call it on the driver, before the CLI's `train`.
-
-    Ray pickles the strategy to every worker, with its class by name.
-    """
-    upstream.DeepspeedStrategy = CheckpointStrategy
-
-
 class CheckpointStrategy(GuardedStrategy):
     """`GuardedStrategy` that changes how checkpoints and models are saved and loaded.
+
+    Ray pickles it to every worker, with its class by name.
 
     1. A checkpoint is written under another name and renamed when all ranks' files are on the disk, with a manifest.
        Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole, and
@@ -85,7 +79,8 @@ class CheckpointStrategy(GuardedStrategy):
 
     def _ds_init_train_model(self, model, cfg: dict):
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
-        learning_rate.stay_at_minimum(scheduler, cfg)
+        if is_made("learning_rate", self.args):
+            learning_rate.stay_at_minimum(scheduler, cfg)
         return model, optimizer, scheduler
 
     def _ds_init_eval_model(self, model) -> Any:
@@ -216,7 +211,8 @@ class CheckpointStrategy(GuardedStrategy):
             if failure:
                 raise NotWritten(files.cause_of(failure, writing))
             if self.is_rank_0():
-                _copy_processor(self.args.actor.model_name_or_path, writing)
+                if is_made("vision_processor", self.args):
+                    _copy_processor(self.args.actor.model_name_or_path, writing)
                 _move_up(writing)
 
         try:

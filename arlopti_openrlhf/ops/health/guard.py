@@ -4,17 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
-import ray
 import torch
 from deepspeed.runtime.utils import has_inf_or_nan
-from openrlhf.trainer.ray import ppo_actor
-from openrlhf.utils import deepspeed as upstream
 from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 from openrlhf.utils.deepspeed.deepspeed_utils import _z3_params_to_fetch
 from torch import Tensor
 from torch import distributed as dist
 
-from arlopti_openrlhf.patching import plain_class
+from arlopti_openrlhf.ops.repairs import is_made
+from arlopti_openrlhf.patching import Upstream
 
 
 class GuardedStrategy(DeepspeedStrategy):
@@ -105,7 +103,8 @@ class GuardedStrategy(DeepspeedStrategy):
         super().backward(loss, model, _optimizer, **kwargs)
 
     def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
-        if self.stage != 3 and not is_refused(engine_of(model)):
+        is_sharded = self.stage == 3 and is_made("ema_zero3", self.args)
+        if not is_sharded and not is_refused(engine_of(model)):
             return super().moving_average(model, model_ema, beta, device)
         self.time_steps["ema"] += 1  # upstream counts micro-batches, and averages at every so many
         is_due = self.time_steps["ema"] % self.accumulated_gradient == 0 or self.use_dynamic_batch
@@ -131,19 +130,11 @@ class GuardedStrategy(DeepspeedStrategy):
         return torch.nan if is_refused(engine_of(model)) else super().get_grad_norm(model)
 
 
-def install() -> None:
-    """Make OpenRLHF build this strategy, and its policy actors say which parameter is not finite.
+class PolicyActor(Upstream):
+    """`PolicyModelActor` that says which parameter is not finite."""
 
-    Call it on the driver, before the CLI's `train` is imported.
-    """
-    upstream.DeepspeedStrategy = GuardedStrategy
-    base: Any = plain_class(ppo_actor.PolicyModelActor)
-
-    class PolicyActor(base):
-        def first_non_finite(self) -> str | None:
-            return first_non_finite(self.actor.model)
-
-    ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(PolicyActor)
+    def first_non_finite(self) -> str | None:
+        return first_non_finite(self.actor.model)
 
 
 def is_refused(engine: deepspeed.DeepSpeedEngine) -> bool:

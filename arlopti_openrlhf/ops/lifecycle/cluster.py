@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 from secrets import token_hex
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -22,7 +23,12 @@ SESSIONS = "ray"
 LEAVES_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
-def install(run: str, folder: Path, secrets: dict[str, str]) -> None:
+def of_run(run: Any, args: SimpleNamespace) -> None:
+    """Give a run (`driver.Driver`) a cluster of its own if it names none, and the workers its secrets."""
+    wrap_init(run.name, run.folder, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
+
+
+def wrap_init(run: str, folder: Path, secrets: dict[str, str]) -> None:
     """Wrap `ray.init` on the driver. A cluster that it starts is ours alone; one that it joins is left as it is.
 
     The run's processes carry its name (`ops.lifecycle.reaper`). The job's workers get the secrets, by variable. Ray's

@@ -12,7 +12,8 @@ import threading
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING
 
 import ray
 from tqdm import tqdm
@@ -20,6 +21,9 @@ from tqdm import tqdm
 from arlopti_openrlhf.ops.lifecycle import progress, streams
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
 from arlopti_openrlhf.terminal import PREFIX
+
+if TYPE_CHECKING:
+    from arlopti_openrlhf.ops.lifecycle.driver import Driver
 
 LOG = "train.log"  # in --ckpt.path
 _POLL = 0.5  # seconds
@@ -32,6 +36,20 @@ _RAY = "waiting for OpenRLHF's imports and for Ray"
 _MODELS = "waiting for the models in vLLM and DeepSpeed"
 _USUALLY = "usually one to two minutes, and more for large models"
 _LOGGED = re.compile(r"^(WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \w+\.py:\d+\] ")  # as OpenRLHF's loggers write
+
+
+def of_run(run: "Driver", args: SimpleNamespace) -> "Console | None":
+    """Return what shows a run's progress where that is wanted.
+
+    Raises:
+        SystemExit: the log cannot be written.
+    """
+    try:
+        run.console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
+    except OSError as error:
+        print(f"arlopti train: error: argument --ckpt.path: {LOG} cannot be written: {error}", file=sys.stderr)
+        sys.exit(2)
+    return run.console
 
 
 def is_wanted(mode: str) -> bool:

@@ -19,9 +19,9 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import IO, NoReturn
 
 import ray
@@ -50,6 +50,10 @@ class Driver:
         console: shows the run. None where standard output gets everything.
         closing: returns what to say once the run is complete, from what it has reported.
         stall_minutes: how long the controllers may take to save a checkpoint after a signal.
+
+    Attributes:
+        name: the run's own, by which its processes know each other.
+        folder: of the run's temporary files, once there is one (`reaper.of_run`).
     """
 
     def __init__(
@@ -59,22 +63,13 @@ class Driver:
         stall_minutes: float = 10.0,
     ) -> None:
         self.console, self.closing, self.stall_minutes = console, closing, stall_minutes
+        self.name = uuid.uuid4().hex
         self.folder: Path | None = None
         self._asked: int | None = None  # the first signal
         self._cause: BaseException | None = None  # what `end` was called with
         self._has_cause = threading.Event()
         self._is_ending = False  # the main thread ends the run, and needs no waking
         self._has_said_last = threading.Event()
-
-    def start(self, secrets: dict[str, str]) -> None:
-        """Prepare for Ray: files that only the user can read, the watcher, a cluster of our own if none is named.
-
-        The workers get the secrets that `ops.lifecycle.credentials` has hidden, by variable.
-        """
-        os.umask(0o077)
-        run = uuid.uuid4().hex
-        self.folder = reaper.start(run)
-        cluster.install(run, self.folder, secrets)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -206,6 +201,11 @@ class Driver:
             late = f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it."
             _say(_ours(late))
         self.end(stopping.Interrupted(signum))
+
+
+def of_run(run: Driver, args: SimpleNamespace) -> AbstractContextManager[None]:
+    """Let a run end as its user expects."""
+    return run.ending()
 
 
 def root(error: BaseException) -> BaseException:

@@ -23,15 +23,13 @@ from typing import Any
 import psutil
 import ray
 import torch
-from openrlhf.trainer import ppo_trainer, ppo_trainer_async
-from openrlhf.trainer.ray import launcher, ppo_actor, ppo_critic, vllm_engine
 from ray.experimental import internal_kv
 from torch.nn.modules.module import register_module_forward_hook
 
 from arlopti_openrlhf import loopback
 from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.rollouts.reward_client import RewardExecutor
-from arlopti_openrlhf.patching import plain_class
+from arlopti_openrlhf.patching import Upstream, plain_class
 
 _BEAT = 2.0  # seconds between two beats
 _BLOCK = 2**24  # bytes read or written that count as work. What an idle process writes comes to less in an hour
@@ -39,24 +37,33 @@ WORKS = 0.05  # CPU seconds per second that a start takes at least. An idle acto
 _FRAMES = 5  # of a call that hangs, in the message
 
 
-def install() -> None:
-    """Make OpenRLHF start its actors with a heartbeat.
+# What an actor is, by OpenRLHF's name for its class.
+_WHO = {
+    "RolloutRayActor": "vLLM engine",
+    "PolicyModelActor": "policy",
+    "CriticModelActor": "critic",
+    "ReferenceModelActor": "reference model",
+    "RewardModelActor": "reward model",
+    "PPOTrainer": "controller",
+    "PPOTrainerAsync": "controller",
+    "GenerateSamplesActor": "rollout controller",
+    "TrainingActor": "training controller",
+}
 
-    Call it on the driver, after every other change to these classes, and before the CLI is imported, which binds them.
-    Ray pickles the classes by value.
-    """
-    for module, name, kind, who in (
-        (vllm_engine, "RolloutRayActor", Engine, "vLLM engine"),
-        (ppo_actor, "PolicyModelActor", Rank, "policy"),
-        (ppo_critic, "CriticModelActor", Rank, "critic"),
-        (launcher, "ReferenceModelActor", Rank, "reference model"),
-        (launcher, "RewardModelActor", Rank, "reward model"),
-        (ppo_trainer, "PPOTrainer", Controller, "controller"),
-        (ppo_trainer_async, "PPOTrainerAsync", Controller, "controller"),
-        (ppo_trainer_async, "GenerateSamplesActor", Controller, "rollout controller"),
-        (ppo_trainer_async, "TrainingActor", Controller, "training controller"),
-    ):
-        setattr(module, name, with_heartbeat(getattr(module, name), kind, who))
+
+def of_controller(actor_class: Any) -> Any:
+    """Return a controller's Ray actor class with a heartbeat."""
+    return with_heartbeat(actor_class, Controller, _WHO[plain_class(actor_class).__name__])
+
+
+def of_rank(actor_class: Any) -> Any:
+    """Return a model's Ray actor class with a heartbeat."""
+    return with_heartbeat(actor_class, Rank, _WHO[plain_class(actor_class).__name__])
+
+
+def of_engine(actor_class: Any) -> Any:
+    """Return a vLLM engine's Ray actor class with a heartbeat."""
+    return with_heartbeat(actor_class, Engine, _WHO[plain_class(actor_class).__name__])
 
 
 def with_heartbeat(actor_class: Any, kind: type, who: str) -> Any:
@@ -89,10 +96,7 @@ def _counted(method: Callable) -> Callable:
     return awaited if inspect.iscoroutinefunction(method) else call
 
 
-_Upstream: Any = object  # stands for the actor's class, which is the next base
-
-
-class Controller(_Upstream):
+class Controller(Upstream):
     """An actor that calls the others."""
 
     who: str
@@ -122,7 +126,7 @@ class Rank(Controller):
                     parameter.register_post_accumulate_grad_hook(self._heartbeat.count)
 
 
-class Engine(_Upstream):
+class Engine(Upstream):
     """A vLLM engine with a heartbeat that goes through the engine's own process.
 
     A request that waits does not stop it, nor does a long generation: its tokens are work. So is a call for a

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Names the run in the environment of each of its processes.
 MARKER = "ARLOPTI_RUN"
@@ -29,6 +30,12 @@ _KEPT = 3  # folders of runs that failed
 _POLL = 0.25  # seconds
 _GRACE = 3.0  # seconds from SIGTERM to SIGKILL
 _GIVE_UP = 60.0  # seconds; a process that the kernel holds cannot be ended
+
+
+def of_run(run: Any, args: object) -> None:
+    """Watch over the processes of a run (`driver.Driver`), whose files only its user can read."""
+    os.umask(0o077)
+    run.folder = start(run.name)
 
 
 def start(run: str) -> Path:

@@ -46,6 +46,11 @@ def protect() -> None:
             setattr(sys, name, Stream(before.fileno()))
 
 
+def of_run(run: object, args: object) -> None:
+    """Protect the output of a run's driver."""
+    protect()
+
+
 def lost() -> str:
     """Return what could not be written of this process's output, or nothing."""
     files = [stream.file for stream in (sys.stdout, sys.stderr) if isinstance(stream, Stream)]

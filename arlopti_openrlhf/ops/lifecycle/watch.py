@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,6 +29,11 @@ _WAITS = ("/ray/_private/", "/torch/distributed/", "/selectors.py")
 # How an actor ends that is no longer needed.
 _INTENDED = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED")
 _COLOURS = re.compile(r"\x1b\[\d*m")
+
+
+def of_run(run: Any, args: SimpleNamespace) -> None:
+    """Watch a run (`driver.Driver`)."""
+    start(run.end, 60 * args.train.stall_minutes)
 
 
 def start(end: Callable[[BaseException], Any], seconds: float) -> None:

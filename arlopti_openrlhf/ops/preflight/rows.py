@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from arlopti_openrlhf.ops.preflight.upstream import find_source
+from arlopti_openrlhf.upstream import find_source
 
 if TYPE_CHECKING:
     import datasets

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.ops.preflight.finding import Finding
+from arlopti_openrlhf.ops.repairs import is_made
 
 NO_SOURCE = "is no source of rewards"
 SOURCES = f"give {', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
@@ -171,7 +172,8 @@ def loads_reference(args: SimpleNamespace) -> bool:
 
     In 4 bits OpenRLHF computes the norms of a LoRA policy in float32 and those of a reference in bf16, so they differ.
     """
-    return args.algo.kl.init_coef > 0 and (not args.ds.lora.rank or args.ds.load_in_4bit)
+    repaired = args.ds.lora.rank and is_made("lora", args)
+    return args.algo.kl.init_coef > 0 and (not repaired or args.ds.load_in_4bit)
 
 
 def rollout_samples(args: SimpleNamespace) -> int:

@@ -18,11 +18,6 @@ _SAMPLE = ("prompt", "label", "observation_tokens", "action_ranges", "rollout_lo
 _upstream_load = vllm_engine._load_agent_executor
 
 
-def install() -> None:
-    """Make OpenRLHF's vLLM engines load agents by `load`."""
-    vllm_engine._load_agent_executor = load
-
-
 def load(path: str) -> AgentExecutorBase:
     """Return upstream's executor of an agent's file, which may import modules next to it.
 

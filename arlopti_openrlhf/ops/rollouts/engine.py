@@ -3,24 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
 
-import ray
-from openrlhf.trainer.ray import vllm_engine
 from vllm.sampling_params import RequestOutputKind
 
-from arlopti_openrlhf.patching import plain_class, replaced_attribute
-
-_RolloutRayActor: Any = plain_class(vllm_engine.RolloutRayActor)
+from arlopti_openrlhf.patching import Upstream, replaced_attribute
 
 
-def install() -> None:
-    """Make OpenRLHF start these engines: `create_vllm_engines` looks the class up in its module."""
-    vllm_engine.RolloutRayActor = RolloutRayActor
-
-
-@ray.remote
-class RolloutRayActor(_RolloutRayActor):
+class RolloutRayActor(Upstream):
     """`RolloutRayActor` with three changes.
 
     1. vLLM makes the result of a request once, when it is complete. Upstream lets it make one after each token, and

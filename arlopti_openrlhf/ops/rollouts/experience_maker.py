@@ -1,7 +1,6 @@
 """Turns samples into experience as OpenRLHF does, but for equal rewards, missing metrics and the reference of LoRA."""
 
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import launcher
 from openrlhf.utils.logging_utils import init_logger
 
+from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.patching import replaced_attribute
 
 logger = init_logger(__name__)
@@ -36,7 +36,8 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
         `info` is for the logs, which show its mean over the batch. A sample without a metric gets the mean of those
         that have it, so the logs show that mean.
         """
-        for name in dict.fromkeys(name for sample in rollout_samples for name in sample.info):
+        is_repaired = is_made("extra_logs", self.args)
+        for name in dict.fromkeys(name for sample in rollout_samples for name in sample.info if is_repaired):
             given = [sample.info[name] for sample in rollout_samples if name in sample.info]
             missing = len(rollout_samples) - len(given)
             if not missing:
@@ -54,7 +55,7 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
 
     def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
         """Return upstream's result, in which equal rewards count as 0 under `group_norm`."""
-        if self.args.algo.advantage.estimator != "group_norm":
+        if self.args.algo.advantage.estimator != "group_norm" or not is_made("equal_rewards", self.args):
             return super().compute_advantages_and_returns(experiences)
         rewards: list[torch.Tensor] = []
         apply_length_penalties = upstream.apply_length_penalties
@@ -114,15 +115,18 @@ class ReferenceInPolicy:
         return self._policy.async_run_method(method_name=method_name)
 
 
-def install_reference(cli: ModuleType) -> None:
-    """Make `train` of `openrlhf.cli.train_ppo_ray` start no reference actors, as `Controller` then sees.
+def without_reference(group: type) -> Callable[..., Any]:
+    """Return what makes upstream's groups of actors, and None in place of that of the reference.
 
-    The name in that module alone is rebound, because Ray pickles groups by the name in `launcher`.
+    `openrlhf.cli.train_ppo_ray` alone gets it, because Ray pickles groups by the name in `launcher`.
+
+    Args:
+        group: upstream's `RayActorGroup`.
     """
 
     def make_group(num_nodes: int, num_gpus_per_node: int, ray_actor_type: Any, **kwargs) -> Any:
-        if ray_actor_type is cli.ReferenceModelActor:
+        if ray_actor_type is launcher.ReferenceModelActor:
             return None
-        return launcher.RayActorGroup(num_nodes, num_gpus_per_node, ray_actor_type, **kwargs)
+        return group(num_nodes, num_gpus_per_node, ray_actor_type, **kwargs)
 
-    vars(cli)["RayActorGroup"] = make_group
+    return make_group

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from openrlhf.datasets import prompts_dataset
-from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 from torch.utils.data import DataLoader
@@ -19,17 +19,12 @@ from torch.utils.data import DataLoader
 from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
 from arlopti_openrlhf.ops.preflight import prompt
+from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.patching import replaced_attribute
 
 logger = init_logger(__name__)
 
 _upstream_datasets = ppo_trainer.prepare_datasets
-
-
-def install() -> None:
-    """Make OpenRLHF's trainers draw from `Prompts`."""
-    for module in (ppo_trainer, ppo_trainer_async):
-        module.prepare_datasets = prepare_datasets
 
 
 def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
@@ -41,10 +36,11 @@ def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
         ValueError: there would be no optimizer step. The pre-flight says so of data that is on this machine. Upstream
             would save the model as it came.
     """
-    parts = prompts_dataset._str_to_content_list if hasattr(tokenizer, "image_processor") else prompt.as_it_is
+    args = strategy.args
+    divides = hasattr(tokenizer, "image_processor") or not is_made("image_text", args)
+    parts = prompts_dataset._str_to_content_list if divides else prompt.as_it_is
     with replaced_attribute(prompts_dataset, "_str_to_content_list", parts):
         loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
-    args = strategy.args
     if not max_steps:
         raise ValueError(
             f"argument --data.prompt_dataset: {len(loader)} prompts with {args.rollout.n_samples_per_prompt} samples "

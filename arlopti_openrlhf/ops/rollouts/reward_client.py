@@ -4,7 +4,6 @@ Upstream logs that it got no reward and continues without it. The run then dies 
 """
 
 import asyncio
-import functools
 import itertools
 import random
 import time
@@ -13,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from openrlhf.utils.logging_utils import init_logger
 from vllm import SamplingParams
@@ -35,13 +33,6 @@ _SAY_EVERY = 60.0  # seconds
 EVERY = 512
 # The entry of an output that is true if its source returned no scores: the reward then takes their place.
 SCORES_ARE_REWARDS = "scores_are_rewards"
-
-
-def install(retry_minutes: float, timeout_seconds: float) -> None:
-    """Make OpenRLHF's vLLM engines fetch rewards with a `RewardExecutor` of these limits."""
-    vllm_engine.SingleTurnAgentExecutor = functools.partial(
-        RewardExecutor, retry_minutes=retry_minutes, timeout_seconds=timeout_seconds
-    )
 
 
 class RewardExecutor(SingleTurnAgentExecutor):

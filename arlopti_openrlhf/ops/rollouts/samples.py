@@ -1,6 +1,5 @@
 """Generates the samples of a step and of an evaluation, and evaluates with the measures of `cli.evaluate`."""
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from dataclasses import replace
 
 import ray
 import torch
-from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch
@@ -41,12 +40,12 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     prompts_dataloader: Prompts
     _has_ended = False  # the caller knows that the episode is over
 
-    def __init__(self, *args, specs: Sequence[Sampling], **kwargs) -> None:
+    def __init__(self, *args, sampling: Sequence[Sampling], **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.specs = specs
+        self.sampling = sampling
         self._with_and_without_scores: set[bool] = set()  # the kinds of samples so far
         sources = {str(source) for sources, *_ in self.eval_dataloader or () for source in sources}
-        for pattern in unmatched(specs[1:], sources) if sources else ():
+        for pattern in unmatched(sampling[1:], sources) if sources else ():
             logger.warning(f"--eval.sampling {pattern}: matches none of the sources {', '.join(sorted(sources))}")
 
     @torch.no_grad()
@@ -88,9 +87,9 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 problems[str(source)].append(([source], *([part] for part in problem)))
         samples = []
         for source, batches in problems.items():
-            sampling = sampling_of(source, self.specs)
+            how = sampling_of(source, self.sampling)
             self._eval_dataloader_iter = Numbered(("eval", source), batches)
-            own = {"n_samples_per_prompt": sampling.n, "temperature": sampling.temperature}
+            own = {"n_samples_per_prompt": how.n, "temperature": how.temperature}
             of_source = super().generate_eval_samples(**generate_kwargs | own)
             for sample in of_source:
                 sample.datasource = source
@@ -221,15 +220,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
 _upstream_metrics = ppo_trainer.compute_eval_metrics
 
 
-def install(specs: Sequence[Sampling]) -> None:
-    """Make OpenRLHF's trainers evaluate so. `specs` say how to sample each source, and the first matches all."""
-    for module in (ppo_trainer, ppo_trainer_async):
-        module.SamplesGenerator = functools.partial(SamplesGenerator, specs=specs)
-        module.compute_eval_metrics = functools.partial(compute_eval_metrics, specs=specs)
-
-
 def compute_eval_metrics(
-    eval_dataloader, samples_list: Sequence[Experience], n_samples_per_prompt: int, specs: Sequence[Sampling]
+    eval_dataloader, samples_list: Sequence[Experience], n_samples_per_prompt: int, sampling: Sequence[Sampling]
 ) -> dict[str, float]:
     """Return each source's measures, their mean accuracy, and upstream's metrics with scores in place of rewards.
 
@@ -240,12 +232,12 @@ def compute_eval_metrics(
     Args:
         eval_dataloader, n_samples_per_prompt: upstream's arguments, which are not needed here.
         samples_list: those of `SamplesGenerator.generate_eval_samples`.
-        specs: how each source was sampled.
+        sampling: how each source was sampled. The last that matches counts.
     """
     logs: dict[str, float] = {}
     accuracies = []
     for source, group in itertools.groupby(samples_list, key=lambda sample: sample.datasource):
-        samples, n = list(group), sampling_of(source, specs).n
+        samples, n = list(group), sampling_of(source, sampling).n
         if all(sample.scores is not None and not sample.scores_are_rewards for sample in samples):
             samples = [replace(sample, rewards=sample.scores) for sample in samples]
             responses = list(map(_response, samples))

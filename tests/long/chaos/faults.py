@@ -146,7 +146,7 @@ def empty_the_runs_name(folder: Path, rng: random.Random) -> str:
 
 
 # Processes by the titles that Ray and vLLM give them.
-ENGINE, CORE, RANK, CONTROLLER = "ray::RolloutRayActor", "VLLM::EngineCore", "ray::PolicyActor", "ray::PPOTrainer"
+ENGINE, CORE, RANK, CONTROLLER = "ray::RolloutRayActor", "VLLM::EngineCore", "ray::PolicyModelActor", "ray::PPOTrainer"
 KILLED, FAILED, DIVERGED, STALLED = frozenset({-9}), frozenset({1, 4}), frozenset({3}), frozenset({4})
 TERM, INT, KILL, STOP = signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP
 

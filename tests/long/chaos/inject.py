@@ -14,15 +14,16 @@ import torch
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli import train_ppo_ray
+from arlopti_openrlhf.patching import plain_class
 
 
 def main() -> None:
     """Put the fault of CHAOS_FAULT into the policy's actor, and run the command."""
     cpu.enable(driver=True)
-    from arlopti_openrlhf.update import policy_actor
+    from openrlhf.trainer.ray import ppo_actor
 
     # Ray pickles the actor's class by value, with the methods that it has on the driver.
-    actor = policy_actor.PolicyActor.__ray_metadata__.modified_class.__ray_actor_class__
+    actor = plain_class(ppo_actor.PolicyModelActor)
     fit, fault, step = actor.fit, os.environ["CHAOS_FAULT"], int(os.environ["CHAOS_STEP"])
 
     def fit_with_fault(self, kl_ctl: float = 0):

@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 from arlopti_testing.update_workers import OFF, SAMPLES, Group, cluster, experiences, flags
+from openrlhf.utils import deepspeed
 
 from arlopti_openrlhf.ops.checkpoints import files
 from arlopti_openrlhf.ops.checkpoints import saving as checkpoints
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.whole_stack
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster():
     with cluster():
-        checkpoints.install()
+        deepspeed.DeepspeedStrategy = checkpoints.CheckpointStrategy
         yield
 
 

@@ -22,7 +22,8 @@ ray._private.utils.psutil.Process.cmdline = psutil.Process.cmdline
 from arlopti_openrlhf.ops.lifecycle import driver, stopping
 run = driver.Driver()
 with run.ending():
-    run.start({"SECRET": "abc-secret"})
+    driver.reaper.of_run(run, None)
+    driver.cluster.wrap_init(run.name, run.folder, {"SECRET": "abc-secret"})
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
 
     @ray.remote

@@ -10,14 +10,18 @@ import ray
 import torch
 from arlopti_testing.engine_fakes import Engine, Tokenizer
 from arlopti_testing.processes import wait_until
+from openrlhf.trainer.ray import vllm_engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from arlopti_openrlhf.ops.lifecycle import cluster
 from arlopti_openrlhf.ops.rollouts import engine
 from arlopti_openrlhf.ops.rollouts.reward_client import EVERY, RewardExecutor
+from arlopti_openrlhf.patching import plain_class
 
-Actor = engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
+
+class Actor(engine.RolloutRayActor, plain_class(vllm_engine.RolloutRayActor)):
+    """Upstream's engine with our changes."""
 
 
 class Llm:

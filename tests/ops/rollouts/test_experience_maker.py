@@ -9,15 +9,14 @@ from openrlhf.cli import train_ppo_ray as upstream
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ray import launcher
 from openrlhf.utils.config import hierarchize
 
+from arlopti_openrlhf import bindings
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.ops import controller
 from arlopti_openrlhf.ops.controller import Controller
 from arlopti_openrlhf.ops.rollouts import experience_maker
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
-from arlopti_openrlhf.patching import plain_class
 
 GROUP, LENGTH = 8, 5
 # Rewards of four prompts: 0.1 has no exact mean, the third group differs by one rounding, the last has an exact mean.
@@ -124,7 +123,7 @@ def test_both_trainers_have_it():
     groups = maker.actor_model_group, maker.critic_model_group, maker.reward_model_group, maker.initial_model_group
     assert (*groups, maker.tokenizer) == ("actor", "critic", "reward", "reference", "tokenizer")
     for actor in (controller.PPOTrainer, controller.TrainingActor):
-        assert issubclass(plain_class(actor), controller.Controller)
+        assert issubclass(actor, controller.Controller)
 
 
 def make_maker(kind: type):
@@ -202,8 +201,8 @@ def test_the_experience_makers_calls_go_to_the_policy(is_colocated, monkeypatch)
 def test_upstream_starts_no_reference_and_all_other_groups(monkeypatch):
     made = []
     monkeypatch.setattr(upstream, "RayActorGroup", upstream.RayActorGroup)
-    monkeypatch.setattr(launcher, "RayActorGroup", lambda *args, **kwargs: made.append((args, kwargs)))
-    experience_maker.install_reference(upstream)
+    upstream.RayActorGroup = lambda *args, **kwargs: made.append((args, kwargs))
+    bindings.put(row for row in bindings.TABLE if row.name == "RayActorGroup")
     assert upstream.RayActorGroup(1, 2, upstream.ReferenceModelActor, pg=None) is None and not made
     upstream.RayActorGroup(1, 2, upstream.PolicyModelActor, pg=None, num_gpus_per_actor=1)
     assert made == [((1, 2, upstream.PolicyModelActor), {"pg": None, "num_gpus_per_actor": 1})]

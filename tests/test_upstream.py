@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.ops.preflight import upstream
+from arlopti_openrlhf import upstream
 
 START = """
 import sys
@@ -48,7 +48,7 @@ def another(tmp_path) -> Path:
 
 
 def test_the_installed_ones_are_tested_ones():
-    assert list(upstream.check()) == []
+    assert [*upstream.check_versions(), *upstream.check_bodies(["update", "ops"])] == []
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_vllm_that_was_not_tried_is_refused_by_name(tmp_path, monkeypatch, pac
     put(tmp_path, package, version)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("ARLOPTI_VLLM", override)
-    found = list(upstream.check())
+    found = list(upstream.check_versions())
     assert [str(one) for one in found] == [finding] * bool(finding)
     assert all(one.is_fatal == (version != override) for one in found)
 
@@ -105,24 +105,36 @@ def test_the_override_lets_another_version_run_with_a_warning(another):
     assert done.returncode == 2 and warning in done.stderr and "error: --vllm.num_engines None" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("def ppo_train(self, kl_ctl: float):\n", "def ppo_train(self, kl_ctl: float):\n        kl_ctl += 1\n"),
-        ("def ppo_train(", "def train("),
-    ],
-)
-def test_a_changed_body_of_a_function_that_we_restate_is_refused(tmp_path, old, new):
+def a_fork(folder: Path, module: str, old: str, new: str) -> None:
+    """Put a copy of the installed OpenRLHF with one change into a folder."""
     (installed,) = importlib.util.find_spec("openrlhf").submodule_search_locations
-    shutil.copytree(installed, tmp_path / "openrlhf", ignore=shutil.ignore_patterns("__pycache__"))
-    path = tmp_path / "openrlhf/trainer/ray/ppo_actor.py"
+    shutil.copytree(installed, folder / "openrlhf", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "openrlhf" / module
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    done = start(tmp_path)
-    assert done.returncode == 2 and done.stderr.endswith("[]\n")
-    (error,) = [line for line in done.stderr.splitlines() if "error" in line and "errors" not in line]
-    assert "ppo_actor.ActorPPOTrainer.ppo_train is not that of openrlhf 0.11.2" in error
+
+
+PPO_ACTOR, SAMPLES = "trainer/ray/ppo_actor.py", "trainer/ppo_utils/samples_generator.py"
+UPDATE, ROLLOUTS = "ppo_actor.ActorPPOTrainer.ppo_train", "samples_generator.SamplesGenerator._generate_vllm"
+
+
+@pytest.mark.parametrize("ops", ["on", "off"])
+@pytest.mark.parametrize(
+    ("module", "old", "new", "moved"),
+    [
+        (PPO_ACTOR, "def ppo_train(self, kl_ctl: float):\n", "def ppo_train(self, kl_ctl):\n        1\n", UPDATE),
+        (PPO_ACTOR, "def ppo_train(", "def train(", UPDATE),
+        (SAMPLES, "def _generate_vllm(", "def _generate(", ROLLOUTS),
+    ],
+)
+def test_a_fork_is_refused_if_what_the_run_binds_restates_what_it_has_changed(tmp_path, module, old, new, moved, ops):
+    """With `--ops off` only the method is bound. The start then gets as far as the missing `--vllm.num_engines`."""
+    a_fork(tmp_path, module, old, new)
+    done = start(tmp_path, f"--ops {ops}")
+    refused = f"{moved} is not that of openrlhf 0.11.2, which our" in done.stderr
+    assert done.returncode == 2 and refused == (ops == "on" or moved == UPDATE), done.stderr
+    assert refused or "error: --vllm.num_engines None" in done.stderr, done.stderr
 
 
 def test_an_openrlhf_that_is_not_installed_is_named(monkeypatch):
@@ -130,7 +142,7 @@ def test_an_openrlhf_that_is_not_installed_is_named(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert [str(finding) for finding in upstream.check()] == [
+    assert [str(finding) for finding in upstream.check_versions()] == [
         "OpenRLHF is not installed; pip install openrlhf==0.11.2"
     ]
 
@@ -158,9 +170,10 @@ PYTHONS = [f"3.{minor}" for minor in range(10, 15)]
 CHECK = """
 import ast, sys
 sys.path += sys.argv[2:]
-from arlopti_openrlhf.ops.preflight import upstream
+from arlopti_openrlhf import upstream
 function = upstream.find(ast.parse(sys.argv[1]), "Trainer.fit")
-print(sys.version_info[:2], upstream.digest(sys.argv[1], function), *upstream.check())
+moved = [*upstream.check_versions(), *upstream.check_bodies(["update", "ops"])]
+print(sys.version_info[:2], upstream.digest(sys.argv[1], function), *moved)
 """
 
 
@@ -183,7 +196,7 @@ def test_no_python_changes_the_digests(version):
     python = find_python(version)
     if python is None:
         pytest.skip(f"there is no Python {version}")
-    folders = [str(Path(upstream.__file__).parents[3])]
+    folders = [str(Path(upstream.__file__).parents[1])]
     folders += [str(Path(importlib.util.find_spec("openrlhf").submodule_search_locations[0]).parent)]
     done = subprocess.run([python, "-I", "-c", CHECK, FUNCTION, *folders], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == f"(3, {version[2:]}) {digest_of(FUNCTION)}", done.stdout + done.stderr

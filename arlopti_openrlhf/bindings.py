@@ -1,0 +1,207 @@
+"""How the package hooks into OpenRLHF: each upstream name that it replaces, by what, in which room, and what for.
+
+`bind` makes the replacements on the driver, before `openrlhf.cli.train_ppo_ray` is imported, which binds most of these
+names. Ray pickles actor classes by value, with the globals of their modules as they are on the driver. So what is
+rebound here reaches every worker.
+
+A row replaces a name and is its only row, or extends what the rows above have left there. What extends a class is a
+subclass of upstream's, or a class that is put before it. What extends a function gets that function, and returns the
+one that takes its place.
+"""
+
+import functools
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from arlopti_openrlhf.patching import plain_class
+
+_CLI = "openrlhf.cli.train_ppo_ray"
+_ACTOR, _CRITIC, _LAUNCHER, _ENGINE = (
+    f"openrlhf.trainer.ray.{module}" for module in ("ppo_actor", "ppo_critic", "launcher", "vllm_engine")
+)
+_SYNC, _ASYNC = "openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"
+
+REPLACES, EXTENDS = "replaces", "extends"
+# What only some runs have. Care is what `--ops off` leaves out.
+CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE = "care", "selective", "lora", "policy is reference"
+
+
+class Row(NamedTuple):
+    """A replacement of an upstream name."""
+
+    module: str  # upstream's
+    name: str
+    how: str
+    ours: str  # "module:name" in this package
+    needs: str  # what a run must have for it; "" where it is always made
+    what_for: str
+    flags: tuple[str, ...] = ()  # whose values `ours` takes as keyword arguments, by the last part of their names
+
+    @property
+    def room(self) -> str:
+        return self.ours.partition(".")[0]
+
+
+# fmt: off
+TABLE = (
+    # The method
+    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.trainer:TokenUpdateTrainer", "",
+        "trains in the passes of the token methods"),
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.policy_actor:PolicyActor", "",
+        "leaves log π_old to the update's first pass"),
+    Row(_ACTOR, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
+        "computes the tokens that the policy's update needs, each prompt once"),
+    Row(_LAUNCHER, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
+        "the same for the reference"),
+    Row(_SYNC, "balance_experiences", REPLACES, "update.partition:balance_experiences", SELECTIVE,
+        "gives each rank whole prompts, with dynamic batches"),
+    # A machine without CUDA. What else is replaced there, in each process, is in cpu.patches.
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:PolicyActor", "",
+        "refuses what such a machine cannot do"),
+    # LoRA
+    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.lora:MergedSync", LORA,
+        "sends merged weights to vLLM"),
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.lora:BaseModel", LORA,
+        "gives the base model's log-probs"),
+    # Care for a run
+    Row("openrlhf.utils.deepspeed", "DeepspeedStrategy", EXTENDS, "ops.checkpoints.saving:CheckpointStrategy", CARE,
+        "refuses steps that are not finite; writes and loads whole checkpoints"),
+    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "ops.health.update_health:ActorPPOTrainer", CARE,
+        "counts refused steps, and compares vLLM's log-probs with the actor's"),
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "ops.health.guard:PolicyActor", CARE,
+        "names the first parameter that is not finite"),
+    Row(_ENGINE, "SingleTurnAgentExecutor", REPLACES, "ops.rollouts.reward_client:RewardExecutor", CARE,
+        "waits for rewards, bounds their time, and ends the run where there is none",
+        ("reward.retry_minutes", "reward.timeout_seconds")),
+    Row(_ENGINE, "_load_agent_executor", REPLACES, "ops.rollouts.agents:load", CARE,
+        "reads an agent's numbers, and names what it cannot read"),
+    Row(_ENGINE, "RolloutRayActor", EXTENDS, "ops.rollouts.engine:RolloutRayActor", CARE,
+        "makes each result once; takes requests in order; ends vLLM before itself"),
+    *(row for module in (_SYNC, _ASYNC) for row in (
+        Row(module, "prepare_datasets", REPLACES, "ops.rollouts.prompts:prepare_datasets", CARE,
+            "draws prompts in the order of the seed, and resumes there"),
+        Row(module, "SamplesGenerator", REPLACES, "ops.rollouts.samples:SamplesGenerator", CARE,
+            "keeps what a step leaves over, stops when asked, and samples each source as told",
+            ("eval.sampling",)),
+        Row(module, "compute_eval_metrics", REPLACES, "ops.rollouts.samples:compute_eval_metrics", CARE,
+            "measures accuracy with intervals", ("eval.sampling",)),
+    )),
+    Row(_SYNC, "PPOTrainer", EXTENDS, "ops.controller:PPOTrainer", CARE,
+        "leads the run: alarms, checkpoints, evaluations, signals"),
+    Row(_ASYNC, "PPOTrainerAsync", EXTENDS, "ops.controller:PPOTrainerAsync", CARE, "the same, asynchronous"),
+    Row(_ASYNC, "GenerateSamplesActor", EXTENDS, "ops.controller:GenerateSamplesActor", CARE, "its rollouts"),
+    Row(_ASYNC, "TrainingActor", EXTENDS, "ops.controller:TrainingActor", CARE, "its training"),
+    # These count the calls of all methods, so they come last.
+    *(Row(module, name, EXTENDS, f"ops.lifecycle.heartbeat:of_{kind}", CARE, "gives it a heartbeat")
+      for kind, module, name in (
+        ("rank", _ACTOR, "PolicyModelActor"), ("rank", _CRITIC, "CriticModelActor"),
+        ("rank", _LAUNCHER, "ReferenceModelActor"), ("rank", _LAUNCHER, "RewardModelActor"),
+        ("engine", _ENGINE, "RolloutRayActor"), ("controller", _SYNC, "PPOTrainer"),
+        ("controller", _ASYNC, "PPOTrainerAsync"), ("controller", _ASYNC, "GenerateSamplesActor"),
+        ("controller", _ASYNC, "TrainingActor"),
+    )),
+    # Its module binds the names above when it is imported.
+    Row(_CLI, "RayActorGroup", EXTENDS, "ops.rollouts.experience_maker:without_reference", POLICY_IS_REFERENCE,
+        "starts no reference: it is the policy without its adapter"),
+)
+
+
+class Around(NamedTuple):
+    """A surrounding of a run. It gets the run's `Driver` and arguments, and may return a context to be in."""
+
+    ours: str
+    what_for: str
+
+
+# The outermost first.
+AROUND = (
+    Around("ops.lifecycle.streams:of_run", "no write to the driver's output fails"),
+    Around("ops.lifecycle.console:of_run", "a line of progress on a terminal, all output in train.log"),
+    Around("ops.lifecycle.driver:of_run", "signals, an exit code, and one line with the cause"),
+    Around("ops.lifecycle.reaper:of_run", "no process is left when the driver has ended"),
+    Around("ops.lifecycle.cluster:of_run", "wraps ray.init: a cluster of the run's own, on this machine only"),
+    Around("ops.lifecycle.watch:of_run", "ends a run that stands still"),
+)
+# fmt: on
+
+
+def rows(has: Collection[str]) -> list[Row]:
+    """Return the rows of a run that has these things.
+
+    Raises:
+        ValueError: a row replaces a name of another row.
+    """
+    found = [row for row in TABLE if not row.needs or row.needs in has]
+    counts = Counter((row.module, row.name) for row in found)
+    for row in found:
+        if row.how == REPLACES and counts[row.module, row.name] > 1:
+            raise ValueError(f"{row.ours} replaces {row.module}.{row.name}, and so does another row")
+    return found
+
+
+def bind(has: Collection[str], args: SimpleNamespace | None = None, settings: Any = None) -> None:
+    """Put ours in the place of upstream's names, in the order of the table. Call it once, on the driver.
+
+    Args:
+        has: what the run has, of `CARE` and the others.
+        args: the nested arguments, for the flags that rows name.
+        settings: what the trainer gets (`update.settings`), if not the nested arguments' flags.
+    """
+    put(rows(has), args)
+    if settings is not None:
+        trainer: Any = importlib.import_module(_ACTOR)
+        trainer.ActorPPOTrainer = type("ActorPPOTrainer", (trainer.ActorPPOTrainer,), {"settings": settings})
+
+
+def put(some: Iterable[Row], args: SimpleNamespace | None = None) -> None:
+    """Put ours in the place of what some rows name."""
+    for row in some:
+        module: Any = importlib.import_module(row.module)
+        ours = resolve(row.ours)
+        if row.flags:
+            given = {flag.rpartition(".")[2]: attrgetter(flag)(args) for flag in row.flags}
+            ours = functools.partial(ours, **given)
+        elif row.how == EXTENDS:
+            ours = _extended(getattr(module, row.name), ours)
+        setattr(module, row.name, ours)
+
+
+@contextmanager
+def surrounded(run: Any, args: SimpleNamespace) -> Iterator[None]:
+    """Surround a run with care while the context lasts.
+
+    Args:
+        run: its `ops.lifecycle.driver.Driver`.
+        args: upstream's nested arguments.
+    """
+    with ExitStack() as around:
+        for row in AROUND:
+            if context := resolve(row.ours)(run, args):
+                around.enter_context(context)
+        yield
+
+
+def resolve(ours: str) -> Any:
+    """Return what a row names."""
+    module, _, name = ours.partition(":")
+    return attrgetter(name)(importlib.import_module(f"arlopti_openrlhf.{module}"))
+
+
+def _extended(theirs: Any, ours: Any) -> Any:
+    """Return what takes the place of `theirs`, a Ray actor class, a class or a function."""
+    import ray  # which nothing that only reads the table needs
+
+    if inspect.isfunction(ours):
+        return ours(theirs)
+    is_actor = not isinstance(theirs, type)
+    base = plain_class(theirs) if is_actor else theirs
+    if issubclass(ours, base):
+        return ours
+    derived = type(base.__name__, (ours, base), {})  # messages of Ray show the name
+    return ray.remote(derived) if is_actor else derived

@@ -1,0 +1,117 @@
+"""The table of bindings: every replacement of an upstream name, in an order that follows from it."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arlopti_openrlhf import bindings
+from arlopti_openrlhf.bindings import CARE, LORA, POLICY_IS_REFERENCE, REPLACES, SELECTIVE, TABLE, Row
+
+PACKAGE = Path(bindings.__file__).parent
+EVERYTHING = {CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE}
+
+
+def defined(module: str) -> set[str]:
+    """Return the names at the top of a module's source."""
+    path = importlib.util.find_spec(module.partition(".")[0]).submodule_search_locations[0]
+    file = Path(path, *module.split(".")[1:])
+    body = ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text("utf-8")).body
+    names = {node.name for node in body if hasattr(node, "name")}
+    imported = (node for node in body if isinstance(node, ast.Import | ast.ImportFrom))
+    return names | {alias.asname or alias.name for node in imported for alias in node.names}
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.module}.{row.name} <- {row.ours}")
+def test_both_sides_of_a_row_exist(row):
+    module, _, name = row.ours.partition(":")
+    assert row.name in defined(row.module) and name in defined(f"arlopti_openrlhf.{module}")
+
+
+def test_what_surrounds_a_run_exists():
+    for row in bindings.AROUND:
+        module, _, name = row.ours.partition(":")
+        assert name in defined(f"arlopti_openrlhf.{module}")
+
+
+def test_two_rows_that_replace_one_name_are_refused(monkeypatch):
+    other = Row("openrlhf.trainer.ppo_trainer", "balance_experiences", REPLACES, "ops.other:balance", CARE, "")
+    monkeypatch.setattr(bindings, "TABLE", (*TABLE, other))
+    bindings.rows({SELECTIVE})  # one of the two is not made
+    with pytest.raises(ValueError, match="partition:balance_experiences replaces .*, and so does another row"):
+        bindings.rows(EVERYTHING)
+
+
+def test_heartbeats_come_after_all_that_extends_an_actor():
+    names = [(row.module, row.name) for row in TABLE]
+    last = {name: row for name, row in zip(names, TABLE, strict=True)}
+    heartbeats = [row for row in TABLE if row.ours.startswith("ops.lifecycle.heartbeat:")]
+    assert len(heartbeats) == 9 and all(last[row.module, row.name] is row for row in heartbeats)
+
+
+def test_nothing_else_rebinds_a_name_of_openrlhf():
+    """Outside of the table, `cpu` patches modules on import, and contexts replace attributes for a while."""
+    assignments = []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        imported = {
+            alias.asname or alias.name.partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+            if (node.module if isinstance(node, ast.ImportFrom) else alias.name or "").startswith("openrlhf")
+        }
+        assignments += [
+            f"{path.relative_to(PACKAGE)}: {ast.unparse(target)}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in imported
+        ]
+    assert not assignments
+
+
+def test_the_method_alone_binds_nothing_of_ops():
+    rooms = {row.room for row in bindings.rows({SELECTIVE})}
+    assert rooms == {"update", "forward", "cpu"}
+
+
+def test_the_package_and_its_table_are_light():
+    """Neither imports PyTorch, Ray or OpenRLHF."""
+    code = "import arlopti_openrlhf.bindings, sys; print(sorted({'torch', 'ray', 'openrlhf'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+LAUNCHER = """
+import sys
+sys.argv[1:] = []
+import arlopti_openrlhf
+{first}
+arlopti_openrlhf.install({arguments})
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "error"),
+    [
+        (
+            "'ar'",
+            "import openrlhf.trainer.ray.ppo_actor",
+            "RuntimeError: .* before OpenRLHF is imported",
+        ),
+        ("'ra'", "", "ValueError: ra: there is no such token method"),
+        ("'ar', arguments=['ar.alpha=2']", "", r"ValueError: ar: alpha must lie in \[-1, 1\], got 2"),
+        ("", "", "ValueError: install.* needs a token method"),
+        ("'lopti', scope='epoch'", "", "ValueError: scope='epoch': must be batch or minibatch"),
+    ],
+)
+def test_install_refuses_what_cannot_be(arguments, first, error):
+    first = f"from arlopti_openrlhf import cpu; cpu.enable(); {first}" if first else ""
+    code = LAUNCHER.format(first=first, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and re.search(error, done.stderr), done.stderr
