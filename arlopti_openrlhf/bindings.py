@@ -203,5 +203,6 @@ def _extended(theirs: Any, ours: Any) -> Any:
     base = plain_class(theirs) if is_actor else theirs
     if issubclass(ours, base):
         return ours
-    derived = type(base.__name__, (ours, base), {})  # messages of Ray show the name
+    # Ray's messages show upstream's name.
+    derived = type(base.__name__, (ours, base), {"__module__": base.__module__})
     return ray.remote(derived) if is_actor else derived
