@@ -61,7 +61,7 @@ TABLE = (
         "the same for the reference"),
     Row(_SYNC, "balance_experiences", REPLACES, "update.partition:balance_experiences", SELECTIVE,
         "gives each rank whole prompts, with dynamic batches"),
-    # A machine without CUDA. What else is replaced there, in each process, is in cpu.patches.
+    # A machine without CUDA (see PORTS)
     Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:PolicyActor", "",
         "refuses what such a machine cannot do"),
     # LoRA
@@ -127,6 +127,47 @@ AROUND = (
     Around("ops.lifecycle.reaper:of_run", "no process is left when the driver has ended"),
     Around("ops.lifecycle.cluster:of_run", "wraps ray.init: a cluster of the run's own, on this machine only"),
     Around("ops.lifecycle.watch:of_run", "ends a run that stands still"),
+)
+
+
+class Port(NamedTuple):
+    """What `cpu.enable` replaces in each process, where CUDA or flash-attn is missing, as the module is imported."""
+
+    module: str
+    names: str  # separated by blanks; none where the import itself needs help
+    ours: str
+    what_for: str
+
+
+# Another machine's OpenRLHF stays as it is.
+PORTS = (
+    Port("torch.cuda", "current_device empty_cache synchronize set_device current_stream is_available",
+         "cpu.patches:_redirect_torch_cuda", "devices are the CPU"),
+    Port("torch.nn.functional", "linear scaled_dot_product_attention", "cpu.patches:_compute_bf16_in_float32",
+         "bf16 on a CPU without its instructions"),
+    Port("torch.utils.file_baton", "FileBaton.try_acquire FileBaton.release", "cpu.patches:_outlive_killed_builds",
+         "no wait for a build that was killed"),
+    Port("ray", "init", "cpu:_hook_ray_workers", "workers call enable; a cluster that starts has logical GPUs"),
+    Port("deepspeed.comm.torch", "TorchBackend.all_gather TorchBackend.all_gather_into_tensor",
+         "cpu.patches:_patch_deepspeed_comm", "gathers are complete when they return"),
+    Port("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.step", "cpu.adam:_patch_cpu_adam",
+         "a resumed run steps as an unbroken one"),
+    Port("deepspeed.ops.adam.fused_adam", "FusedAdam.step", "cpu.adam:_patch_fused_adam", "the same"),
+    Port("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.target_device",
+         "cpu.patches:_patch_replay_buffer", "batches stay on the CPU"),
+    Port("openrlhf.utils.deepspeed.deepspeed", "init_device_mesh DeepspeedStrategy.moving_average",
+         "cpu.patches:_patch_strategy", "the mesh and the average are on the CPU"),
+    Port("openrlhf.utils.distributed_util", "stateless_init_process_group", "cpu.patches:_patch_distributed_util",
+         "weights go to vLLM by gloo"),
+    Port("openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", "cpu.patches:_patch_worker_wrap",
+         "vLLM loads them all at once"),
+    Port("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition", "cpu.vllm:_patch_shm_broadcast",
+         "engine and worker sleep while they wait"),
+    Port("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._bookkeeping_sync", "cpu.vllm:_patch_cpu_model_runner",
+         "prompts of requests with a seed are computed in parts"),
+    Port("openrlhf.models.ring_attn_utils", "", "cpu.patches:_flash_attn_stand_in", "imports without flash-attn"),
+    Port("openrlhf.models.actor", "Actor.__init__", "cpu.patches:_patch_actor", "SDPA for flash attention"),
+    Port("openrlhf.models.model", "get_llm_for_sequence_regression", "cpu.patches:_patch_model", "the same"),
 )
 # fmt: on
 

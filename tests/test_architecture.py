@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from arlopti_openrlhf import bindings
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "arlopti_openrlhf"
 TEXT = (ROOT / "docs/architecture.md").read_text("utf-8")
@@ -50,3 +52,27 @@ def rooms() -> set[str]:
 @pytest.mark.parametrize("shown", [TEXT, PICTURE], ids=["table", "picture"])
 def test_every_room_is_shown(shown):
     assert {room for room in rooms() if f"{room}/" in shown} == rooms()
+
+
+def table_of_bindings() -> list[str]:
+    """Return the rows of `bindings` as the page shows them."""
+    rows = [(f"{row.module}.{row.name}", row.ours, row.needs, row.what_for) for row in bindings.TABLE]
+    rows += [("", row.ours, bindings.CARE, row.what_for) for row in bindings.AROUND]
+    rows += [
+        (
+            ", ".join(f"{port.module}.{name}".rstrip(".") for name in port.names.split() or [""]),
+            port.ours,
+            "a CPU",
+            port.what_for,
+        )
+        for port in bindings.PORTS
+    ]
+    return [
+        f"| {theirs and f'`{theirs}`'} | `{ours}` | {needs} | {what_for} |" for theirs, ours, needs, what_for in rows
+    ]
+
+
+def test_the_table_of_bindings_is_shown():
+    start = "| OpenRLHF's name | ours | if the run has | what for |\n|---|---|---|---|\n"
+    shown = TEXT.partition(start)[2].partition("\n\n")[0].splitlines()
+    assert shown == table_of_bindings(), "\n".join(table_of_bindings())

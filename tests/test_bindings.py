@@ -11,6 +11,7 @@ import pytest
 
 from arlopti_openrlhf import bindings
 from arlopti_openrlhf.bindings import CARE, LORA, POLICY_IS_REFERENCE, REPLACES, SELECTIVE, TABLE, Row
+from arlopti_openrlhf.cpu import patches, vllm
 
 PACKAGE = Path(bindings.__file__).parent
 EVERYTHING = {CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE}
@@ -35,6 +36,15 @@ def test_both_sides_of_a_row_exist(row):
 def test_what_surrounds_a_run_exists():
     for row in bindings.AROUND:
         module, _, name = row.ours.partition(":")
+        assert name in defined(f"arlopti_openrlhf.{module}")
+
+
+def test_what_is_ported_to_the_cpu_is_listed():
+    on_import = patches._CPU_PATCHES | patches._FLASH_ATTN_PATCHES | vllm.PATCHES
+    at_once = {"torch.cuda", "torch.nn.functional", "torch.utils.file_baton", "ray"}
+    assert {port.module for port in bindings.PORTS} == on_import.keys() | at_once
+    for port in bindings.PORTS:
+        module, _, name = port.ours.partition(":")
         assert name in defined(f"arlopti_openrlhf.{module}")
 
 

@@ -28,7 +28,9 @@ def reward_func(queries, prompts, labels, **kwargs):
     return {"rewards": rewards, "scores": (rewards > 0).float(), "extra_logs": {}}
 """
 CPU = "from arlopti_openrlhf import cpu; cpu.enable()"
-INSTALL = 'import arlopti_openrlhf; arlopti_openrlhf.install("ar", "lopti", arguments=["ar.alpha=0.3", "lopti.eta=0.5"])'
+INSTALL = (
+    'import arlopti_openrlhf; arlopti_openrlhf.install("ar", "lopti", arguments=["ar.alpha=0.3", "lopti.eta=0.5"])'
+)
 
 
 class Run:
@@ -92,7 +94,10 @@ def alone(script, tiny_model, tiny_data, tmp_path_factory):
         "--ops off with the methods": [*ours, "--algo.ar.alpha", "0.3", "--algo.lopti.eta", "0.5"],
         "install": script(INSTALL),
     }
-    return {name: Run(folder / name.replace(" ", "_"), command, tiny_model, tiny_data) for name, command in commands.items()}
+    return {
+        name: Run(folder / name.replace(" ", "_"), command, tiny_model, tiny_data)
+        for name, command in commands.items()
+    }
 
 
 def same(a: dict, b: dict) -> bool:
