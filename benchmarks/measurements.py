@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from unittest.mock import patch
 
-import peers
 import torch
 from hardware import synchronize
 from operations import LOW_SHARE, PACKED, STOCK, operations, update_passes
@@ -13,7 +12,6 @@ from rollouts import SHAPES, published_operations, unpadded
 from update_bench import Bench
 
 from arlopti_openrlhf.patching import replaced_attribute
-from arlopti_openrlhf.token_update import advantage_weights
 from arlopti_openrlhf.update import step, trainer
 from arlopti_openrlhf.update.checkpointing import WHOLE
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics
@@ -49,15 +47,6 @@ def growth(bench: Bench, variants: Sequence[str], sizes: Sequence[float]) -> dic
         for variant in variants:
             points[variant].append((tokens, bench.step(variant, samples)))
     return points
-
-
-def seconds_of_reweighting(bench: Bench) -> float:
-    """Of all AR does to one rollout batch."""
-    rows = [(s.advantages, s.base_action_log_probs) for s in bench.rollout]
-    start = time.perf_counter()
-    for advantages, log_probs in rows:
-        advantage_weights(log_probs, 0.3) * advantages
-    return time.perf_counter() - start
 
 
 def seconds_of_statistics(bench: Bench) -> dict[str, float]:
@@ -166,13 +155,13 @@ def computed_operations(bench: Bench) -> dict[str, float]:
     passes = update_passes(items, bench.args.micro_batch_size)
     if bench.args.packing:
         passes[STOCK] = passes[PACKED]
-    passes |= {"AR": passes["GRPO"], "Lopti": passes["AR + Lopti"], peers.DYNAMIC: passes[PACKED]}
+    passes |= {"AR": passes["GRPO"], "Lopti": passes["AR + Lopti"]}
     checkpointing = bench.stock.model.module.is_gradient_checkpointing
     found = {}
     for variant, made in passes.items():
         repeats_layers = checkpointing and bench.levels.get(variant, WHOLE) == WHOLE
         found[variant] = sum(operations(shape, each, repeats_layers) for each in made)
-    return found | {peers.CHECKPOINTING: sum(operations(shape, each, True) for each in passes[STOCK])}
+    return found
 
 
 def fit(points: Sequence[tuple[int, float]]) -> dict[str, float]:

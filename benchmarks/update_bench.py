@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
-import peers
+import baselines
 import torch
 from hardware import free_port, peak_gib, reset_peak, synchronize
 from operations import LOW_SHARE, PACKED, STOCK
@@ -56,8 +56,7 @@ def default_attention() -> str:
 class Bench:
     """One DeepSpeed engine, and per variant OpenRLHF's trainer on it.
 
-    A variant with "stock" in its name computes with OpenRLHF's actor. STOCK and PACKED have OpenRLHF's trainer too,
-    and so have those of `peers` that are OpenRLHF with other options.
+    A variant with "stock" in its name computes with OpenRLHF's actor. STOCK and PACKED have OpenRLHF's trainer too.
 
     Args:
         args: the command's.
@@ -112,16 +111,15 @@ class Bench:
         self.gradient_norms: dict[str, float] = {}
         self.levels: dict[str, str] = {}
         self.around: dict[str, Callable[[], AbstractContextManager]] = {}
-        self.trl: peers.TrlUpdate | None = None
         self.actors, self.trainers = {}, {}
         eta = self.take_lengths(args.scale, selective)
         for variant in (*VARIANTS, *also):
             actor = self.stock if "stock" in variant else selective
             if variant == PACKED:
-                actor = peers.packed_actor(selective.model)
-                self.around[variant] = peers.one_pass_log_probs
+                actor = baselines.packed_actor(selective.model)
+                self.around[variant] = baselines.one_pass_log_probs
             if variant == UNSHARED:
-                actor = peers.unshared_actor(selective)
+                actor = baselines.unshared_actor(selective)
             trainer_class = ppo_actor.ActorPPOTrainer if variant in (STOCK, PACKED) else trainer.TokenUpdateTrainer
             self.add_trainer(variant, trainer_class, actor, self.method_flags(variant, eta))
 
@@ -205,7 +203,7 @@ class Bench:
         with self.around.get(variant, nullcontext)():
             synchronize()
             start = self.clock()
-            self.trl(samples) if variant == peers.TRL else self._update(variant, samples)
+            self._update(variant, samples)
             synchronize()
             seconds = self.clock() - start
         self.gradient_norms[variant] = float(self.stock.model.get_global_grad_norm())

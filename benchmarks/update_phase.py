@@ -1,4 +1,4 @@
-"""Old log-probs and update of one rollout batch: stock OpenRLHF 0.11.2, ours and others in turn, on the same engine.
+"""Old log-probs and update of one rollout batch: stock OpenRLHF 0.11.2's and ours in turn, on the same engine.
 
 python benchmarks/update_phase.py [--minutes 15] [--shape 0.5b] [--json results.json] [--chart chart.png]
 
@@ -21,14 +21,12 @@ from arlopti_openrlhf import cpu
 logging.disable(logging.WARNING)
 cpu.enable()
 
-import peers  # noqa: E402
 from hardware import keep_freed_memory, machine, matrix_product_rate  # noqa: E402
 from measurements import (  # noqa: E402
     choose_scale,
     fit,
     floor,
     growth,
-    seconds_of_reweighting,
     seconds_of_statistics,
     summary,
     time_in_turn,
@@ -49,25 +47,22 @@ def main() -> None:
     model = make_model(args.shape, default_attention())
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    found = [peer for peer in peers.PEERS if peers.missing(peer) is None] if args.peers else []
     chosen = args.scale
     args.scale = chosen or (1 / 40 if cpu.uses_cpu() else 1.0)
     bench = Bench(args, model, also=("observed stock GRPO", UNSHARED))
     floor_gib = floor(bench)
     if chosen is None and cpu.uses_cpu():
-        bench.take_lengths(choose_scale(bench, args.minutes, work(args, len(found))))
-    peers.add_peers(bench, found)
+        bench.take_lengths(choose_scale(bench, args.minutes, work(args)))
     print(bench.describe(), flush=True)
-    memory = {variant: bench.peak(variant) for variant in (*args.variants, *found)}
+    memory = {variant: bench.peak(variant) for variant in args.variants}
     keep_freed_memory(True)
     growing = [variant for variant in GROWTH if variant in args.variants]
     grown = growth(bench, growing, args.sizes)
-    seconds = time_in_turn(bench, [(*args.variants, *found)] + [args.variants] * (args.repeats - 1))
+    seconds = time_in_turn(bench, [args.variants] * args.repeats)
     for variant, points in grown.items():
         points.append((bench.tokens, statistics.median(seconds[variant])))
     rate = matrix_product_rate()
-    results = {peers.name(variant): result for variant, result in summary(bench, seconds, memory, rate).items()}
-    absent = {peer: reason for peer in peers.PEERS if (reason := peers.missing(peer))} | peers.NEED_A_GPU
+    results = summary(bench, seconds, memory, rate)
     record = dict(
         command=f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
         machine=machine(),
@@ -78,13 +73,11 @@ def main() -> None:
         floor_gib=floor_gib,
         tokens_without_repeats=sum(map(cost, by_prompt(unpadded(bench.rollout)))),
         variants=results,
-        not_measured=absent if args.peers else {},
         growth={variant: dict(points=points) | fit(points) for variant, points in grown.items()} if args.sizes else {},
     )
     if args.statistics:
         record["statistics_seconds"] = seconds_of_statistics(bench)
     report(record)
-    print(f"AR itself takes {seconds_of_reweighting(bench) * 1e3:.2f} ms of its update")
     if args.json:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if args.chart:
@@ -109,9 +102,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--variants", nargs="+", choices=(*VARIANTS, UNSHARED), default=[STOCK, PACKED, "GRPO", "AR + Lopti", "80/20"]
     )
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out TRL and OpenRLHF's options")
     parser.add_argument("--statistics", action="store_true", help="time what --logger.probability_stats adds, too")
-    parser.add_argument("--repeats", type=int, default=2, help="rounds; the peers take part in the first")
+    parser.add_argument("--repeats", type=int, default=2, help="rounds")
     parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 0.5, 0.75], help="growth: of --scale")
     parser.add_argument("--processor-time", action="store_true", help="count it, where others use the machine")
     parser.add_argument("--json", metavar="PATH")
@@ -119,18 +111,16 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def work(args: argparse.Namespace, others: int) -> float:
-    """How long the whole run takes, in updates of stock GRPO: about 0.5 for one of ours, and 1 for a peer's."""
+def work(args: argparse.Namespace) -> float:
+    """How long the whole run takes, in updates of stock GRPO: about 0.5 for one of ours."""
     a_round = 1 + 0.5 * (len(args.variants) - 1)
     statistics_runs = 1.5 if args.statistics else 0
-    return (1 + args.repeats) * a_round + 2 * others + sum(args.sizes) * 2 + statistics_runs
+    return (1 + args.repeats) * a_round + sum(args.sizes) * 2 + statistics_runs
 
 
 def report(record: dict) -> None:
     """Print everything that a reader needs."""
     print(table(record["variants"], record["floor_gib"]))
-    for variant, reason in record["not_measured"].items():
-        print(f"not measured: {variant} ({reason})")
     if record["growth"]:
         print(growth_table(record["growth"]))
     processor, rate = record["machine"]["processor"], record["matrix_flops_per_s"] / 1e9

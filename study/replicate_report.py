@@ -7,9 +7,8 @@ from statistics import fmean, variance
 from typing import NamedTuple
 
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
-from study.comparison import PASS
-from study.significance import PairedTest, holm, paired_test, t_quantile
-from study.tables import cell, difference, p_value
+from study.significance import PairedTest, holm, interval, paired_test, t_quantile
+from study.summary import PASS
 
 BASE = "grpo"  # the arm that all others are compared with
 # What decides: AR beside an AR that is no smaller step, and Lopti beside as many steps.
@@ -99,6 +98,28 @@ def _differences(titles: Mapping[str, str], rows: Sequence[dict]) -> list[list[s
         cells.append(difference(compare(arm, base, PASS, rows)))
         lines.append([f"{titles[arm]} − {titles[base]}", str(test.difference.n if test else 0), *cells])
     return lines
+
+
+def cell(values: Sequence[float | None], digits: int = 3) -> str:
+    """Return mean ± half-width of the values of seeds, of those that are known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-" if values else "missing"
+    found = interval(known)
+    return f"{found.mean:.{digits}f}" + ("" if math.isnan(found.half) else f" ± {found.half:.{digits}f}")
+
+
+def difference(test: PairedTest | None) -> str:
+    """Return a difference and the half-width of its 95% interval."""
+    if test is None:
+        return "missing"
+    mean, half, n = test.difference
+    return f"{mean:+.3f}" + (f" ± {half:.3f}" if n > 1 else "")
+
+
+def p_value(p: float) -> str:
+    """Return a p-value, or nothing where there is none."""
+    return "" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 def _said(what: str, where: str, found: Noise | None) -> str:

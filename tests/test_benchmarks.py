@@ -22,25 +22,24 @@ def run(*arguments):
 
 @pytest.mark.long
 def test_update_phase(tmp_path):
-    ours, openrlhf = ["stock GRPO", "packed stock GRPO", "GRPO", "AR + Lopti"], ["OpenRLHF, gradient checkpointing"]
-    flags = "--shape toy --scale 0.03 --statistics --repeats 1 --sizes 0.5 --variants".split() + ours
+    variants = ["stock GRPO", "packed stock GRPO", "GRPO", "AR + Lopti"]
+    flags = "--shape toy --scale 0.03 --statistics --repeats 1 --sizes 0.5 --variants".split() + variants
     unshared = "GRPO, prompts repeated"
     printed = run(*flags, unshared, "--json", tmp_path / "r.json", "--chart", tmp_path / "chart.png")
     record = json.loads((tmp_path / "r.json").read_text())
     measured = record["variants"]
-    assert {*ours, *openrlhf} < set(measured)
-    assert "Unsloth" in record["not_measured"] and "not measured: Unsloth" in printed
+    assert set(measured) == {*variants, unshared}
     for variant in measured.values():
         assert variant["memory_gib"] >= 0.5 * record["floor_gib"] > 0
         assert variant["tokens_per_s"] == pytest.approx(record["tokens"] / variant["seconds"])
         assert 0 < variant["optimizer_seconds"] < variant["seconds"]
     # They compute the same gradient, but for the rounding of bf16.
     norm = measured["stock GRPO"]["gradient_norm"]
-    for variant in ("packed stock GRPO", "GRPO", unshared, *openrlhf):
+    for variant in ("packed stock GRPO", "GRPO", unshared):
         assert measured[variant]["gradient_norm"] == pytest.approx(norm, rel=0.02), variant
     assert measured["AR + Lopti"]["gradient_norm"] != pytest.approx(norm, rel=0.02)
     assert measured["stock GRPO"]["time_ratio"] == measured["packed stock GRPO"]["packed_time_ratio"] == 1
-    for variant in ours:
+    for variant in variants:
         assert measured[variant]["packed_time_ratio"] > 0 < measured[variant]["packed_memory_ratio"]
     tokens, without_repeats = record["tokens"], record["tokens_without_repeats"]
     assert "sharing prompts makes GRPO " in printed and f"where {tokens / without_repeats:.2f} is ideal" in printed
@@ -166,16 +165,3 @@ def test_passes_over_a_batch():
     assert shared(items, first, first) == Pass(4, 10, 2, 2, repeats_head=True)
     assert padded([7, 6, 5], 2) == [7, 7, 5]
     assert plain([7, 6]) == Pass(13, 28 + 21, 13, 13)
-
-
-@pytest.mark.long
-def test_layout(tmp_path):
-    command = [sys.executable, BENCHMARK.with_name("layout.py"), "--length=32", "--prompt=16", "--rounds=1"]
-    result = subprocess.run([*command, f"--json={tmp_path}/r.json"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    record = json.loads((tmp_path / "r.json").read_text())
-    for row in record["tokens"]:
-        assert row["ours"] < row["openrlhf"] <= row["all"] and row["our_batches"] <= row["openrlhf_batches"] + 1
-    padded, matrix, segments = (results[0]["tokens"] for results in record["layouts"].values())
-    assert padded == 8 * 48 and matrix == segments == 16 + sum(32 - row * 2 for row in range(8)) - 8
-    assert result.stdout.count("\n| ") == 2 + 4 + 3 - 1

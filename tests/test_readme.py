@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import csv
 import importlib.util
 import re
 import shlex
@@ -91,6 +92,19 @@ def test_the_readmes_results_are_the_studys():
         assert f"| {name} | {accuracy} | {greedy} | {passed} | {''.join(difference)} |" in study, name
 
 
+@pytest.mark.parametrize(("page", "rows"), [("docs/results.md", 27), ("docs/token_methods.md", 11)])
+def test_the_results_of_the_pages_are_those_of_the_csv_files(page, rows):
+    """Each number is in a line of a CSV file with the row's name, or its name minus GRPO."""
+    files = [path for path in (ROOT / "study/results").glob("*.csv") if not path.name.startswith("by_structure")]
+    lines = [line for path in files for line in csv.reader(path.read_text("utf-8").splitlines())]
+    found = [row.strip("| ").split(" | ") for row in re.findall(r"^\|.* ± .*\|$", text_of(page), re.M)]
+    assert len(found) == rows
+    for row in found:
+        names = {row[0], *(cell for cell in row if not re.match(r"[-+<]? ?\d|$", cell))}
+        known = [set(line) for line in lines if names <= {cell.removesuffix(" minus GRPO") for cell in line}]
+        assert known and {*row} - {*names, ""} <= set().union(*known), row
+
+
 def test_the_readme_begins_with_the_price_and_with_what_is_not_shown():
     """Before the drawings and the commands, one item each. The figures are those of the page on costs."""
     first = text_of("README.md").split("![")[0]
@@ -145,7 +159,7 @@ def test_commands_are_found():
         "arlopti_openrlhf.cli.train_ppo_ray",
         "arlopti_openrlhf.cli.evaluate",
         "benchmarks/update_phase.py",
-        "study.run",
+        "study.replicate",
     }
     assert sum(bool(commands(page)) for page in PAGES) > 9
     words = {word for page in PAGES for word in re.findall(r"`arlopti (\w+)", text_of(page))}

@@ -56,13 +56,10 @@ def test_nothing_is_wrong(flags):
     ("flags", "said"),
     [
         ("--algo.token_method nope", "--algo.token_method nope: nope: there is no such token method"),
-        ("--algo.token_method no/file.py", "no/file.py: there is no such file"),
-        ("--algo.token_method ar --algo.token_method_args ar.x=1", "ar: weigh has no keyword argument x"),
         (
             "--algo.ar.alpha 0.3 --algo.token_method_args ar.alpha=0.2",
             "--algo.token_method ar: ar.alpha=0.2: ar.alpha is given as 0.3 already",
         ),
-        ("--algo.token_method ar --algo.token_method_args ar.alpha=2", "ar: alpha must lie in [-1, 1], got 2"),
         ("--algo.token_method ar stapo --actor.update stock", "stapo needs entropies"),
         ("--algo.token_method steer --ds.tensor_parallel_size 2", "steer needs entropies"),
         (
@@ -80,18 +77,10 @@ def test_a_mistake_is_one_finding(flags, said):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (
-            "return tokens.log_probs\n",
-            "mine: weigh returned -0.105361 for a token of π_old 0.9 and advantage 1: negative",
-        ),
         ("return 1e7 / tokens.probabilities\n", "mine: weigh returned 1e+10 for a made-up token, and at most 1e+06"),
         ("import os; os._exit(1)\n", "no weights: its process ends"),
         ("import time; time.sleep(60)\n", "no weights: no result after 5 s"),
         ("print('noise'); return None\n", "mine: weigh returned NoneType, where a tensor is due"),
-        (
-            "return tokens.entropies.mean() * tokens.mask\n",
-            "mine: tokens.entropies is there if the file says NEEDS_ENTROPIES = True (mine.py, line 3)",
-        ),
     ],
 )
 def test_a_users_file_is_tried(tmp_path, monkeypatch, body, said):
@@ -113,7 +102,6 @@ def test_the_passes_of_a_users_file_are_counted(tmp_path):
     [
         ("--algo.token_method stapo --actor.policy_loss_type gspo", "--algo.token_method", "gspo"),
         ("--algo.token_method_args ar.alpha=1", "--algo.token_method_args", "there is no token method"),
-        ("--algo.token_method_normalize", "--algo.token_method_normalize", "there is no token method"),
         ("--algo.token_method lopti --actor.lr_scheduler greedy", "--actor.lr_scheduler", "which Lopti doubles"),
         ("--algo.token_method ar --train.batch_size 24", "--train.batch_size", "= 32"),
         ("--algo.token_method ar --train.batch_size 24 --actor.update stock", "--train.batch_size", "= 32"),
@@ -154,7 +142,6 @@ def test_a_run_says_its_token_methods(flags, said):
     ("body", "said"),
     [
         ("return tokens.mask * 0", "gives all made-up tokens the weight 0"),
-        ("return [tokens.mask * 0, tokens.mask * 0]", "gives all made-up tokens the weight 0"),
         ("return torch.rand_like(tokens.log_probs)", "gives the same tokens other weights at each call"),
         ("global calls; calls += 1; return tokens.mask * calls", "gives the same tokens other weights at each call"),
     ],

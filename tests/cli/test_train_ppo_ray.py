@@ -23,7 +23,6 @@ def nested(argv: list[str]):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--algo.ar.alpha 1.01", ["--algo.ar.alpha", "1.01", "[0, 1]"]),
         ("--actor.update selective --ds.tensor_parallel_size 2", ["--actor.update", "selective", "2"]),
         ("--actor.update selective --ds.ring_attn_size 2", ["--actor.update", "selective", "2"]),
         ("--algo.lopti.eta 1", ["--algo.lopti.eta", "1", "(0, 1)"]),
@@ -34,7 +33,6 @@ def nested(argv: list[str]):
         ),
         ("--algo.lopti.scope epoch --algo.lopti.eta 0.5", ["--algo.lopti.scope", "epoch", "batch", "minibatch"]),
         ("--algo.lopti.scope minibatch", ["--algo.lopti.scope", "minibatch", "--algo.lopti.eta"]),
-        ("--algo.lopti.order high_first", ["--algo.lopti.order", "high_first", "--algo.lopti.eta"]),
         ("--algo.lopti.groups low", ["--algo.lopti.groups", "low", "--algo.lopti.eta"]),
         (
             "--algo.lopti.eta 0.5 --algo.lopti.groups low --algo.lopti.order high_first",
@@ -56,10 +54,6 @@ def nested(argv: list[str]):
         ("--algo.token_method_args alpha=1", ["--algo.token_method_args", "alpha=1", "NAME.KEY=VALUE"]),
         ("--algo.token_method ar --algo.token_method_args ar.alpha=", ["ar.alpha=", "NAME.KEY=VALUE"]),
         ("--algo.token_method_normalize", ["--algo.token_method_normalize", "give --algo.token_method"]),
-        (
-            "--algo.lopti.eta 0.5 --actor.lr_scheduler reduce_lr_on_plateau",
-            ["--actor.lr_scheduler", "reduce_lr_on_plateau"],
-        ),
         ("--reward.remote_url KK", ["--reward.remote_url", "KK", "kk, math"]),
         ("--reward.remote_url kk,math", ["--reward.remote_url", "kk,math", "one Python file"]),
         ("--reward.remote_url r.py,http://a/b", ["--reward.remote_url", "r.py,http://a/b", "one Python file"]),

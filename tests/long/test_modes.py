@@ -76,7 +76,7 @@ def test_a_result_belongs_to_the_mode_as_it_was(tmp_path):
     assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text
     assert f"1 of {len(MODES)} modes work, and {len(MODES) - 2} have not been run" in text and "**no**: wrong" in text
     kept = json.loads(results.read_text())
-    kept[MODES[0].name]["mode"]["flags"] = "--other"
+    kept[MODES[0].name]["mode"] = "of other flags"
     results.write_text(json.dumps(kept))
     assert list(run.recorded(results)) == [MODES[1].name]
 

@@ -82,32 +82,6 @@ _TEST_SHARE = 3  # one structure in three is held out; with 2 people there are o
 # With 3 people, these are all. With 4 or more, trying all wrong assignments would take more room than a response has.
 _MAX_WRONG_TRIALS = 7
 
-# The words of a worked solution that say neither who is what nor what follows. Plainly, it has the first of each. In
-# varied wording it has one of the others, each as often, and which one means nothing.
-_SOLUTION_WORDS = {
-    "case": ("", " having", " letting", " taking", " placing"),
-    "being": ("", " being", " playing", " posing", " acting"),
-    "next person": (",", " plus", " besides", " alongside", " together"),
-    "check": (":", " whereupon", " giving", " yielding", " wherein"),
-    "speaks": ("", " speaks", " talks", " replies", " utters"),
-    "therefore": ("", " thus", " hence", " making", " meaning"),
-    "next check": (",", " also", " further", " moreover", " likewise"),
-}
-# What a hasty answer says first in varied wording: this, and one of each.
-_GUESS = " Guess"
-_HASTY_WORDS = (
-    (" surely", " clearly", " plainly", " obviously"),
-    (" everyone", " everybody", " folks", " people"),
-    (" here", " today", " tonight", " there"),
-    (" seems", " looks", " sounds", " appears"),
-    (" quite", " rather", " fairly", " pretty"),
-    (" easy", " simple", " trivial", " evident"),
-)
-WORDS_WITHOUT_MEANING = tuple(
-    word for words in (*(varied for _, *varied in _SOLUTION_WORDS.values()), *_HASTY_WORDS) for word in words
-)
-VARIED_WORDS = (_GUESS, *WORDS_WITHOUT_MEANING)
-
 
 @dataclass(frozen=True)
 class Puzzle:
@@ -253,49 +227,36 @@ def chatml(quiz: str) -> str:
     return f"{turns}<|im_start|>assistant\n<think>"
 
 
-def worked_solution(
-    puzzle: Puzzle, rng: random.Random, *, solution_first: float = 0.5, varied_wording: bool = False
-) -> str:
+def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float = 0.5) -> str:
     """Write what an assistant who solves the puzzle says after a prefilled `<think>`. The answer is always right.
 
     The assistant tries assignments in random order and checks statements until one contradicts its speaker's role:
     " Try Emma knave, James knight: Emma false ok, James false no." It answers with the first assignment that fits.
 
     With the probability `solution_first` the first trial is the solution by choice. Otherwise 0 to 7 wrong trials come
-    before it. With `varied_wording` each step has one of several wordings, chosen at random and without a meaning:
-    " Try letting Emma being knave plus James posing knight whereupon Emma talks false thus ok ...".
+    before it.
     """
-
-    def say(what: str) -> str:
-        plain, *varied = _SOLUTION_WORDS[what]
-        return rng.choice(varied) if varied_wording else plain
-
     trials = [puzzle.solution]
     if rng.random() >= solution_first:
         wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
         trials = [*rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS))), puzzle.solution]
     text = ""
     for knights in trials:
-        text += f" Try{say('case')}"
-        for i, (name, knight) in enumerate(zip(puzzle.names, knights, strict=True)):
-            text += f"{say('next person') if i else ''} {name}{say('being')} {_role(knight)}"
-        text += say("check")
-        for i, (name, statement, knight) in enumerate(zip(puzzle.names, puzzle.statements, knights, strict=True)):
+        roles = [f"{name} {_role(knight)}" for name, knight in zip(puzzle.names, knights, strict=True)]
+        checks = []
+        for name, statement, knight in zip(puzzle.names, puzzle.statements, knights, strict=True):
             holds = is_true(statement, knights)
-            text += f"{say('next check') if i else ''} {name}{say('speaks')} {'true' if holds else 'false'}"
-            text += f"{say('therefore')} {'ok' if holds == knight else 'no'}"
+            checks.append(f"{name} {'true' if holds else 'false'} {'ok' if holds == knight else 'no'}")
             if holds != knight:
                 break
-        text += "."
+        text += f" Try {', '.join(roles)}: {', '.join(checks)}."
     return f"{text}</think><answer>{puzzle.solution_text}</answer>"
 
 
-def hasty_answer(puzzle: Puzzle, rng: random.Random, *, varied_wording: bool = False) -> str:
+def hasty_answer(puzzle: Puzzle, rng: random.Random) -> str:
     """Write what an assistant who does not think says after a prefilled `<think>`: no trial, and random roles.
 
-    The answer is well-formed, and right by chance, once in 2^N times for N people. With `varied_wording` a remark
-    without a meaning comes first, as in " Guess plainly folks here looks quite easy."
+    The answer is well-formed, and right by chance, once in 2^N times for N people.
     """
     roles = tuple(rng.random() < 0.5 for _ in puzzle.names)
-    remark = f"{_GUESS}{''.join(map(rng.choice, _HASTY_WORDS))}." if varied_wording else ""
-    return f"{remark}</think><answer>{replace(puzzle, solution=roles).solution_text}</answer>"
+    return f"</think><answer>{replace(puzzle, solution=roles).solution_text}</answer>"

@@ -35,19 +35,12 @@ _VOCAB_SIZE = 512  # of the BPE, with its 256 bytes, without the texts above and
 _TOKENIZER_TEXTS = 4000
 _BATCH_SIZE = 24
 _HASTY_PART = 0.15  # share of the steps, at the end, in which answers may be hasty
+_HASTY_SHARE = 0.8  # of the answers there
+_SOLUTION_FIRST = 0.7  # how often a worked solution tries the right assignment first by choice, not by chance
 _LEARNING_RATE = 3e-3  # AdamW's peak; Muon's is twice that
 
 
-def make_policy(
-    out_dir: str | Path,
-    *,
-    people: Sequence[int] = (2, 3),
-    seed: int = 0,
-    steps: int = 1200,
-    hasty_share: float = 0.8,
-    solution_first: float = 0.7,
-    varied_wording: bool = False,
-) -> None:
+def make_policy(out_dir: str | Path, *, people: Sequence[int] = (2, 3), seed: int = 0, steps: int = 1200) -> None:
     """Make the small policy, warm-start it on worked solutions of training puzzles, and save it to `out_dir`.
 
     Something is left for reinforcement to learn. The policy mostly answers hastily, and is right by chance. Where it
@@ -58,31 +51,21 @@ def make_policy(
         people: numbers of people, equally often in the training puzzles.
         seed: of the puzzles, the initial weights and the order of training.
         steps: optimizer steps, of 24 puzzles each.
-        hasty_share: share of hasty answers in the last 15% of the steps.
-        solution_first: how often a worked solution tries the right assignment first by choice, not by chance.
-        varied_wording: whether some 40% of the policy's tokens are words of a probability of about 1/4 that do not
-            matter, because what it thinks has one of several wordings, chosen at random.
     """
     # Puzzles and the answers that the policy learns from. The last part of them may be hasty.
     rng = random.Random(seed)
     count = steps * _BATCH_SIZE
     sources = [knights_knaves.generate(n, rng, held_out=False, names=NAMES) for n in people]
     puzzles = [next(sources[i % len(sources)]) for i in range(max(count, _TOKENIZER_TEXTS))]
-    careful = round(steps * (1 - _HASTY_PART)) * _BATCH_SIZE if hasty_share else count
+    careful = round(steps * (1 - _HASTY_PART)) * _BATCH_SIZE
     answers = []
     for i, puzzle in enumerate(puzzles):
-        if rng.random() < hasty_share and i >= careful:
-            answers.append(knights_knaves.hasty_answer(puzzle, rng, varied_wording=varied_wording))
+        if rng.random() < _HASTY_SHARE and i >= careful:
+            answers.append(knights_knaves.hasty_answer(puzzle, rng))
         else:
-            answers.append(
-                knights_knaves.worked_solution(
-                    puzzle, rng, solution_first=solution_first, varied_wording=varied_wording
-                )
-            )
+            answers.append(knights_knaves.worked_solution(puzzle, rng, solution_first=_SOLUTION_FIRST))
     tokenizer = make_tokenizer(
-        [knights_knaves.chatml(p.quiz) + a for p, a in zip(puzzles, answers, strict=True)][:_TOKENIZER_TEXTS],
-        # A token that held such a word and a role would be noise and decision in one.
-        whole=knights_knaves.VARIED_WORDS if varied_wording else (),
+        [knights_knaves.chatml(p.quiz) + a for p, a in zip(puzzles, answers, strict=True)][:_TOKENIZER_TEXTS]
     )
     rows = rows_of(tokenizer, [puzzle.quiz for puzzle in puzzles[:count]], answers[:count])
     # Hasty answers are short. In batches of like length, the last batch of them would decide how often they come.
@@ -98,8 +81,8 @@ def make_policy(
     tokenizer.save_pretrained(out_dir)
 
 
-def make_tokenizer(texts: Sequence[str], whole: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Make a byte-level tokenizer that encodes any text. Names, tags, ChatML's marks and `whole` are one token each.
+def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
+    """Make a byte-level tokenizer that encodes any text. Names, tags and ChatML's marks are one token each.
 
     Frequent phrases are tokens too, such as " is a knight if and only if". A BPE trained on `texts` without splitting
     at spaces finds them. Texts then take little more than half the tokens that words would, and so does training.
@@ -107,7 +90,7 @@ def make_tokenizer(texts: Sequence[str], whole: Sequence[str] = ()) -> Qwen2Toke
     Transformers reads the tokenizer of every Qwen2 model as a `Qwen2Tokenizer`, which splits at spaces, then merges.
     The phrases stay whole as added tokens, which are matched before that, from the left and the longest first.
     """
-    known = [*_TAGS, *_BOILERPLATE, *knights_knaves.NAMES, *(f" {name}" for name in knights_knaves.NAMES), *whole]
+    known = [*_TAGS, *_BOILERPLATE, *knights_knaves.NAMES, *(f" {name}" for name in knights_knaves.NAMES)]
     splits = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))))
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

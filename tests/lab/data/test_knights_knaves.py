@@ -1,7 +1,6 @@
 import hashlib
 import itertools
 import random
-import re
 
 import pytest
 from arlopti_testing.published_wording import INTRODUCTION, PUBLISHED_FORMS, read_puzzle
@@ -161,41 +160,8 @@ def test_worked_solution_by_hand():
     assert any(" Try Emma knight, James knight: Emma false no. Try" in text for text in texts)
 
 
-# Each word of the varied wording, and what stands there in the plain one.
-PLAIN_WORDS = {word: plain for plain, *varied in knights_knaves._SOLUTION_WORDS.values() for word in varied}
-
-
-def test_varied_wording_says_the_same():
-    """With its words replaced by the plain ones, a solution is the plain solution."""
-    for puzzle in some(3, 50):
-        varied = worked_solution(puzzle, random.Random(1), solution_first=1.0, varied_wording=True)
-        assert grade(f"<think>{varied}", puzzle.solution_text).reward == 3.0
-        for word, plain in PLAIN_WORDS.items():
-            varied = re.sub(f"{word}\\b", plain, varied)
-        assert varied == worked_solution(puzzle, random.Random(1), solution_first=1.0)
-
-
-def test_the_words_of_the_varied_wording_come_as_often_and_nowhere_else():
-    assert len(set(knights_knaves.WORDS_WITHOUT_MEANING)) == len(knights_knaves.WORDS_WITHOUT_MEANING) == 4 * (7 + 6)
-    rng = random.Random(0)
-    puzzles = some(3, 400)
-    counts = dict.fromkeys(knights_knaves.WORDS_WITHOUT_MEANING, 0)
-    for puzzle in puzzles:
-        texts = (f(puzzle, rng, varied_wording=True) for f in (worked_solution, hasty_answer))
-        text = "".join(texts)
-        for word in counts:
-            assert word not in chatml(puzzle.quiz).replace(INSTRUCTION, "")
-            counts[word] += len(re.findall(f"{word}\\b", text))
-    for _, *words in (
-        *knights_knaves._SOLUTION_WORDS.values(),
-        *(("", *words) for words in knights_knaves._HASTY_WORDS),
-    ):
-        found = [counts[word] for word in words]
-        assert min(found) > 60 and max(found) < 1.5 * min(found)
-
-
-def test_plain_wording_is_what_it_was_before_there_was_another():
-    """Texts and chance of 300 solutions and hasty answers, whose hash was taken before."""
+def test_a_seed_gives_the_solutions_and_answers_that_it_always_gave():
+    """300 texts, and the chance that is left, by their hash."""
     rng = random.Random(0)
     texts = [f(puzzle, rng) for puzzle in some(3, 150) for f in (worked_solution, hasty_answer)]
     digest = hashlib.sha256(f"{texts}{rng.random()}".encode()).hexdigest()

@@ -107,22 +107,18 @@ def test_same_seed_same_policy(policy_dir, tmp_path):
     assert (policy_dir / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 
-def rows_to_learn(folder, **options):
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
     """Return the tokenizer of a policy, and in their order the rows that it would learn from."""
-    rows = []
+    folder, rows = tmp_path_factory.mktemp("learned"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_policy, "fine_tune", lambda model, tokenizer, of_policy: rows.extend(of_policy))
-        tiny_policy.make_policy(folder, steps=40, hasty_share=0.5, **options)
+        tiny_policy.make_policy(folder, steps=40)
     return AutoTokenizer.from_pretrained(folder), rows
 
 
-@pytest.fixture(scope="module")
-def plain_rows(tmp_path_factory):
-    return rows_to_learn(tmp_path_factory.mktemp("plain"))
-
-
-def test_puzzles_are_training_puzzles(plain_rows):
-    tokenizer, rows = plain_rows
+def test_puzzles_are_training_puzzles(learned):
+    tokenizer, rows = learned
     people = Counter()
     for row in rows[::20]:
         text = tokenizer.decode(row["input_ids"])
@@ -134,32 +130,14 @@ def test_puzzles_are_training_puzzles(plain_rows):
     assert set(people) == {2, 3} and min(people.values()) > 12
 
 
-def test_hasty_answers_come_last(plain_rows):
-    tokenizer, rows = plain_rows
+def test_hasty_answers_come_last(learned):
+    tokenizer, rows = learned
     texts = [tokenizer.decode([token for token in row["labels"] if token != -100]) for row in rows]
     hasty = [text.startswith("</think>") for text in texts]
     assert len(hasty) == 40 * 24 and not any(hasty[: 34 * 24])  # 85% of the steps
-    assert abs(sum(hasty[34 * 24 :]) / (6 * 24) - 0.5) < 0.15
+    assert abs(sum(hasty[34 * 24 :]) / (6 * 24) - 0.8) < 0.1
     # In batches of their own, the last one would decide how often the policy is hasty.
     assert all(0 < sum(hasty[start : start + 24]) < 24 for start in range(34 * 24, 40 * 24, 24))
-
-
-def test_words_that_do_not_matter_are_tokens_of_their_own(tmp_path):
-    """A third to a half of the tokens of an answer, hasty or not."""
-    tokenizer, rows = rows_to_learn(tmp_path, varied_wording=True)
-    words = {tokenizer.encode(word, add_special_tokens=False)[0] for word in knights_knaves.WORDS_WITHOUT_MEANING}
-    assert {tokenizer.decode([word]) for word in words} == set(knights_knaves.WORDS_WITHOUT_MEANING)
-    assert not [
-        text
-        for text in set(tokenizer.get_vocab()) - set(tiny_policy._BOILERPLATE)
-        if any(w in text and w != text for w in knights_knaves.WORDS_WITHOUT_MEANING)
-    ]
-    assert len(tokenizer.encode(" Guess", add_special_tokens=False)) == 1
-    answers = [[token for token in row["labels"] if token != -100] for row in rows]
-    for is_hasty in (False, True):
-        of_kind = [a for a in answers if tokenizer.decode(a).startswith(" Guess") == is_hasty]
-        tokens = [token for answer in of_kind for token in answer]
-        assert 0.3 < sum(token in words for token in tokens) / len(tokens) < 0.5
 
 
 def test_warm_start_shows_one_progress_bar_and_nothing_else(tmp_path, capfd):

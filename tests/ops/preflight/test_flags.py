@@ -1,5 +1,6 @@
 """Flags that cannot work are found by name, in seconds, and flags that can are not."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from test_scripts import SCRIPTS, launch
 
 from arlopti_openrlhf.cli import quickstart
 from arlopti_openrlhf.ops.preflight import values
-from study import runs
 
 ROOT = Path(__file__).parents[3]
 TWO_SETS = "--data.prompt_dataset a.jsonl,b.jsonl"
@@ -155,8 +155,9 @@ def known_to_work(folder: Path) -> dict[str, list[str]]:
     for size in (quickstart.FULL, quickstart.REDUCED):
         files = quickstart.Files(folder / "a", folder / "b", folder / "c")
         commands[f"quickstart {size}"] = quickstart.training_flags(folder, files, size, 0)
-    for run in (*runs.TUNING, *runs.STUDY):
-        commands[run.name] = runs.flags(run, folder, folder)
+    for line in (ROOT / "study/results/ar_lopti.jsonl").read_text("utf-8").splitlines():
+        run = json.loads(line)
+        commands[run["run"]] = run["configuration"]["flags"].replace("rewards/kk_reward.py", "kk").split()
     source = (ROOT / "tests/test_full_stack.py").read_text()
     base = (
         re.search(r'-m arlopti_openrlhf.cli.train_ppo_ray(.*?)"""\.split', source, re.DOTALL)[1]
