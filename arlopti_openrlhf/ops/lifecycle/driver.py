@@ -6,7 +6,7 @@
 | 1 | an error, with its traceback |
 | 2 | the command line, or what it names, is refused |
 | 3, 4 | the run has diverged; it hangs, or a heartbeat of it has stopped (`ops.lifecycle.stopping`) |
-| 5 | no checkpoint is whole (`ops.checkpoints.newest`) |
+| 5 | no checkpoint is whole (`ops.checkpoints.saving`) |
 | 6 | no step was trained, because dynamic filtering left out every prompt (`ops.lifecycle.stopping`) |
 | 129, 130, 143 | SIGHUP, SIGINT, SIGTERM |
 """
