@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli import command_line, config_file, method_checks, run_folders, same_run
 from arlopti_openrlhf.cli.command_line import make_parser as make_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling
@@ -42,7 +43,7 @@ def main() -> None:
     args, upstream_findings = command_line.check(_completed(flat))
     _name_code(args)
     if sys.stderr.isatty():
-        print("arlopti_openrlhf: checking flags, models, data, reward and machine", file=sys.stderr, flush=True)
+        terminal.say("checking flags, models, data, reward and machine", file=sys.stderr)
     check.run(
         args,
         [*of_openrlhf, *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
@@ -73,7 +74,7 @@ def train(args: SimpleNamespace) -> None:
     cpu.enable(driver=True)
     from arlopti_openrlhf.ops.lifecycle.console import LOG, Console, is_wanted
 
-    print(f"arlopti_openrlhf: {method_checks.describe_methods(args)}", flush=True)
+    terminal.say(method_checks.describe_methods(args))
     try:
         console = Console(Path(args.ckpt.path, LOG)) if is_wanted(args.logger.console) else None
     except OSError as error:
@@ -120,7 +121,7 @@ def _name_code(args: SimpleNamespace) -> None:
     found = list(model_code.check(args))
     check.refuse_if_fatal(found)
     for finding in found:
-        print(f"arlopti_openrlhf: warning: {finding}", file=sys.stderr, flush=True)
+        terminal.say(f"warning: {finding}", file=sys.stderr)
 
 
 def _refuse(problem: object) -> NoReturn:
@@ -163,7 +164,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
         line = is_loaded if values.loads_reference(args) else is_policy
         lines.append(f"--ds.lora.rank {args.ds.lora.rank}: {line}.")
     for line in lines:
-        print(f"arlopti_openrlhf: {line}", flush=True)
+        terminal.say(line)
     value["reward.remote_url"] = value["reward.remote_url"] or None  # OpenRLHF would ask a server without a name
     # The workers, which load these files, have a working directory of their own.
     sources = value["algo.token_method"]

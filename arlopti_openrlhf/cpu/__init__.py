@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-from arlopti_openrlhf import loopback
+from arlopti_openrlhf import loopback, terminal
 from arlopti_openrlhf.cpu import patches
 from arlopti_openrlhf.hardware import multiplies_bf16
 from arlopti_openrlhf.ray_address import starts_cluster
@@ -44,7 +44,7 @@ def uses_cpu() -> bool:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     device = os.environ.get("ARLOPTI_DEVICE")
     if device and device not in ("cpu", "cuda"):
-        raise SystemExit(f"arlopti_openrlhf: ARLOPTI_DEVICE={device}: must be cpu or cuda, or unset")
+        raise SystemExit(f"{terminal.PREFIX}ARLOPTI_DEVICE={device}: must be cpu or cuda, or unset")
     return device == "cpu" if device else not _sees_gpu()
 
 
@@ -120,7 +120,7 @@ def declare_placement(gpus: int, ranks: int) -> None:
 def _announce(message: str) -> None:
     # The variable reaches the workers with the rest of the environment, so only the first process says the line.
     if not os.environ.get(_ANNOUNCED):
-        print(f"arlopti_openrlhf: {message}.", flush=True)
+        terminal.say(f"{message}.")
         os.environ[_ANNOUNCED] = "1"
 
 
