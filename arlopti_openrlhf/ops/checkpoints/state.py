@@ -62,17 +62,17 @@ OF_CONTROLLER = (
     Part("controller_random", "the controller's random numbers",
          lambda controller: packed(random_state()), lambda controller, saved: set_random_state(unpacked(saved))),
 )  # fmt: skip
-_RANK, _CLIENT = "process_rank_{}.pt", "*_model_states.pt"
+RANK_FILE, CLIENT_FILE = "process_rank_{}.pt", "*_model_states.pt"
 OF_OTHERS = (
-    Other(_CLIENT, (), "weights, schedule, counters of steps", "DeepSpeed",
+    Other(CLIENT_FILE, (), "weights, schedule, counters of steps", "DeepSpeed",
           "DeepSpeed; then learning_rate.follow takes the rate from the run's own plan"),
     Other("*_optim_states.pt", (), "the optimizer's state", "DeepSpeed", "DeepSpeed"),
-    Other(_CLIENT, ("episode", "global_step", "total_consumed_prompts"), "how far the run is",
+    Other(CLIENT_FILE, ("episode", "global_step", "total_consumed_prompts"), "how far the run is",
           "upstream's controllers", "upstream's controllers"),
-    Other(_CLIENT, ("data_loader_state_dict",), "the place in the prompts, with samples left over",
+    Other(CLIENT_FILE, ("data_loader_state_dict",), "the place in the prompts, with samples left over",
           "rollouts.prompts.Prompts.state_dict", "Prompts.load_state_dict"),
-    Other(_CLIENT, ("best_eval_metric_key", "best_eval_metric_value", "latest_eval_metric_value",
-                    "checkpoint_metric_key"), "the best evaluation",
+    Other(CLIENT_FILE, ("best_eval_metric_key", "best_eval_metric_value", "latest_eval_metric_value",
+                         "checkpoint_metric_key"), "the best evaluation",
           "upstream's save_best_checkpoint", "upstream's restore_best_checkpoint_state"),
     Other("metric.json", (), "the checkpoint's evaluation", "CheckpointStrategy.save_ckpt", "files.rotate"),
     Other(files.MANIFEST, (), "names, sizes and hashes of the files", "files.publish", "saving.newest_whole"),
@@ -97,7 +97,7 @@ def give(parts: Sequence[Part], owner: Any, saved: Mapping[str, Any]) -> None:
 
 def save(checkpoint: Path, strategy: Any) -> None:
     """Write this rank's file to a checkpoint's folder, which is being written."""
-    torch.save(take(OF_RANK, strategy), checkpoint / _RANK.format(dist.get_rank()))
+    torch.save(take(OF_RANK, strategy), checkpoint / RANK_FILE.format(dist.get_rank()))
 
 
 def restore(checkpoint: Path, strategy: Any) -> None:
@@ -106,10 +106,10 @@ def restore(checkpoint: Path, strategy: Any) -> None:
     Raises:
         ValueError: the checkpoint's moving average is that of another model.
     """
-    saved = _load(checkpoint / _RANK.format(dist.get_rank()))
+    saved = _load(checkpoint / RANK_FILE.format(dist.get_rank()))
     if strategy.averaged is not None:
         writer = _writer(strategy.averaged)
-        path, early = checkpoint / _RANK.format(writer), checkpoint / f"averaged_rank_{writer}.pt"
+        path, early = checkpoint / RANK_FILE.format(writer), checkpoint / f"averaged_rank_{writer}.pt"
         if early.exists():  # where 0.1.0 kept the average at first
             saved["averaged"] = _load(early)
         elif writer != dist.get_rank():
