@@ -52,7 +52,7 @@ def _end(stderr: int, signum: int, frame: FrameType | None) -> None:
         sys.stdout.flush()
     with suppress(OSError):
         before = "\n" if os.isatty(stderr) else ""  # the cursor may stand behind ^C, or behind a progress bar
-        os.write(stderr, f"{before}arlopti_openrlhf: {signal.Signals(signum).name} received\n".encode())
+        os.write(stderr, f"{before}{terminal.PREFIX}{signal.Signals(signum).name} received\n".encode())
     children = list(_children())
     for pid in children:
         with suppress(OSError):

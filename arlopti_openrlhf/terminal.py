@@ -10,6 +10,7 @@ import locale
 import os
 import re
 import sys
+from typing import IO
 
 PREFIX = "arlopti_openrlhf: "  # of our lines
 # Control characters, separators that count as line breaks, what turns the reading direction, and halves of characters,
@@ -25,9 +26,16 @@ def one_line(text: object) -> str:
     return _CONTROLS.sub(lambda match: _escaped(match[0]), str(text))
 
 
-def say(text: object) -> None:
-    """Print one line of ours, which may quote text of others."""
-    print(f"{PREFIX}{one_line(text)}", flush=True)
+def say(text: object, *rest: object, file: IO[str] | None = None) -> None:
+    """Print a line of ours, which may quote text of others, after all that standard output has.
+
+    Args:
+        text: the line, without our prefix.
+        rest: further lines that belong to it. The caller indents them.
+        file: standard output unless given.
+    """
+    sys.stdout.flush()
+    print(PREFIX + "\n".join(map(one_line, (text, *rest))), file=file, flush=True)
 
 
 def without_controls(text: str) -> str:

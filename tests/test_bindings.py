@@ -100,9 +100,9 @@ def test_the_package_and_its_table_are_light():
 LAUNCHER = """
 import sys
 sys.argv[1:] = []
-import arlopti_openrlhf
 {first}
-arlopti_openrlhf.install({arguments})
+from arlopti_openrlhf.launcher import install
+install({arguments})
 """
 
 

@@ -28,9 +28,8 @@ def reward_func(queries, prompts, labels, **kwargs):
     return {"rewards": rewards, "scores": (rewards > 0).float(), "extra_logs": {}}
 """
 CPU = "from arlopti_openrlhf import cpu; cpu.enable()"
-INSTALL = (
-    'import arlopti_openrlhf; arlopti_openrlhf.install("ar", "lopti", arguments=["ar.alpha=0.3", "lopti.eta=0.5"])'
-)
+INSTALL = """from arlopti_openrlhf.launcher import install
+install("ar", "lopti", arguments=["ar.alpha=0.3", "lopti.eta=0.5"])"""
 
 
 class Run:

@@ -1,11 +1,15 @@
 """A run that an earlier commit has begun is resumed on the whole stack, and its checkpoints hold no class of ours."""
 
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 from arlopti_testing.stored_run import STEP, command, environment, unpack
 from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from arlopti_openrlhf.ops.checkpoints import state, unpickling
 
 DATA = Path(__file__).parent / "ops" / "checkpoints" / "data"
 
@@ -28,6 +32,22 @@ def test_a_run_of_an_earlier_commit_is_resumed(commit, tmp_path):
     assert f"_actor/global_step{STEP}, verified in" in log and f"trained {2 * STEP} steps" in log
     assert f"Global step {STEP + 1}: " in log and f"Global step {STEP}: " not in log
     assert (tmp_path / "final" / "model.safetensors").exists()
-    newest = list((tmp_path / "ckpt" / "_actor" / f"global_step{2 * STEP}").glob("*.pt"))
+    checkpoint = tmp_path / "ckpt" / "_actor" / f"global_step{2 * STEP}"
+    require_listed(checkpoint)
+    newest = list(checkpoint.glob("*.pt"))
     named = {name.partition(".")[0] for path in newest for name in get_unsafe_globals_in_checkpoint(path)}
     assert len(newest) == 3 and named == {"deepspeed"}
+
+
+def require_listed(checkpoint: Path) -> None:
+    """What a checkpoint holds is what the list of a run's state has."""
+    patterns = [state.RANK_FILE.format("*"), *(other.where for other in state.OF_OTHERS)]
+    assert not [path.name for path in checkpoint.iterdir() if not any(fnmatch(path.name, each) for each in patterns)]
+    of_rank = torch.load(checkpoint / state.RANK_FILE.format(0), weights_only=True)
+    assert list(of_rank) == [part.key for part in state.OF_RANK]
+    with unpickling.restricted():
+        keys = list(torch.load(checkpoint / "mp_rank_00_model_states.pt", weights_only=False))
+    of_client = {key for other in state.OF_OTHERS if other.where == state.CLIENT_FILE for key in other.keys}
+    of_client |= {part.key for part in state.OF_CONTROLLER}
+    # DeepSpeed adds the client state to its own. The best checkpoint alone has the metric's name.
+    assert {*keys[keys.index("ds_version") + 1 :], "checkpoint_metric_key"} == of_client

@@ -44,3 +44,10 @@ def test_no_circle_of_imports():
 def test_the_update_registers_no_hook():
     """What happens to a token stands in the step, in order, not in hooks of a model, a loss or an engine."""
     assert not [path for path in (PACKAGE / "update").rglob("*.py") if "register_forward" in path.read_text("utf-8")]
+
+
+def test_one_function_prints_our_lines():
+    """Nothing but `terminal.PREFIX` writes the prefix out, so a line of ours goes through `terminal.say`."""
+    assert [path.name for path in PACKAGE.rglob("*.py") if "arlopti_openrlhf: " in path.read_text("utf-8")] == [
+        "terminal.py"
+    ]

@@ -26,6 +26,9 @@ def test_a_line_of_ours_is_one_line_on_any_output(capsys):
     terminal.say(f"it says {HOSTILE}\ud800\u200f")
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("arlopti_openrlhf: it says \\x1b[2J") and line.endswith(r"\u202eend\ud800\u200f")
+    terminal.say("two problems", f"  {HOSTILE}", "  the other", file=sys.stderr)
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert (first, third) == ("arlopti_openrlhf: two problems", "  the other") and second.startswith("  \\x1b[2J")
 
 
 def test_output_keeps_lines_bars_and_colours_and_nothing_else():

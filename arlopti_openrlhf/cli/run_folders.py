@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.cli.processes import InUse, lock, look
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
@@ -57,7 +58,7 @@ def held(args: SimpleNamespace) -> Iterator[None]:
                 refuse_if_fatal([_in_use(flag, folder, process)])
             except OSError as error:
                 line = f"{folder} has no lock ({error}), so that a second run there would not be noticed."
-                print(f"arlopti_openrlhf: {line}", file=sys.stderr, flush=True)
+                terminal.say(line, file=sys.stderr)
         yield
 
 

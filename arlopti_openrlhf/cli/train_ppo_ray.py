@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from arlopti_openrlhf import bindings, upstream
+from arlopti_openrlhf import bindings, terminal, upstream
 from arlopti_openrlhf.cli import command_line, config_file, flags, method_checks, run_folders, same_run
 from arlopti_openrlhf.cli.command_line import make_parser as make_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling
@@ -27,6 +27,7 @@ from arlopti_openrlhf.ops.preflight import check, model_code, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 from arlopti_openrlhf.ops.repairs import is_made
+from arlopti_openrlhf.update.settings import Settings
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
     args, upstream_findings = command_line.check(_completed(flat))
     _name_code(args)
     if sys.stderr.isatty():
-        print("arlopti_openrlhf: checking flags, models, data, reward and machine", file=sys.stderr, flush=True)
+        terminal.say("checking flags, models, data, reward and machine", file=sys.stderr)
     check.run(
         args,
         [*_findings(differences), *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
@@ -77,7 +78,7 @@ def train(args: SimpleNamespace) -> None:
     from arlopti_openrlhf.ops.lifecycle import progress
     from arlopti_openrlhf.ops.lifecycle.driver import Driver
 
-    print(f"arlopti_openrlhf: {method_checks.describe_methods(args)}", flush=True)
+    terminal.say(method_checks.describe_methods(args))
     run = Driver(stall_minutes=args.train.stall_minutes)
     run.closing = lambda found: progress.closing_text(args, found, run.console.log if run.console else None)
     with bindings.surrounded(run, args):
@@ -103,13 +104,11 @@ def _train_without_care(flat: argparse.Namespace, differences: Sequence[upstream
     if findings:
         print(check.listed(findings), file=sys.stderr, flush=True)
     if method_checks.uses_methods(with_ours):
-        print(f"arlopti_openrlhf: {method_checks.describe_methods(with_ours)}", flush=True)
+        terminal.say(method_checks.describe_methods(with_ours))
     interrupts.leave()
     from arlopti_openrlhf import cpu
 
     cpu.enable(driver=True)
-    from arlopti_openrlhf.update.settings import Settings  # imports what OpenRLHF does
-
     has = {bindings.SELECTIVE} if method_checks.is_selective(with_ours) else set()
     _train_bound(args, has, replace(Settings.of(with_ours), statistics="off"))
 
@@ -142,7 +141,7 @@ def _name_code(args: SimpleNamespace) -> None:
     found = list(model_code.check(args))
     check.refuse_if_fatal(found)
     for finding in found:
-        print(f"arlopti_openrlhf: warning: {finding}", file=sys.stderr, flush=True)
+        terminal.say(f"warning: {finding}", file=sys.stderr)
 
 
 def _refuse(problem: object) -> NoReturn:
@@ -191,7 +190,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
         line = is_loaded if values.loads_reference(args) else is_policy
         lines.append(f"--ds.lora.rank {args.ds.lora.rank}: {line}.")
     for line in lines:
-        print(f"arlopti_openrlhf: {line}", flush=True)
+        terminal.say(line)
     value["reward.remote_url"] = value["reward.remote_url"] or None  # OpenRLHF would ask a server without a name
     _find_files(flat)
     everything = Sampling("*", value["eval.n_samples_per_prompt"], value["eval.temperature"])

@@ -18,9 +18,10 @@ import sys
 
 import torch
 
-from arlopti_openrlhf import loopback
+from arlopti_openrlhf import loopback, terminal
 from arlopti_openrlhf.cpu import patches
 from arlopti_openrlhf.hardware import multiplies_bf16
+from arlopti_openrlhf.ray_address import starts_cluster
 
 _HOOK = "arlopti_openrlhf.cpu.enable"
 _ENABLED = "ARLOPTI_ENABLED"  # this process, or one that has started it, has called `enable`
@@ -43,7 +44,7 @@ def uses_cpu() -> bool:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     device = os.environ.get("ARLOPTI_DEVICE")
     if device and device not in ("cpu", "cuda"):
-        raise SystemExit(f"arlopti_openrlhf: ARLOPTI_DEVICE={device}: must be cpu or cuda, or unset")
+        raise SystemExit(f"{terminal.PREFIX}ARLOPTI_DEVICE={device}: must be cpu or cuda, or unset")
     return device == "cpu" if device else not _sees_gpu()
 
 
@@ -119,7 +120,7 @@ def declare_placement(gpus: int, ranks: int) -> None:
 def _announce(message: str) -> None:
     # The variable reaches the workers with the rest of the environment, so only the first process says the line.
     if not os.environ.get(_ANNOUNCED):
-        print(f"arlopti_openrlhf: {message}.", flush=True)
+        terminal.say(f"{message}.")
         os.environ[_ANNOUNCED] = "1"
 
 
@@ -143,12 +144,15 @@ def _hook_ray_workers(on_cpu: bool, message: str, settings: dict[str, str]) -> N
         settings: environment variables that the user has set, for the workers.
     """
     import ray
+    from ray._private.utils import read_ray_address
 
     init = ray.init
 
     @functools.wraps(init)
     def init_with_hook(*args, **kwargs):
-        starts = starts_cluster(args[0] if args else kwargs.get("address"), kwargs.get("_temp_dir"))
+        # Any program may call `enable`, and join what `ray start` has started here.
+        started_here = read_ray_address(kwargs.get("_temp_dir"))
+        starts = starts_cluster(args[0] if args else kwargs.get("address"), started_here)
         if starts:
             _announce(message)
         variables = settings | {_ANNOUNCED: os.environ.get(_ANNOUNCED, "")}
@@ -164,19 +168,6 @@ def _hook_ray_workers(on_cpu: bool, message: str, settings: dict[str, str]) -> N
         return init(*args, **kwargs)
 
     ray.init = init_with_hook
-
-
-def starts_cluster(address: str | None, temp_dir: str | None = None) -> bool:
-    """Return whether `ray.init(address)` starts a cluster, and joins none that RAY_ADDRESS or `ray start` names.
-
-    It asks Ray itself, since any program may call `enable`, and not only a run whose pre-flight has refused a cluster
-    of `ray start`.
-    """
-    from ray._private import services
-
-    if address is None:
-        address = services.get_ray_address_from_environment(None, temp_dir)
-    return address in (None, "local")
 
 
 def _job_variables() -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import torch
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cpu import adam, vllm
 
 Patch = Callable[[Any], None]  # of a module that has been executed
@@ -150,10 +151,10 @@ def _outlive_killed_builds() -> None:
             if builder is None:
                 with suppress(FileNotFoundError):  # its builder may have removed it just now
                     os.remove(self.lock_file_path)
-                    print(f"arlopti_openrlhf: removed the lock that a killed build left in {folder}.", flush=True)
+                    terminal.say(f"removed the lock that a killed build left in {folder}.")
                 continue
             if not waits and time.monotonic() - start > 2:  # seconds; a folder with nothing to build is free sooner
-                print(f"arlopti_openrlhf: waiting for {builder}, which builds in {folder}.", flush=True)
+                terminal.say(f"waiting for {builder}, which builds in {folder}.")
                 waits = True
             time.sleep(self.wait_seconds)
         return True

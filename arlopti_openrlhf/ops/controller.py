@@ -12,9 +12,8 @@ from openrlhf.utils.logging_utils import init_logger
 from ray.util.queue import Full
 from transformers import set_seed
 
-from arlopti_openrlhf.ops.checkpoints import process_state
+from arlopti_openrlhf.ops.checkpoints import state
 from arlopti_openrlhf.ops.checkpoints.files import newest_published
-from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import awake, credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
@@ -27,7 +26,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     """Changes what upstream's two trainers share.
 
     1. `ExperienceMaker` makes the experience.
-    2. A resumed run takes up the KL coefficient, the random numbers and the trackers' curves too.
+    2. A resumed run takes up what `state.OF_CONTROLLER` lists, and the trackers' curves.
     3. The trackers get the alarms (`ops.health.alarms`), and the log a line when one begins and when it ends.
     4. No checkpoint is saved after a bad step, and `--train.max_bad_steps` in a row stop the run.
     5. The trackers, and not the console, get the statistics by probability. A list in the status is a histogram.
@@ -46,7 +45,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
         set_seed(strategy.args.train.seed)  # upstream seeds the models' processes alone
         credentials.receive()  # the trackers are built next
-        with trackers.resumable(strategy.args):
+        with trackers.resumable(strategy.args, state.identify):
             super().__init__(pretrain, strategy, *args, **kwargs)
         self.alarms = alarms.Alarms(self.args.alarm)
         self.bad_steps: list[str] = []  # what was bad about each of the last steps in a row
@@ -70,9 +69,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def resume(self, checkpoint_states: dict) -> None:
         """Take up the state of a checkpoint, or of a new run, which holds only counters. Call it before any step."""
         step = checkpoint_states["global_step"]
-        if "controller_random" in checkpoint_states:
-            self.kl_ctl.value = checkpoint_states["kl_coefficient"]
-            process_state.set_random_state(unpacked(checkpoint_states["controller_random"]))
+        state.give(state.OF_CONTROLLER, self, checkpoint_states)
         if self.tensorboard_logger and self.args.ckpt.load_enable:
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
         self.last_step, self.last_client_states = step, dict(checkpoint_states)
@@ -81,10 +78,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
 
     def _state(self) -> dict:
         """Return what `resume` takes up, besides upstream's states."""
-        return {
-            "kl_coefficient": self.kl_ctl.value,
-            "controller_random": packed(process_state.random_state()),
-        }
+        return state.take(state.OF_CONTROLLER, self)
 
     def _compute_rollout_stats(self, experiences) -> dict:
         group_size = self.args.rollout.n_samples_per_prompt

@@ -23,7 +23,6 @@ from packaging.version import Version
 from arlopti_openrlhf import __version__
 
 MANIFEST = "manifest.json"
-RUN_FILE = "run.json"  # in --ckpt.path: the run's name and its id with wandb
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not whole
 _PROBE = _BLOCK = 1 << 20  # bytes
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what JSON that is missing or torn raises
@@ -171,15 +170,6 @@ def write(path: Path, text: str) -> None:
     flush(writing)
     writing.rename(path)
     flush(path.parent)
-
-
-def kept_run(path: Path) -> dict[str, str] | None:
-    """Return the name and wandb's id that a run has kept in `RUN_FILE`, or None where there is none that is whole."""
-    try:
-        kept = json.loads((path / RUN_FILE).read_text("utf-8"))
-        return {name: str(kept[name]) for name in ("run_name", "wandb_id")}
-    except _UNREADABLE:
-        return None
 
 
 def flush(path: Path) -> None:

@@ -21,8 +21,8 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers.utils import cached_file
 
 from arlopti_openrlhf import learning_rate
-from arlopti_openrlhf.ops.checkpoints import files, process_state, unpickling
-from arlopti_openrlhf.ops.checkpoints.process_state import everywhere, on_rank_0, say, share
+from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
+from arlopti_openrlhf.ops.checkpoints.ranks import everywhere, on_rank_0, say, share
 from arlopti_openrlhf.ops.checkpoints.room import has_no_inode, nearest
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
@@ -64,7 +64,7 @@ class CheckpointStrategy(GuardedStrategy):
     1. A checkpoint is written under another name and renamed when all ranks' files are on the disk, with a manifest.
        Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole, and
        a vision-language model's processor is among them.
-    2. It also holds each process's random state and the moving average.
+    2. It also holds what `state.OF_RANK` lists.
     3. A run resumes from the newest whole checkpoint, and says which it passed over and why.
     4. Where a checkpoint cannot be written, a line says why, and the run continues. Where the final model cannot be
        written, the run fails.
@@ -153,7 +153,7 @@ class CheckpointStrategy(GuardedStrategy):
             replaced_attribute(model, "_copy_recovery_script", keeping_failure(model._copy_recovery_script)),
         ):
             model.save_checkpoint(str(writing.parent), tag=writing.name, client_state=client_state, save_latest=False)
-        keeping_failure(process_state.save)(writing, self.time_steps, self.averaged)
+        keeping_failure(state.save)(writing, self)
 
         def raise_failure() -> None:
             if failures:
@@ -193,7 +193,7 @@ class CheckpointStrategy(GuardedStrategy):
         path, states = super().load_ckpt(model, load_dir, tag, **kwargs)
         learning_rate.follow(model.lr_scheduler)
         checkpoint = Path(load_dir, tag)
-        everywhere(lambda: process_state.restore(checkpoint, self.time_steps, self.averaged))
+        everywhere(lambda: state.restore(checkpoint, self))
         return path, states
 
     def save_model(self, model, tokenizer, output_dir: str, **kwargs) -> None:

@@ -86,7 +86,7 @@ def unpacked(content: Tensor) -> Any:
 
 
 class _RandomState(pickle.Unpickler):
-    """Unpickles what `process_state.random_state` returns."""
+    """Unpickles what `state.random_state` returns."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"

@@ -1,35 +1,30 @@
 """Logs a run to TensorBoard and wandb. A resumed run continues its curves, and a tracker that fails ends no run."""
 
 import argparse
-import json
 import os
-import re
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.trainer import ppo_trainer
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 
-from arlopti_openrlhf.ops.checkpoints.files import RUN_FILE, are_saved, kept_run, write
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.terminal import say
 
 _REACH = 30  # seconds in which wandb must have started the run on its server, instead of wandb's 90
-_UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
 
 
 @contextmanager
-def resumable(args: argparse.Namespace) -> Iterator[None]:
-    """Let upstream's trainer build these trackers, under the name and the id that the run had before.
+def resumable(args: argparse.Namespace, identify: Callable[[argparse.Namespace], str]) -> Iterator[None]:
+    """Let upstream's trainer build these trackers.
 
     Args:
-        args: upstream's, nested. The run's name in them is set.
+        args: upstream's, nested.
+        identify: sets the run's name in them, and returns wandb's id for it.
     """
     if not (args.logger.wandb.key or args.logger.tensorboard_dir):
         yield
@@ -41,31 +36,6 @@ def resumable(args: argparse.Namespace) -> Iterator[None]:
         replaced_attribute(ppo_trainer, "WandbLogger", wandb),
     ):
         yield
-
-
-def identify(args: argparse.Namespace) -> str:
-    """Set the run's name and return wandb's id for it.
-
-    Both are kept next to the checkpoints, where the run saves some. With `--ckpt.load_enable` the name is the kept
-    one, unless the user gives another. The id belongs to the name.
-    """
-    path, given = Path(args.ckpt.path, RUN_FILE), args.logger.wandb.run_name
-    if args.ckpt.load_enable and path.exists():
-        kept = kept_run(path.parent)
-        if kept is None:
-            say(f"{path} cannot be read: the run's name and its id with wandb are new ones.")
-        elif given == kept["run_name"] or _UPSTREAMS_DEFAULT.fullmatch(given):
-            args.logger.wandb.run_name = kept["run_name"]
-            return kept["wandb_id"]
-    run = {"run_name": given, "wandb_id": secrets.token_hex(4)}
-    if not are_saved(args):  # what is kept there may be another run's
-        return run["wandb_id"]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps(run))
-    except OSError as error:
-        say(f"{path}: {error.strerror}. A run that is resumed from here will have curves of its own.")
-    return run["wandb_id"]
 
 
 class Lenient:

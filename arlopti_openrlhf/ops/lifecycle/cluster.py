@@ -14,8 +14,8 @@ from ray._private import utils as ray_utils
 
 from arlopti_openrlhf import interrupts, loopback
 from arlopti_openrlhf.ops.lifecycle import credentials, reaper
-from arlopti_openrlhf.ops.preflight.placement import starts_cluster
 from arlopti_openrlhf.patching import replaced_attribute
+from arlopti_openrlhf.ray_address import starts_cluster
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from arlopti_openrlhf.ops.lifecycle import progress, streams
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
-from arlopti_openrlhf.terminal import PREFIX
+from arlopti_openrlhf.terminal import PREFIX, say
 
 if TYPE_CHECKING:
     from arlopti_openrlhf.ops.lifecycle.driver import Driver
@@ -85,7 +85,7 @@ class Console:
         sys.stderr.flush()
         self._kept = os.dup(1), os.dup(2)
         self._terminal = streams.Stream(os.dup(1))
-        print(f"{PREFIX}starting. The output of Ray, vLLM and DeepSpeed: {self.log}", file=self._terminal)
+        say(f"starting. The output of Ray, vLLM and DeepSpeed: {self.log}", file=self._terminal)
         self._thread.start()
         os.dup2(self._descriptor, 1)
         os.dup2(self._descriptor, 2)

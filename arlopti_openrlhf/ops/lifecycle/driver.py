@@ -6,7 +6,7 @@
 | 1 | an error, with its traceback |
 | 2 | the command line, or what it names, is refused |
 | 3, 4 | the run has diverged; it hangs, or a heartbeat of it has stopped (`ops.lifecycle.stopping`) |
-| 5 | no checkpoint is whole (`ops.checkpoints.newest`) |
+| 5 | no checkpoint is whole (`ops.checkpoints.saving`) |
 | 6 | no step was trained, because dynamic filtering left out every prompt (`ops.lifecycle.stopping`) |
 | 129, 130, 143 | SIGHUP, SIGINT, SIGTERM |
 """
@@ -31,6 +31,7 @@ from arlopti_openrlhf import interrupts, terminal
 from arlopti_openrlhf.ops.lifecycle import awake, cluster, progress, reaper, stopping, streams
 from arlopti_openrlhf.ops.lifecycle.console import Console
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
+from arlopti_openrlhf.terminal import PREFIX
 
 # Interrupts a wait of the main thread. Nothing else sends it, and a process without a handler ignores it. Python calls
 # the handlers of signals that come together in the order of their numbers, so those of the user come first.
@@ -132,11 +133,11 @@ class Driver:
         self._is_ending = True
         cause = self._cause_of(error)
         if not isinstance(cause, stopping.RunStopped):
-            _say(terminal.indented("".join(traceback.format_exception(error)).rstrip()))
+            _print(terminal.indented("".join(traceback.format_exception(error)).rstrip()))
         said = [last_lines(cause)]
-        said += [_ours(f"the run's log: {self.console.log}")] if self.console else []
+        said += [f"{PREFIX}the run's log: {self.console.log}"] if self.console else []
         if self.folder and (self.folder / cluster.SESSIONS).exists() and not isinstance(cause, stopping.Interrupted):
-            said.append(_ours(f"Ray's logs: {self.folder / cluster.SESSIONS}"))
+            said.append(f"{PREFIX}Ray's logs: {self.folder / cluster.SESSIONS}")
         if isinstance(cause, stopping.Interrupted) and ray.is_initialized():
             time.sleep(_LAST_LINES)  # the controller closes its trackers, which say what they have lost
         self._shut_down(_exit_code(cause), "\n".join(said))
@@ -147,7 +148,7 @@ class Driver:
         try:
             return self.closing(progress.read() if ray.is_initialized() else Progress())
         except Exception as error:
-            return _ours(f"the run is complete. Its results cannot be shown: {type(error).__name__}: {error}")
+            return f"{PREFIX}the run is complete. Its results cannot be shown: {type(error).__name__}: {error}"
 
     def _shut_down(self, code: int, text: str, file: IO[str] | None = None) -> None:
         """End Ray, whose workers print until then, and say the last lines. Nothing else may hold up the process."""
@@ -171,9 +172,9 @@ class Driver:
         if self.console:
             self.console.close(text)
         if text:
-            _say(text, file)
+            _print(text, file)
         if lost := streams.lost():
-            _say(_ours(lost))
+            terminal.say(lost, file=sys.stderr)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._is_ending:
@@ -186,7 +187,7 @@ class Driver:
             # A terminal that closes sends it more than once, and the end of a session sends SIGTERM as well.
             self._asked = max(self._asked, signum)
         else:
-            self._leave(128 + signum, _ours(f"{signal.Signals(signum).name} again: the run ends at once."))
+            self._leave(128 + signum, f"{PREFIX}{signal.Signals(signum).name} again: the run ends at once.")
 
     def _ask_to_stop(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -196,10 +197,12 @@ class Driver:
         answered.set()
         if is_training:
             stopping.request_stop(signum)
-            _say(_ours(f"{name}: the run saves a checkpoint and ends. A second signal ends it at once."))
+            terminal.say(
+                f"{name}: the run saves a checkpoint and ends. A second signal ends it at once.", file=sys.stderr
+            )
             awake.succeeds(threading.Event().wait, 60 * self.stall_minutes)
             late = f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it."
-            _say(_ours(late))
+            terminal.say(late, file=sys.stderr)
         self.end(stopping.Interrupted(signum))
 
 
@@ -218,11 +221,11 @@ def root(error: BaseException) -> BaseException:
 def last_lines(cause: BaseException) -> str:
     """Return what to say at the very end: one line, or a few of an error with a long text."""
     if isinstance(cause, stopping.RunStopped):
-        return _ours(f"run stopped: {terminal.one_line(cause)}")
+        return f"{PREFIX}run stopped: {terminal.one_line(cause)}"
     lines = [_shortened(line.rstrip()) for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
     if len(lines) > 5:
         lines = [*lines[:2], "...", *lines[-2:]]
-    return _ours("\n".join(["run failed: " + lines[0], *map(terminal.indented, lines[1:])]))
+    return "\n".join([f"{PREFIX}run failed: {lines[0]}", *map(terminal.indented, lines[1:])])
 
 
 def _shortened(line: str) -> str:
@@ -234,11 +237,7 @@ def _exit_code(cause: BaseException) -> int:
     return cause.exit_code if isinstance(cause, stopping.RunStopped) else 1
 
 
-def _ours(text: str) -> str:
-    return f"{terminal.PREFIX}{text}"
-
-
-def _say(text: str, file: IO[str] | None = None) -> None:
+def _print(text: str, file: IO[str] | None = None) -> None:
     sys.stdout.flush()
     print(text, file=file or sys.stderr, flush=True)
 

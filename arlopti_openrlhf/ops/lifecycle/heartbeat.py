@@ -28,7 +28,6 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from arlopti_openrlhf import loopback
 from arlopti_openrlhf.ops.lifecycle import stopping
-from arlopti_openrlhf.ops.rollouts.reward_client import RewardExecutor
 from arlopti_openrlhf.patching import Upstream, plain_class
 
 _BEAT = 2.0  # seconds between two beats
@@ -126,6 +125,12 @@ class Rank(Controller):
                     parameter.register_post_accumulate_grad_hook(self._heartbeat.count)
 
 
+class Rewards:
+    """What an engine asks for rewards. Each of its calls has a limit of its own, so a call under way is work."""
+
+    calls = 0  # under way
+
+
 class Engine(Upstream):
     """A vLLM engine with a heartbeat that goes through the engine's own process.
 
@@ -152,7 +157,7 @@ class Engine(Upstream):
         # The tokens of the requests that are not finished.
         requests = self.llm.output_processor.request_states.values()
         before, self._tokens = self._tokens, sum(r.detokenizer.num_output_tokens() for r in requests)
-        is_rewarding = isinstance(self.executor, RewardExecutor) and self.executor.calls > 0
+        is_rewarding = isinstance(self.executor, Rewards) and self.executor.calls > 0
         self._heartbeat.done += self._tokens != before or is_rewarding
 
 

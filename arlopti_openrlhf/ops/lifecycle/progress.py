@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.ops.checkpoints.files import kept_run
 from arlopti_openrlhf.ops.lifecycle import stopping
 
+RUN_FILE = "run.json"  # in --ckpt.path: the run's name and its id with wandb
 _ACCURACY = re.compile(r"(?:(.+)/)?accuracy")
 _REWARD = re.compile(r"eval_(.+)_pass1")  # upstream's: the mean reward of a source
 
@@ -105,6 +105,15 @@ def closing_text(args: SimpleNamespace, found: Progress, log: Path | None) -> st
         command = ["arlopti", "evaluate", "--model", args.ckpt.output_dir, "--data", *data]
         lines.append(f"next:    {shlex.join(command)} --out OUT")
     return "\n".join(lines)
+
+
+def kept_run(path: Path) -> dict[str, str] | None:
+    """Return the name and wandb's id that a run has kept in `RUN_FILE`, or None where there is none that is whole."""
+    try:
+        kept = json.loads((path / RUN_FILE).read_text("utf-8"))
+        return {name: str(kept[name]) for name in ("run_name", "wandb_id")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # it is missing or torn
+        return None
 
 
 def _table(first: Evaluation, last: Evaluation) -> list[str]:

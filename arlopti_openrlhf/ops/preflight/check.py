@@ -19,6 +19,7 @@ from arlopti_openrlhf.ops.preflight import (
     values,
 )
 from arlopti_openrlhf.ops.preflight.finding import Check, Finding, Update
+from arlopti_openrlhf.terminal import say
 
 # These look at files and at the machine, ask the reward function, and may import PyTorch.
 THOROUGH: tuple[Check, ...] = (
@@ -69,31 +70,31 @@ def run(
             findings += _news(_underived(_run(check, args), refused), findings)
     refuse_if_fatal(findings)
     if findings:
-        print(listed(findings), file=sys.stderr, flush=True)
+        say(*listed(findings), file=sys.stderr)
     if first := data.describe(args):
-        print(f"arlopti_openrlhf: {first}", flush=True)
+        say(*first.split("\n"))
     if args.dry_run:
         if estimate := memory.describe(args, update):
-            print(f"arlopti_openrlhf: {estimate}")
+            say(*estimate.split("\n"))
         unknown = ", except for what a check that failed would have found" * any(f.value is _FAILED for f in findings)
-        print(f"arlopti_openrlhf: the run can start{unknown}. Nothing has been started.")
+        say(f"the run can start{unknown}. Nothing has been started.")
         sys.exit(0)
 
 
 def refuse_if_fatal(findings: list[Finding]) -> None:
     """Print the findings and exit with status 2 if one is fatal."""
     if any(finding.is_fatal for finding in findings):
-        print(listed(findings), file=sys.stderr, flush=True)
+        say(*listed(findings), file=sys.stderr)
         sys.exit(2)
 
 
-def listed(findings: list[Finding]) -> str:
-    """Return the list that the user reads, what is fatal first."""
+def listed(findings: list[Finding]) -> list[str]:
+    """Return the lines of the list that the user reads, what is fatal first."""
     errors = sum(finding.is_fatal for finding in findings)
     counts = f"errors {errors}, warnings {len(findings) - errors}"
-    head = f"arlopti_openrlhf: the run {'cannot' if errors else 'can'} start: {counts}"
+    head = f"the run {'cannot' if errors else 'can'} start: {counts}"
     ordered = sorted(findings, key=lambda finding: not finding.is_fatal)
-    return "\n".join([head, *(f"  {'error' if f.is_fatal else 'warning'}: {f}" for f in ordered)])
+    return [head, *(f"  {'error' if f.is_fatal else 'warning'}: {f}" for f in ordered)]
 
 
 def _run(check: Check, args: SimpleNamespace) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from arlopti_openrlhf.ops.preflight import images, probe, prompt, repeats
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import is_offline, load_tokenizer, local_folder
 from arlopti_openrlhf.ops.preflight.rows import FirstRows, NotChecked, Row, Unreadable, as_objects
+from arlopti_openrlhf.ops.rollouts import prompt_text
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -88,7 +89,7 @@ def describe(args: SimpleNamespace) -> str | None:
         return None
     but = ", without its images" if args.data.max_images_per_prompt else ""
     but += ", unless the agent changes it" if args.train.agent_func_path else ""
-    return f"the first prompt as the model gets it{but}: {prompt.shown(rows[0][0], tokenizer)}"
+    return f"the first prompt as the model gets it{but}: {prompt_text.shown(rows[0][0], tokenizer)}"
 
 
 def _blend(

@@ -17,7 +17,7 @@ from arlopti_openrlhf.ops.checkpoints.files import size_of
 from arlopti_openrlhf.ops.checkpoints.room import has_no_inode, nearest
 from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
 from arlopti_openrlhf.ops.preflight.model import model_size
-from arlopti_openrlhf.ops.preflight.placement import starts_cluster
+from arlopti_openrlhf.ray_address import starts_cluster
 
 # What OpenRLHF pins, and what a run is made of.
 _PACKAGES = ("torch", "ray", "vllm", "deepspeed", "transformers")

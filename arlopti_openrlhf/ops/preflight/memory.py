@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from arlopti_openrlhf.ops.preflight.finding import Finding, Update, in_words
 from arlopti_openrlhf.ops.preflight.model import ModelSize, model_size
-from arlopti_openrlhf.ops.preflight.placement import starts_cluster
 from arlopti_openrlhf.ops.preflight.values import loads_reference
+from arlopti_openrlhf.ray_address import starts_cluster
 
 
 class Estimate(NamedTuple):

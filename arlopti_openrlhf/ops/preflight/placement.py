@@ -4,12 +4,12 @@ import math
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from arlopti_openrlhf.ops.preflight.finding import Finding, Update
 from arlopti_openrlhf.ops.preflight.values import loads_reference, rollout_samples
+from arlopti_openrlhf.ray_address import starts_cluster
 
 _ANSWER_SECONDS = 3.0  # that a cluster gets
 
@@ -90,24 +90,16 @@ def _check_machine(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding.of(args, "ds.attn_implementation", problem, "give sdpa")
 
 
-def starts_cluster(address: str | None = None) -> bool:
-    """Return whether `ray.init(address)` of a run starts a cluster here. It joins one only where one is named.
-
-    What `ray start` has left does not count, because `check_cluster` refuses the run before.
-    """
-    if address in (None, "auto"):
-        address = os.environ.get("RAY_ADDRESS") or address
-    return address in (None, "local")
-
-
 def check_cluster(args: SimpleNamespace) -> Iterator[Finding]:
     """Refuse a cluster that RAY_ADDRESS names and that does not answer.
 
     Without RAY_ADDRESS, refuse to start where a cluster already runs. `ray.init()` would silently join it.
     """
+    from ray._private.utils import read_ray_address  # the import of Ray takes half a second
+
     named = os.environ.get("RAY_ADDRESS")
-    address = named or _started_here()
-    if address in ("", "auto", "local"):
+    address = named or read_ray_address()
+    if address in (None, "", "auto", "local"):
         return
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
@@ -121,14 +113,6 @@ def check_cluster(args: SimpleNamespace) -> Iterator[Finding]:
         problem = f"a Ray cluster runs on this machine, at {address}"
         remedy = f"RAY_ADDRESS={address} joins it, RAY_ADDRESS=local starts one for this run alone"
         yield Finding("", "", problem, remedy)
-
-
-def _started_here() -> str:
-    """Return the address of the cluster that `ray start` has started on this machine, or ""."""
-    from ray._common.utils import get_ray_address_file  # the import of Ray takes half a second
-
-    file = Path(get_ray_address_file(None))
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
 
 
 def check_batches(args: SimpleNamespace, update: Update) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Renders prompts by OpenRLHF's own function, shows one as the model gets it, and checks what a template does."""
+"""Renders prompts by OpenRLHF's own function, and checks what a template does."""
 
 import functools
 import re
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import local_folder, read_json
 from arlopti_openrlhf.ops.preflight.rows import Row, upstream_names
+from arlopti_openrlhf.ops.rollouts.prompt_text import as_it_is
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ACTOR, _CHAT = "actor.model_name_or_path", "data.apply_chat_template"
-_SHOWN = 80  # characters of a prompt's beginning, and of its end
 # JSON, or what Python prints.
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
 _QUESTION, _ANSWER = "zqx", "qzy"  # which no template has of its own
@@ -33,11 +33,6 @@ def is_vision_language(args: SimpleNamespace) -> bool | None:
     return "vision_config" in config if config else None
 
 
-def as_it_is(text: str) -> str:
-    """Return a text that may hold `<image>`, in place of upstream's list of parts, which only images make sense of."""
-    return text
-
-
 @functools.cache
 def _preprocess_data(takes_images: bool) -> Callable[..., tuple[str, Any]]:
     replaced = {} if takes_images else {"_str_to_content_list": as_it_is}
@@ -51,15 +46,6 @@ def renderer(args: SimpleNamespace, template: Callable[..., Any] | None) -> Call
     """
     preprocess_data = _preprocess_data(is_vision_language(args) is not False)
     return lambda row: preprocess_data(row, args.data.input_template, args.data.input_key, None, template)[0]
-
-
-def shown(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a prompt's tokens as text: how many there are, the first and the last characters, escaped."""
-    ids = tokenizer(text=prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if len(text) <= 2 * _SHOWN:
-        return f"{len(ids)} tokens\n  {text!r}"
-    return f"{len(ids)} tokens\n  begins {text[:_SHOWN]!r}\n  ends   {text[-_SHOWN:]!r}"
 
 
 class Template:

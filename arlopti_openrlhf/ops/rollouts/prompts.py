@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
-from arlopti_openrlhf.ops.preflight import prompt
 from arlopti_openrlhf.ops.repairs import is_made
+from arlopti_openrlhf.ops.rollouts import prompt_text
 from arlopti_openrlhf.patching import replaced_attribute
 
 logger = init_logger(__name__)
@@ -38,7 +38,7 @@ def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
     """
     args = strategy.args
     divides = hasattr(tokenizer, "image_processor") or not is_made("image_text", args)
-    parts = prompts_dataset._str_to_content_list if divides else prompt.as_it_is
+    parts = prompts_dataset._str_to_content_list if divides else prompt_text.as_it_is
     with replaced_attribute(prompts_dataset, "_str_to_content_list", parts):
         loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
     if not max_steps:
@@ -47,7 +47,7 @@ def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
             f"each are fewer than one batch of --train.batch_size {args.train.batch_size}, so nothing would be trained"
         )
     of_text = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-    logger.info(f"the first prompt as the model gets it: {prompt.shown(loader.dataset.prompts[0], of_text)}")
+    logger.info(f"the first prompt as the model gets it: {prompt_text.shown(loader.dataset.prompts[0], of_text)}")
     return Prompts(loader, digest_of(loader.dataset), args), eval_loader, max_steps
 
 

@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.grading.reward_answers import normalise
-from arlopti_openrlhf.ops.lifecycle import awake, credentials
+from arlopti_openrlhf.ops.lifecycle import awake, credentials, heartbeat
 from arlopti_openrlhf.ops.rollouts import reward_http
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, about
 
@@ -35,7 +35,7 @@ EVERY = 512
 SCORES_ARE_REWARDS = "scores_are_rewards"
 
 
-class RewardExecutor(SingleTurnAgentExecutor):
+class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
     """`SingleTurnAgentExecutor` with six changes.
 
     1. `kk` and `math` stand for the package's reward files.
@@ -69,7 +69,6 @@ class RewardExecutor(SingleTurnAgentExecutor):
         if is_file:
             logger.info(f"rewards come from {self.sources[0]}")
         self._count = itertools.count()  # samples whose log-probs can be compared
-        self.calls = 0  # under way. Each ends within a limit of its own
         self._down_since = self._said = 0.0
 
     async def execute(self, prompt, label, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None):

@@ -18,6 +18,7 @@ from typing import Any
 from chaos.training import BAD_STEPS, SAVE_EVERY, STALL_SECONDS, Training, checkpoints
 
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
+from arlopti_openrlhf.ops.lifecycle import progress
 
 Does = Callable[[Training], None]
 Moment = Callable[[Training, int, random.Random], None]
@@ -141,8 +142,8 @@ def move_it_and_leave_a_link(folder: Path, rng: random.Random) -> str:
 
 
 def empty_the_runs_name(folder: Path, rng: random.Random) -> str:
-    os.truncate(folder / "checkpoints" / checkpoint_files.RUN_FILE, 0)
-    return f"{checkpoint_files.RUN_FILE} emptied"
+    os.truncate(folder / "checkpoints" / progress.RUN_FILE, 0)
+    return f"{progress.RUN_FILE} emptied"
 
 
 # Processes by the titles that Ray and vLLM give them.

@@ -10,7 +10,7 @@ import torch
 from arlopti_testing.stored_run import STEP, unpack
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from arlopti_openrlhf.ops.checkpoints import files, process_state, unpickling
+from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
 
 ARCHIVES = sorted((Path(__file__).parent / "data").glob("*.tar.gz"))
 
@@ -38,9 +38,9 @@ def test_a_checkpoint_of_an_earlier_commit_is_read(archive, tmp_path):
     assert states["global_step"] == STEP and "base_optimizer_state" in optimizer["optimizer_state_dict"]
     leftover = states["data_loader_state_dict"]["leftover"]
     assert type(leftover) is list and leftover and {type(sample) for sample in leftover} == {Experience}
-    for state in (own["random"], unpickling.unpacked(states["controller_random"])):
-        process_state.set_random_state(state)
-        assert np.array_equal(np.random.get_state()[1], state["numpy"][1])
+    for saved in (own["random"], unpickling.unpacked(states["controller_random"])):
+        state.set_random_state(saved)
+        assert np.array_equal(np.random.get_state()[1], saved["numpy"][1])
 
 
 def test_a_crafted_checkpoint_calls_nothing(tmp_path):
@@ -72,9 +72,9 @@ def test_pytorchs_variable_is_as_it_was_before():
 
 
 def test_the_random_state_survives_and_needs_no_class():
-    state = unpickling.unpacked(unpickling.packed(process_state.random_state()))
+    saved = unpickling.unpacked(unpickling.packed(state.random_state()))
     numbers = np.random.rand(3), torch.rand(3)
-    process_state.set_random_state(state)
+    state.set_random_state(saved)
     assert np.array_equal(np.random.rand(3), numbers[0]) and torch.equal(torch.rand(3), numbers[1])
 
 

@@ -1,4 +1,4 @@
-"""A resumed run goes on under its name, in one curve of TensorBoard and in one run of wandb. No tracker ends a run."""
+"""A resumed run continues in one curve of TensorBoard and in one run of wandb. No tracker ends a run."""
 
 import json
 import subprocess
@@ -15,8 +15,9 @@ from arlopti_testing.processes import free_port, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.ops.checkpoints import state
 from arlopti_openrlhf.ops.health import trackers
-from arlopti_openrlhf.ops.lifecycle import credentials
+from arlopti_openrlhf.ops.lifecycle import credentials, progress
 
 
 def arguments(folder, run_name: str, resumes: bool, **wandb) -> SimpleNamespace:
@@ -24,43 +25,6 @@ def arguments(folder, run_name: str, resumes: bool, **wandb) -> SimpleNamespace:
     logger = SimpleNamespace(tensorboard_dir=str(folder / "tensorboard"), wandb=wandb)
     ckpt = SimpleNamespace(path=str(folder / "ckpt"), load_enable=resumes, disable_ds=False, save_hf=False)
     return SimpleNamespace(logger=logger, ckpt=ckpt)
-
-
-def identified(*args) -> tuple[str, str]:
-    """Return a run's name and wandb's id."""
-    args = arguments(*args)
-    run_id = trackers.identify(args)
-    return args.logger.wandb.run_name, run_id
-
-
-def test_a_resumed_run_keeps_its_name_and_its_id(tmp_path):
-    name, run_id = identified(tmp_path, "ppo_1122T01:00", True)  # nothing is there yet
-    assert name == "ppo_1122T01:00" and len(run_id) == 8
-    assert identified(tmp_path, "ppo_1122T09:59", True) == (name, run_id)
-    other, other_id = identified(tmp_path, "mine", True)
-    assert other == "mine" and other_id != run_id
-    assert identified(tmp_path, "ppo_1122T10:30", True) == ("mine", other_id)
-    name, new_id = identified(tmp_path, "mine", False)  # a new run
-    assert name == "mine" and new_id != other_id
-
-
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"run_name": ', "[" * 200_000])
-def test_a_run_whose_kept_name_a_power_loss_has_emptied_gets_another_and_says_so(content, tmp_path, capsys):
-    identified(tmp_path, "mine", True)
-    kept = tmp_path / "ckpt" / trackers.RUN_FILE
-    kept.write_text(content)
-    name, run_id = identified(tmp_path, "ppo_1122T01:00", True)
-    assert name == "ppo_1122T01:00" and f"{kept} cannot be read" in capsys.readouterr().out
-    assert identified(tmp_path, "ppo_1122T02:00", True) == (name, run_id) and not capsys.readouterr().out
-
-
-def test_a_run_that_saves_no_checkpoint_leaves_the_name_that_is_kept(tmp_path):
-    identified(tmp_path, "another run", False)
-    kept = (tmp_path / "ckpt" / trackers.RUN_FILE).read_text()
-    args = arguments(tmp_path, "mine", False)
-    args.ckpt.disable_ds = True
-    assert trackers.identify(args) not in kept and args.logger.wandb.run_name == "mine"
-    assert (tmp_path / "ckpt" / trackers.RUN_FILE).read_text() == kept
 
 
 @pytest.mark.parametrize(("checkpoint", "kept"), [(2, [0, 2]), (0, [])])
@@ -117,14 +81,14 @@ def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret
     flat = train_ppo_ray.parse(flags.split())
     credentials.hide(flat)
     args, _ = command_line.check(flat)
-    with trackers.resumable(args):
+    with trackers.resumable(args, state.identify):
         tracker = trackers.ppo_trainer.WandbLogger(args)
     run = wandb.run
     config, settings = dict(run.config), (run.id, run.name, run.settings.resume)
     assert 0 < run.settings.init_timeout <= 60
     tracker.close_for_good()
     assert not [child for child in psutil.Process().children() if "wandb" in child.name()]  # Ray would kill it
-    kept = json.loads((tmp_path / "ckpt" / trackers.RUN_FILE).read_text())
+    kept = json.loads((tmp_path / "ckpt" / progress.RUN_FILE).read_text())
     assert settings == (kept["wandb_id"], "mine", "allow")
     assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5
     assert config["eval"]["sampling"] == [["*", 4, 0.6], ["a", 2, 1.0]] and "namespace(" not in str(config)
@@ -139,6 +103,7 @@ import resource, sys
 from types import SimpleNamespace
 from arlopti_openrlhf import cpu
 cpu.enable()
+from arlopti_openrlhf.ops.checkpoints import state
 from arlopti_openrlhf.ops.health import trackers
 
 def full(whether):
@@ -151,7 +116,7 @@ args = SimpleNamespace(
     ckpt=SimpleNamespace(path=sys.argv[1] + "/ckpt", load_enable=False, disable_ds=False),
 )
 full(sys.argv[2] == "at the start")
-with trackers.resumable(args):
+with trackers.resumable(args, state.identify):
     tracker = trackers.ppo_trainer.TensorboardLogger(args)
 for step in range(1, 7):
     full(step < 5 if sys.argv[2] == "at the start" else step in (3, 4))

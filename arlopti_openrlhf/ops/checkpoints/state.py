@@ -1,0 +1,192 @@
+"""Lists a run's state, all of it: each part, where it is kept, who saves it and who restores it.
+
+A resumed run is the same run because it takes up all of this. Anything else starts anew, such as the medians of the
+alarms and vLLM's caches.
+"""
+
+import argparse
+import json
+import random
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from arlopti_openrlhf import terminal
+from arlopti_openrlhf.ops.checkpoints import files, ranks
+from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
+from arlopti_openrlhf.ops.lifecycle.progress import RUN_FILE, kept_run
+
+_UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
+
+
+class Part(NamedTuple):
+    """A part that `take` saves and `give` restores."""
+
+    key: str
+    what: str
+    take: Callable[[Any], Any]  # returns the part, of its owner
+    give: Callable[[Any, Any], object]  # gives the owner what `take` has returned
+
+
+class Other(NamedTuple):
+    """A part that another function saves, and that one restores."""
+
+    where: str  # a file of a checkpoint, or of --ckpt.path
+    keys: tuple[str, ...]  # in the file. Empty for all others
+    what: str
+    saved_by: str
+    restored_by: str
+
+
+# In a file of each rank. The owner is the rank's `CheckpointStrategy`.
+OF_RANK = (
+    Part("random", "random numbers: Python's, NumPy's, PyTorch's and the GPU's",
+         lambda strategy: random_state(), lambda strategy, saved: set_random_state(saved)),
+    Part("time_steps", "upstream's counters of the moving average",
+         lambda strategy: dict(strategy.time_steps), lambda strategy, saved: strategy.time_steps.update(saved)),
+    Part("averaged", "the moving average (--train.enable_ema), or this rank's part of it",
+         lambda strategy: _average(strategy.averaged), lambda strategy, saved: _set_average(strategy.averaged, saved)),
+)  # fmt: skip
+# In upstream's client state. The owner is the `Controller`.
+OF_CONTROLLER = (
+    Part("kl_coefficient", "the coefficient that --algo.kl.target moves",
+         lambda controller: controller.kl_ctl.value,
+         lambda controller, saved: setattr(controller.kl_ctl, "value", saved)),
+    Part("controller_random", "the controller's random numbers",
+         lambda controller: packed(random_state()), lambda controller, saved: set_random_state(unpacked(saved))),
+)  # fmt: skip
+RANK_FILE, CLIENT_FILE = "process_rank_{}.pt", "*_model_states.pt"
+OF_OTHERS = (
+    Other(CLIENT_FILE, (), "weights, schedule, counters of steps", "DeepSpeed",
+          "DeepSpeed; then learning_rate.follow takes the rate from the run's own plan"),
+    Other("*_optim_states.pt", (), "the optimizer's state", "DeepSpeed", "DeepSpeed"),
+    Other(CLIENT_FILE, ("episode", "global_step", "total_consumed_prompts"), "how far the run is",
+          "upstream's controllers", "upstream's controllers"),
+    Other(CLIENT_FILE, ("data_loader_state_dict",), "the place in the prompts, with samples left over",
+          "rollouts.prompts.Prompts.state_dict", "Prompts.load_state_dict"),
+    Other(CLIENT_FILE, ("best_eval_metric_key", "best_eval_metric_value", "latest_eval_metric_value",
+                         "checkpoint_metric_key"), "the best evaluation",
+          "upstream's save_best_checkpoint", "upstream's restore_best_checkpoint_state"),
+    Other("metric.json", (), "the checkpoint's evaluation", "CheckpointStrategy.save_ckpt", "files.rotate"),
+    Other(files.MANIFEST, (), "names, sizes and hashes of the files", "files.publish", "saving.newest_whole"),
+    Other(RUN_FILE, (), "the run's name, and its id with wandb", "identify", "identify"),
+    Other("config.yaml", (), "all flags", "cli.config_file.keep", "cli.same_run.check compares"),
+    Other("programs.json", (), "hashes of reward and method files", "cli.same_run.keep_digests",
+          "cli.same_run.check compares"),
+)  # fmt: skip
+
+
+def take(parts: Sequence[Part], owner: Any) -> dict[str, Any]:
+    """Return the parts of an owner's state by their keys."""
+    return {part.key: part.take(owner) for part in parts}
+
+
+def give(parts: Sequence[Part], owner: Any, saved: Mapping[str, Any]) -> None:
+    """Give an owner what `take` has returned. A new run has nothing saved, and keeps what it has."""
+    for part in parts:
+        if part.key in saved:
+            part.give(owner, saved[part.key])
+
+
+def save(checkpoint: Path, strategy: Any) -> None:
+    """Write this rank's file to a checkpoint's folder, which is being written."""
+    torch.save(take(OF_RANK, strategy), checkpoint / RANK_FILE.format(dist.get_rank()))
+
+
+def restore(checkpoint: Path, strategy: Any) -> None:
+    """Restore what `save` wrote. If there was no moving average, a line says so.
+
+    Raises:
+        ValueError: the checkpoint's moving average is that of another model.
+    """
+    saved = _load(checkpoint / RANK_FILE.format(dist.get_rank()))
+    if strategy.averaged is not None:
+        writer = _writer(strategy.averaged)
+        path, early = checkpoint / RANK_FILE.format(writer), checkpoint / f"averaged_rank_{writer}.pt"
+        if early.exists():  # where 0.1.0 kept the average at first
+            saved["averaged"] = _load(early)
+        elif writer != dist.get_rank():
+            saved["averaged"] = _load(path)["averaged"]
+        if saved["averaged"] is None:
+            ranks.say(f"{checkpoint} holds no moving average (--train.enable_ema): it starts anew")
+        elif [tensor.shape for tensor in saved["averaged"]] != [own.shape for own in _memory(strategy.averaged)]:
+            raise ValueError(f"{path}: the moving average (--train.enable_ema) is that of another model")
+    give(OF_RANK, strategy, saved)
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of Python's, NumPy's and PyTorch's generators, and of this process's GPU where it has one."""
+    legacy: Any = np.random.get_state()  # (generator's name, key, ...)
+    return {
+        "python": random.getstate(),
+        "numpy": (legacy[0], legacy[1].tolist(), *legacy[2:]),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Set what `random_state` returned. Without a GPU, a GPU's state is left out."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _average(averaged: nn.Module | None) -> list[torch.Tensor] | None:
+    """Return what this rank writes of the moving average. Where all ranks hold the whole of it, rank 0 does."""
+    return _memory(averaged) if averaged is not None and _writer(averaged) == dist.get_rank() else None
+
+
+def _set_average(averaged: nn.Module | None, saved: list[torch.Tensor] | None) -> None:
+    if averaged is not None and saved is not None:
+        for tensor, value in zip(_memory(averaged), saved, strict=True):
+            tensor.copy_(value)
+
+
+def _writer(averaged: nn.Module) -> int:
+    """Return the rank that writes what this rank holds of the moving average: its own part under ZeRO-3."""
+    is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in averaged.parameters())
+    return dist.get_rank() if is_partitioned else 0
+
+
+def _memory(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters' own memory: with ZeRO-3 this rank's part of each, else the whole."""
+    return [getattr(parameter, "ds_tensor", parameter.data).detach() for parameter in model.parameters()]
+
+
+def identify(args: argparse.Namespace) -> str:
+    """Set the run's name and return wandb's id for it.
+
+    Both are kept next to the checkpoints, where the run saves some. With `--ckpt.load_enable` the name is the kept
+    one, unless the user gives another. The id belongs to the name.
+    """
+    path, given = Path(args.ckpt.path, RUN_FILE), args.logger.wandb.run_name
+    if args.ckpt.load_enable and path.exists():
+        kept = kept_run(path.parent)
+        if kept is None:
+            terminal.say(f"{path} cannot be read: the run's name and its id with wandb are new ones.")
+        elif given == kept["run_name"] or _UPSTREAMS_DEFAULT.fullmatch(given):
+            args.logger.wandb.run_name = kept["run_name"]
+            return kept["wandb_id"]
+    run = {"run_name": given, "wandb_id": secrets.token_hex(4)}
+    if not files.are_saved(args):  # what is kept there may be another run's
+        return run["wandb_id"]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, json.dumps(run))
+    except OSError as error:
+        terminal.say(f"{path}: {error.strerror}. A run that is resumed from here will have curves of its own.")
+    return run["wandb_id"]
