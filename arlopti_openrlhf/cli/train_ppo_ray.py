@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
-from arlopti_openrlhf.cli import command_line, config_file, method_checks, run_folders, same_run
+from arlopti_openrlhf.cli import command_line, config_file, flags, method_checks, run_folders, same_run
 from arlopti_openrlhf.cli.command_line import make_parser as make_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
@@ -166,8 +166,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
         print(f"arlopti_openrlhf: {line}", flush=True)
     value["reward.remote_url"] = value["reward.remote_url"] or None  # OpenRLHF would ask a server without a name
     # The workers, which load these files, have a working directory of their own.
-    sources = value["algo.token_method"]
-    value["algo.token_method"] = [str(Path(s).absolute()) if s.endswith(".py") else s for s in sources]
+    value["algo.token_method"] = flags.absolute("algo.token_method", value["algo.token_method"])
     everything = Sampling("*", value["eval.n_samples_per_prompt"], value["eval.temperature"])
     value["eval.sampling"] = [everything, *value["eval.sampling"]]
     return flat
