@@ -10,6 +10,7 @@ from arlopti_openrlhf import methods
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.method_checks import LOPTI_DEFAULTS, SELECTIVE, STOCK
 from arlopti_openrlhf.evaluation.sampling import parse_sampling
+from arlopti_openrlhf.grading import REWARDS
 
 CONFIG = "--config"
 
@@ -211,10 +212,10 @@ _OPENRLHF = (
     Flag("actor.muon.lr actor.muon.momentum critic.muon.lr critic.muon.momentum", change=Change.STORED),
     Flag("actor.model_name_or_path critic.model_name_or_path reward.model_name_or_path", path=_from_hub),
     Flag("data.prompt_dataset eval.dataset", path=_from_hub),
-    Flag("reward.remote_url", {"metavar": "kk|math|PATH.py|URL,..."},
-     "The source of rewards: kk or math for the package's own, a Python file with reward_func(queries, prompts, "
-     "labels), or the URLs of reward servers, which take turns. A URL's user, password, path and query are shown "
-     "nowhere; ${NAME} in a URL stands for an environment variable.",
+    Flag("reward.remote_url", {"metavar": f"{'|'.join(REWARDS)}|PATH.py|URL,..."},
+     f"The source of rewards: {' or '.join(REWARDS)} for the package's own, a Python file with reward_func(queries, "
+     "prompts, labels), or the URLs of reward servers, which take turns. A URL's user, password, path and query are "
+     "shown nowhere; ${NAME} in a URL stands for an environment variable.",
      path=program),
     Flag("train.agent_func_path", path=program),
 )
