@@ -53,6 +53,13 @@ class Reward(NamedTuple):
 
 _ROWS = (
     Reward("kk", sources="kk_", labels_per_second=20_000),
-    Reward("math", "", 100, package="math-verify", label_module="math_labels", has_workers=True),
+    Reward(
+        "math",
+        sources="",
+        labels_per_second=100,
+        package="math-verify",
+        label_module="math_labels",
+        has_workers=True,
+    ),
 )
 REWARDS = {row.name: row for row in _ROWS}

@@ -14,6 +14,8 @@ def test_sources_have_their_grader():
     assert grade("kk_2ppl", "", [f"<think></think><answer>{label}</answer>"], label) == [(3.0, 1.0, True)]
     boxed, bare = "It is \\boxed{025}", "It is 25"
     assert grade("aime", "", [boxed, bare], "25") == [(1.0, 1.0, True), (1.0, 1.0, False)]
+    # As in a training: a thought that the template began, and that has no end, is graded.
+    assert grade("aime", "How many? <think>", [boxed], "25") == [(1.0, 1.0, True)]
 
 
 def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
