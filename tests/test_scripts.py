@@ -12,7 +12,7 @@ import yaml
 
 from arlopti_openrlhf.cli import prepare_data, quickstart, train_ppo_ray
 from arlopti_openrlhf.evaluation.sampling import sampling_of
-from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.grading import REWARDS
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples/scripts").glob("train_*.sh"))
@@ -42,7 +42,7 @@ def test_every_flag_is_known_and_trailing_flags_win(script, tmp_path):
     args = parse(script, tmp_path, "--train.seed", "7")
     assert args["train.seed"] == 7
     source = args["train.agent_func_path"] or args["reward.remote_url"]
-    assert source in REWARD_FILES or source.endswith("/get_reward") or (ROOT / source).is_file()
+    assert source in REWARDS or source.endswith("/get_reward") or (ROOT / source).is_file()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)

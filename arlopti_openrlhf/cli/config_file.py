@@ -14,23 +14,15 @@ A run keeps the values of all its flags in such a file, by topic, next to its ch
 
 import argparse
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from arlopti_openrlhf.cli import flags
 from arlopti_openrlhf.cli.bad_input import Parser
-from arlopti_openrlhf.grading import REWARD_FILES
 from arlopti_openrlhf.ops.checkpoints.files import write
 
-FLAG = "--config"
 KEPT = "config.yaml"  # in --ckpt.path
-# Flags with paths: of what the run reads, where a name may stand for something else, and of what it writes.
-_READ = (
-    *(f"{model}.model_name_or_path" for model in ("actor", "critic", "reward")),
-    *("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.token_method"),
-)
-_WRITTEN = ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir")
 _SWITCHES = {"true": True, "false": False}
 
 
@@ -44,7 +36,7 @@ def expanded(argv: Sequence[str], parser: Parser) -> list[str]:
             unknown key, or a value that is not of the flag's form.
     """
     finder = argparse.ArgumentParser(add_help=False)
-    finder.add_argument(FLAG)
+    finder.add_argument(flags.CONFIG)
     path = finder.parse_known_args(argv)[0].config
     if path is None:
         return list(argv)
@@ -52,7 +44,7 @@ def expanded(argv: Sequence[str], parser: Parser) -> list[str]:
         entries = read(Path(path).read_text("utf-8"))
         return [word for key, value in entries.items() for word in _words(key, value, parser)] + list(argv)
     except (OSError, ValueError) as error:
-        parser.error(f"argument {FLAG}: {path}: {error}")
+        parser.error(f"argument {flags.CONFIG}: {path}: {error}")
 
 
 def keep(flat: argparse.Namespace, folder: Path) -> None:
@@ -73,7 +65,7 @@ def text(flat: argparse.Namespace) -> str:
     for key, value in given.items():
         topic, _, name = key.partition(".")
         inside = by_topic.setdefault(topic, {}) if name else by_topic
-        inside[name or topic] = _from_anywhere(key, value)
+        inside[name or topic] = flags.absolute(key, value)
     return yaml.safe_dump(by_topic, sort_keys=True, allow_unicode=True)
 
 
@@ -146,23 +138,6 @@ def _words(key: str, value: Any, parser: Parser) -> list[str]:
     if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
         raise ValueError(f"{key}: takes one value, not a list")
     return [f"{flag}={part}" for part in values]
-
-
-def _from_anywhere(key: str, value: Any) -> Any:
-    """Return a flag's plain value with its relative paths made absolute."""
-    if isinstance(value, list):
-        return [_from_anywhere(key, part) for part in value]
-    if key in _WRITTEN:
-        return value and os.path.abspath(value)
-    if key not in _READ or (key == "reward.remote_url" and value in REWARD_FILES):
-        return value
-    return ",".join(_absolute(part.strip()) for part in value.split(","))
-
-
-def _absolute(path: str) -> str:
-    """Return what names data or a model with its path made absolute, if it is one; OpenRLHF reads `folder@subset`."""
-    name, at, subset = path.partition("@")
-    return f"{os.path.abspath(name)}{at}{subset}" if os.path.exists(name) else path
 
 
 def _plain(value: Any) -> Any:

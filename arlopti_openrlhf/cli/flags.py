@@ -1,47 +1,98 @@
-"""The flags that this package adds to OpenRLHF's training command."""
+"""The flags that this package adds to OpenRLHF's training command, and what it knows of OpenRLHF's own."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 from arlopti_openrlhf import methods
-from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.method_checks import LOPTI_DEFAULTS, SELECTIVE, STOCK
 from arlopti_openrlhf.evaluation.sampling import parse_sampling
+from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.repairs import REPAIRS
+
+CONFIG = "--config"
+
+
+class Change(Enum):
+    """What another value of a flag means for a run that is resumed."""
+
+    REPORTED = auto()  # the run goes on with it
+    IGNORED = auto()  # it is the same run: how it is started, where it writes, what it logs
+    PLACE = auto()  # the place in the prompts, or in the learning rate's schedule, counts in it
+    PASSES = auto()  # so it does if a mini-batch then takes another number of optimizer steps
+    LAYOUT = auto()  # DeepSpeed loads no checkpoint of another
+    RANKS = auto()  # nor one of another number of ranks
+    STORED = auto()  # the optimizer's own state has it, and the run goes on with the earlier value
+
+
+class Flag(NamedTuple):
+    """A flag: how argparse reads it, and what a resumed run and the kept configuration make of its value."""
+
+    name: str  # of OpenRLHF's own, without dashes, and of several that are alike
+    settings: dict[str, Any] = {}
+    help: str = ""
+    change: Change = Change.REPORTED
+    path: Callable[[str], str] | None = None  # makes a relative path absolute. None for what is no path
+
+    @property
+    def dest(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the flags to OpenRLHF's parser, and say what more some of OpenRLHF's own take."""
     for action in parser._actions:
-        vars(action).update(_OF_OPENRLHF.get(action.dest, {}))
+        row = of(action.dest)
+        vars(action).update(row.settings | ({"help": row.help} if row.help else {}))
     for title, table in TABLES.items():
         group = parser.add_argument_group(title) if title else parser
-        for flag, settings, text in table:
-            group.add_argument(flag, help=text, **settings)
+        for row in table:
+            group.add_argument(row.name, help=row.help, **row.settings)
+
+
+def of(name: str) -> Flag:
+    """Return the row of the flag "algo.ar.alpha", or one that says nothing of a flag without a row."""
+    return ROWS.get(name, Flag(name))
+
+
+def absolute(name: str, value: Any) -> Any:
+    """Return the value of the flag "ckpt.path" with its relative paths made absolute."""
+    path = of(name).path
+    if not path or not value:
+        return value
+    return [path(part) for part in value] if isinstance(value, list) else path(value)
+
+
+def program(name: str) -> str:
+    """Return the absolute path of a Python file. Rewards, methods and servers with other names keep them."""
+    return os.path.abspath(name) if name.endswith(".py") and "://" not in name else name
+
+
+def _from_hub(names: str) -> str:
+    """Return models or data sets, those that are here by absolute path. OpenRLHF takes several, and `name@subset`."""
+    parts = [part.strip().partition("@") for part in names.split(",")]
+    return ",".join((os.path.abspath(name) if os.path.exists(name) else name) + at + rest for name, at, rest in parts)
 
 
 def refuse_care(flat: argparse.Namespace) -> list[Finding]:
     """Return a finding for each flag of what `--ops off` leaves out that has another value than its default."""
     value, findings = vars(flat), []
-    for flag, settings, _ in (row for title, table in TABLES.items() if title != METHOD for row in table):
-        given = value[_dest(flag)]
-        if flag not in ("--ops", "--dry-run", config_file.FLAG) and given != settings.get("default", False):
+    for row in (row for title, table in TABLES.items() if title != METHOD for row in table):
+        given = value[row.dest]
+        if row.name not in ("--ops", "--dry-run", CONFIG) and given != row.settings.get("default", False):
             problem = "is for what --ops off leaves out"
-            findings.append(Finding(flag, given, problem, "leave out one of the two"))
+            findings.append(Finding(row.name, given, problem, "leave out one of the two"))
     return findings
 
 
 def without_ours(flat: argparse.Namespace) -> argparse.Namespace:
     """Return the flags that OpenRLHF's own parser knows."""
-    ours = {_dest(flag) for table in TABLES.values() for flag, *_ in table}
+    ours = {row.dest for table in TABLES.values() for row in table}
     return argparse.Namespace(**{name: value for name, value in vars(flat).items() if name not in ours})
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _number(range_: str, default: float | None = None) -> dict[str, Any]:
@@ -70,110 +121,135 @@ _METHODS = {"nargs": "+", "default": [], "metavar": "NAME|FILE.py"}
 _METHOD_ARGUMENTS = {"nargs": "+", "default": [], "metavar": "NAME.KEY=VALUE", "type": _method_argument}
 _SAMPLING = {"action": "append", "default": [], "metavar": "PATTERN:n=N,t=T", "type": parse_sampling}
 
-# The title of their group, or "" for that of the first part of their names (`cli.help`) -> flags, settings and help.
+# The title of their group, or "" for that of the first part of their names (`cli.help`) -> our flags.
 # fmt: off
-TABLES: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {"token-level update (arXiv 2505.12929)": (
-    ("--algo.ar.alpha", _number("[0, 1]", 0.0),
+TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": (
+    Flag("--algo.ar.alpha", _number("[0, 1]", 0.0),
      "α of Advantage Reweighting (Eq. 4), in [0, 1]. 0 is off (default). The paper takes 0.3 for K&K and 0.1 for "
      "math. Short for --algo.token_method ar with ar.alpha."),
-    ("--algo.lopti.eta", _number("(0, 1)"),
+    Flag("--algo.lopti.eta", _number("(0, 1)"),
      "η of Lopti, in (0, 1): tokens of a lower probability are updated apart from the rest. Off by default. The "
-     "paper takes 0.5. Short for --algo.token_method lopti with lopti.eta, as are quantile, order and groups."),
-    ("--algo.lopti.quantile", _number("(0, 1)"),
-     "Share of the tokens in the low group, in (0, 1). η follows from each rollout batch, over all ranks."),
-    ("--algo.lopti.scope", _choice(["batch", "minibatch"], LOPTI_DEFAULTS["scope"]),
+     "paper takes 0.5. Short for --algo.token_method lopti with lopti.eta, as are quantile, order and groups.",
+     Change.PASSES),
+    Flag("--algo.lopti.quantile", _number("(0, 1)"),
+     "Share of the tokens in the low group, in (0, 1). η follows from each rollout batch, over all ranks.",
+     Change.PASSES),
+    Flag("--algo.lopti.scope", _choice(["batch", "minibatch"], LOPTI_DEFAULTS["scope"]),
      "batch (default) updates all mini-batches of an epoch with the first group and then all with the second. "
      "minibatch updates both groups within each mini-batch."),
-    ("--algo.lopti.order", _choice(["low_first", "high_first"], LOPTI_DEFAULTS["order"]),
+    Flag("--algo.lopti.order", _choice(["low_first", "high_first"], LOPTI_DEFAULTS["order"]),
      "Which group is updated first (default: low_first). high_first is the ablation of Fig. 6b."),
-    ("--algo.lopti.groups", _choice(["both", "low", "high"], LOPTI_DEFAULTS["groups"]),
-     "Update both groups (default), or only one, which is the ablation of Fig. 6a."),
-    ("--algo.token_method", _METHODS,
+    Flag("--algo.lopti.groups", _choice(["both", "low", "high"], LOPTI_DEFAULTS["groups"]),
+     "Update both groups (default), or only one, which is the ablation of Fig. 6a.",
+     Change.PASSES),
+    Flag("--algo.token_method", _METHODS,
      f"Token methods, whose weights multiply: {', '.join(methods.built_in())}, or a Python file with "
      'weigh(tokens), as examples/token_method.py. ar takes α in [-1, 1]: below 0 it raises rare tokens, as in "On '
-     'the Direction of RLVR Updates". docs/token_methods.md has the papers.'),
-    ("--algo.token_method_args", _METHOD_ARGUMENTS,
-     "Constants of token methods in place of the published ones, as in ar.alpha=-0.2 stapo.tau=0.01."),
-    ("--algo.token_method_normalize", _SWITCH,
+     'the Direction of RLVR Updates". docs/token_methods.md has the papers.',
+     Change.PASSES, program),
+    Flag("--algo.token_method_args", _METHOD_ARGUMENTS,
+     "Constants of token methods in place of the published ones, as in ar.alpha=-0.2 stapo.tau=0.01.",
+     Change.PASSES),
+    Flag("--algo.token_method_normalize", _SWITCH,
      "Divide the product of the token methods' weights by its mean over each rollout batch, so that its mean is 1. "
      "That takes away what a method does by the mere size of its weights."),
-    ("--actor.update", _choice([STOCK, SELECTIVE], None),
+    Flag("--actor.update", _choice([STOCK, SELECTIVE], None),
      "stock computes the update as OpenRLHF does, with logits of every position, each prompt once per response, and "
      "old log-probs in a pass of their own. selective computes only what the update needs, with equal gradients. "
      "Before its first pass each model computes some log-probs both ways. Where they differ by more than rounding, "
      "it says so and keeps stock's layout. Default: selective with AR, Lopti or a token method, else stock."),
-    ("--actor.gradient_checkpointing_level", _choice(["auto", "whole"], "auto"),
+    Flag("--actor.gradient_checkpointing_level", _choice(["auto", "whole"], "auto"),
      "What the selective update computes again with --actor.gradient_checkpointing_enable. whole: each layer, as "
      "OpenRLHF. auto (default): nothing if that is faster in the larger of OpenRLHF's own peak and the memory that is "
      "free on every GPU, else each layer. The log of the first update says which."),
 ), "care for the run": (
-    ("--ops", _choice(["on", "off"], "on"),
+    Flag("--ops", _choice(["on", "off"], "on"),
      "off leaves out all that this package does beside the method: the run is OpenRLHF's own, with the update of the "
      "methods that are given. Nothing is checked beforehand but the methods and their flags (default: on)."),
-    ("--without_repair", {"nargs": "+", "default": [], "choices": sorted(REPAIRS), "metavar": "NAME"},
+    Flag("--without_repair", {"nargs": "+", "default": [], "choices": sorted(REPAIRS), "metavar": "NAME"},
      f"Repairs of OpenRLHF's defects to leave out: {', '.join(sorted(REPAIRS))}. docs/flags.md explains them."),
 ), "faults": (
-    ("--dry-run", _SWITCH,
+    Flag("--dry-run", _SWITCH,
      "Check everything that can be checked beforehand, list all findings and exit: status 0 where the run can "
-     "start, 2 where it cannot. Nothing is started."),
-    ("--train.deterministic", _SWITCH,
+     "start, 2 where it cannot. Nothing is started.",
+     Change.IGNORED),
+    Flag("--train.deterministic", _SWITCH,
      "Samples enter the batch by prompt, each request to vLLM has its own seed, and each engine starts on its whole "
      "list at once. On the CPU of one machine, two runs of one seed are then equal bit for bit, and so is a run "
      "that is resumed. On GPUs the order and the seeds hold, but kernels may differ in the last bits. Not with "
      "--train.async_enable or --train.agent_func_path."),
-    ("--train.stall_minutes", _number("(0, 10080]", 10.0),
+    Flag("--train.stall_minutes", _number("(0, 10080]", 10.0),
      "The run stops with its cause (exit status 4) when a part of it gives no sign of life for so long, or when "
      "none makes progress: no module computed, no token generated, nothing read or written, no call finished "
      "(default: 10, a week at most)."),
-    ("--train.max_bad_steps", _count(3),
+    Flag("--train.max_bad_steps", _count(3),
      "A step whose loss or gradient is not finite is refused. After so many in a row the run stops (exit status 3), "
      "with the last good checkpoint and without a final model (default: 3)."),
-    ("--train.no_remote_code", _SWITCH,
+    Flag("--train.no_remote_code", _SWITCH,
      "Refuse models that bring Python code, which OpenRLHF and vLLM run when they load them, and those that are not "
-     "on this machine, whose code is not known. Without it such code is named before it runs."),
-    ("--ckpt.load_changed", _SWITCH,
+     "on this machine, whose code is not known. Without it such code is named before it runs.",
+     Change.IGNORED),
+    Flag("--ckpt.load_changed", _SWITCH,
      "Resume although what a place in the prompts or in the learning rate's schedule counts in has changed: batch "
      "sizes, samples per prompt, epochs, the seed, Lopti's passes, or the prompts. Without it such a run is refused "
-     "(exit status 2)."),
-    ("--ckpt.save_minutes", _number("(0, inf)"),
+     "(exit status 2).",
+     Change.IGNORED),
+    Flag("--ckpt.save_minutes", _number("(0, inf)"),
      "Save a checkpoint after the first step that ends so many minutes after the last one, beside "
      "--ckpt.save_steps. Off by default."),
-    ("--reward.timeout_seconds", _number("(0, 604800]", 300.0),
+    Flag("--reward.timeout_seconds", _number("(0, 604800]", 300.0),
      "Wall-clock limit of one call of a reward function. A call that takes longer is ended, and the run stops with "
      "its query (default: 300; a week at most)."),
-    ("--alarm.flat_reward_steps", _count(20),
+    Flag("--alarm.flat_reward_steps", _count(20),
      "Alarm after so many steps in a row without a reward above the lowest one (default: 20)."),
-    ("--alarm.grad_norm_factor", _number("(1, inf)", 10.0),
+    Flag("--alarm.grad_norm_factor", _number("(1, inf)", 10.0),
      "Alarm where the gradient norm exceeds so many times its median over the last 100 steps (default: 10)."),
-    ("--alarm.rollout_gap", _number("(0, inf)", 0.1),
+    Flag("--alarm.rollout_gap", _number("(0, inf)", 0.1),
      "Alarm where the mean |log-prob| difference between vLLM and the actor exceeds this, in nats (default: 0.1)."),
 ), "": (
-    ("--logger.probability_stats", _choice(["bins", "quartiles", "off"], "bins"),
+    Flag("--logger.probability_stats", _choice(["bins", "quartiles", "off"], "bins"),
      "Log statistics of each update's tokens to wandb and TensorBoard, by probability in bins of 0.25 (default) or "
-     "by quartile of the rollout batch."),
-    ("--logger.console", _choice(["auto", "progress", "all"], "auto"),
+     "by quartile of the rollout batch.",
+     Change.IGNORED),
+    Flag("--logger.console", _choice(["auto", "progress", "all"], "auto"),
      "What the run shows. progress: one line that says how far it is, with the output of Ray, vLLM and DeepSpeed in "
-     "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all."),
-    ("--reward.retry_minutes", _number("[0, inf]", 10.0),
+     "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all.",
+     Change.IGNORED),
+    Flag("--reward.retry_minutes", _number("[0, inf]", 10.0),
      "How long a sample waits for a reward server that does not answer before the run stops (default: 10)."),
-    ("--eval.sampling", _SAMPLING,
+    Flag("--eval.sampling", _SAMPLING,
      "Samples per problem and temperature for the data sources that match, as in aime:n=16,t=1. The last match "
      "counts. Default: --eval.n_samples_per_prompt and --eval.temperature."),
-    (config_file.FLAG, {"metavar": "FILE.yaml"},
+    Flag(CONFIG, {"metavar": "FILE.yaml"},
      "Flags in a YAML file, by their names without the dashes, as in `algo.ar.alpha: 0.3`. The command line's flags "
-     f"count before the file's. A run keeps all its flags in {config_file.KEPT} of --ckpt.path, which can be given "
-     "here."),
+     "count before the file's. A run keeps all its flags in config.yaml of --ckpt.path, which can be given here."),
 )}
 METHOD = next(iter(TABLES))  # the title of the method's own flags
-_OF_OPENRLHF = {
-    "reward.remote_url": {
-        "metavar": "kk|math|PATH.py|URL,...",
-        "help": "The source of rewards: kk or math for the package's own, a Python file with reward_func(queries, "
-                "prompts, labels), or the URLs of reward servers, which take turns. A URL's user, password, path and "
-                "query are shown nowhere; ${NAME} in a URL stands for an environment variable.",
-    },
-    "logger.wandb.key": {
-        "help": "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere.",
-    },
-}
+# OpenRLHF's own, if more is to be known of them than that a resumed run reports another value.
+_OPENRLHF = (
+    Flag("ckpt.path ckpt.output_dir logger.tensorboard_dir", change=Change.IGNORED, path=os.path.abspath),
+    Flag("ckpt.load_enable logger.logging_steps", change=Change.IGNORED),
+    Flag("logger.wandb.org logger.wandb.group logger.wandb.project logger.wandb.run_name", change=Change.IGNORED),
+    Flag("logger.wandb.key", {},
+     "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere.",
+     Change.IGNORED),
+    Flag("rollout.batch_size rollout.n_samples_per_prompt train.batch_size train.max_epochs", change=Change.PLACE),
+    Flag("train.seed", change=Change.PLACE),  # of the order of the prompts
+    Flag("actor.num_nodes actor.num_gpus_per_node critic.num_nodes critic.num_gpus_per_node", change=Change.RANKS),
+    Flag("ds.zero_stage ds.ring_attn_size ds.tensor_parallel_size", change=Change.LAYOUT),
+    Flag("actor.adam.lr actor.adam.betas actor.adam.eps actor.adam.weight_decay", change=Change.STORED),
+    Flag("critic.adam.lr critic.adam.betas critic.adam.eps critic.adam.weight_decay", change=Change.STORED),
+    Flag("actor.muon.lr actor.muon.momentum critic.muon.lr critic.muon.momentum", change=Change.STORED),
+    Flag("actor.model_name_or_path critic.model_name_or_path reward.model_name_or_path", path=_from_hub),
+    Flag("data.prompt_dataset eval.dataset", path=_from_hub),
+    Flag("reward.remote_url", {"metavar": f"{'|'.join(REWARDS)}|PATH.py|URL,..."},
+     f"The source of rewards: {' or '.join(REWARDS)} for the package's own, a Python file with reward_func(queries, "
+     "prompts, labels), or the URLs of reward servers, which take turns. A URL's user, password, path and query are "
+     "shown nowhere; ${NAME} in a URL stands for an environment variable.",
+     path=program),
+    Flag("train.agent_func_path", path=program),
+)
 # fmt: on
+ROWS = {name: row for row in _OPENRLHF for name in row.name.split()} | {
+    row.dest: row for table in TABLES.values() for row in table
+}

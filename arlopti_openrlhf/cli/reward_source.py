@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli.bad_input import Parser, check_reward_file
+from arlopti_openrlhf.grading import REWARDS
+from arlopti_openrlhf.grading.sources import reward_of
 from arlopti_openrlhf.lab.data import published
 from arlopti_openrlhf.lab.scoring.inputs import Row
 from arlopti_openrlhf.ops.lifecycle import credentials
@@ -16,27 +18,28 @@ if TYPE_CHECKING:
     from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
 
 _HELP = (
-    "what grades, as in `arlopti train`: kk, math, a Python file with reward_func, or URLs of reward servers "
-    "(default: the rule of each row's datasource, which is Knights and Knaves for kk_* and math for all others)"
+    f"what grades, as in `arlopti train`: {', '.join(REWARDS)}, a Python file with reward_func, or URLs of reward "
+    f"servers (default: by datasource, {', '.join(f'{row.name} for {row.sources}*' for row in REWARDS.values())})"
 )
 
 
 def add_flag(parser: Parser) -> None:
     """Add --reward, which has its name in `arlopti train` too."""
-    parser.add_argument("--reward", "--reward.remote_url", metavar="kk|math|PATH.py|URL,...", help=_HELP)
+    parser.add_argument("--reward", "--reward.remote_url", metavar=f"{'|'.join(REWARDS)}|PATH.py|URL,...", help=_HELP)
 
 
 def check(parser: Parser, reward: str | None, rows: Sequence[Row], says: bool = True) -> None:
     """Refuse what is no source of rewards. A file is not run, and no server is asked.
 
-    Without one, `says` prints which data sources are graded as math for want of a rule of their own.
+    Without one, `says` prints which data sources are graded as any other for want of a rule of their own.
     """
     if reward is None:
         sources = sorted({row["datasource"] for row in rows})
-        unknown = [name for name in sources if not name.startswith("kk_") and name not in published.DATA_SETS]
+        unknown = [name for name in sources if not reward_of(name).sources and name not in published.DATA_SETS]
         if unknown and says:
             named = terminal.one_line(", ".join(unknown))
-            print(f"{parser.prog}: no rule for {named}: graded as math. --reward takes another", file=sys.stderr)
+            line = f"no rule for {named}: graded as {reward_of('').name}. --reward takes another"
+            print(f"{parser.prog}: {line}", file=sys.stderr)
     elif not values.is_reward_source(reward):
         parser.error(f"argument --reward: {credentials.divide(reward)[0]} {values.NO_SOURCE}; {values.SOURCES}")
     elif reward.endswith(".py"):

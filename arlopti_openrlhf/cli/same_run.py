@@ -6,7 +6,6 @@ The prompts themselves are compared where they are loaded (`ops.rollouts.prompts
 import argparse
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,8 @@ from typing import Any
 from packaging.version import Version
 
 from arlopti_openrlhf import __version__
-from arlopti_openrlhf.cli import config_file
+from arlopti_openrlhf.cli import config_file, flags
+from arlopti_openrlhf.cli.flags import Change
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -23,31 +23,6 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 DIGESTS = "programs.json"  # in --ckpt.path: the SHA-256 of each reward and method file, by its path
 
 _Values = dict[str, str | list]
-
-# How the run is started, and where it writes.
-_LEFT_OUT = (
-    "ckpt.path",
-    "ckpt.output_dir",
-    "ckpt.load_enable",
-    "ckpt.load_changed",
-    "dry_run",
-    "train.no_remote_code",
-    "logger.",
-)
-# The place in the prompts, or that in the schedule of the learning rate, counts in these.
-_COUNTED_IN = (
-    "rollout.batch_size",
-    "rollout.n_samples_per_prompt",
-    "train.batch_size",
-    "train.max_epochs",
-    "train.seed",  # of the order of the prompts
-)
-_PASSES = ("algo.lopti.eta", "algo.lopti.quantile", "algo.lopti.groups", "algo.token_method", "algo.token_method_args")
-# DeepSpeed loads no checkpoint that other ranks, or another stage, have written.
-_RANKS = ("num_nodes", "num_gpus_per_node")
-_LAYOUT = ("ds.zero_stage", "ds.ring_attn_size", "ds.tensor_parallel_size")
-# The optimizer's own state has these.
-_IN_THE_CHECKPOINT = ("adam.lr", "adam.betas", "adam.eps", "adam.weight_decay", "muon.lr", "muon.momentum")
 
 
 def check_checkpoint(args: SimpleNamespace) -> Iterator[Finding]:
@@ -94,7 +69,7 @@ def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleName
         had["reward.remote_url"] = credentials.divide(urls)[0]  # a file of an earlier version may show more
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
-    return [_difference(key, had, has, args) for key in keys if not key.startswith(_LEFT_OUT)]
+    return [_difference(key, had, has, args) for key in keys if flags.of(key).change is not Change.IGNORED]
 
 
 def keep_digests(flat: argparse.Namespace, folder: Path) -> None:
@@ -115,10 +90,9 @@ def _edited(flat: argparse.Namespace) -> list[Finding]:
 
 def _programs(flat: argparse.Namespace) -> list[tuple[str, str]]:
     """Return the flags and paths of the Python files that the run executes, without what those import."""
-    value = vars(flat)
-    files = [(key, value[key]) for key in ("reward.remote_url", "train.agent_func_path")]
-    files += [("algo.token_method", method) for method in value["algo.token_method"]]
-    return [(f"--{key}", os.path.abspath(path)) for key, path in files if path and path.endswith(".py")]
+    values = [(key, vars(flat)[key]) for key, row in flags.ROWS.items() if row.path is flags.program]
+    paths = [(key, path) for key, value in values for path in (value if isinstance(value, list) else [value])]
+    return [(f"--{key}", flags.program(path)) for key, path in paths if path and path.endswith(".py")]
 
 
 def _digest(path: str) -> str | None:
@@ -140,7 +114,7 @@ def _difference(key: str, had: _Values, has: _Values, args: SimpleNamespace) -> 
         problem += ", and its place in the prompts or in the learning rate's schedule counts in that"
         remedy = f"give {before}, or add --ckpt.load_changed to go on with {now}"
         is_fatal = True
-    elif key.endswith(_IN_THE_CHECKPOINT):
+    elif flags.of(key).change is Change.STORED:
         remedy = f"it goes on with {before}, which its checkpoints hold"
     return Finding(f"--{key}", now, problem, remedy, is_fatal)
 
@@ -160,7 +134,8 @@ def _shown(value: str | list | None) -> str:
 
 
 def _changes_place(key: str, had: _Values, has: _Values) -> bool:
-    return key in _COUNTED_IN or (key in _PASSES and _passes(had) != _passes(has))
+    change = flags.of(key).change
+    return change is Change.PLACE or (change is Change.PASSES and _passes(had) != _passes(has))
 
 
 def _passes(values: _Values) -> int:
@@ -173,12 +148,10 @@ def _passes(values: _Values) -> int:
 
 
 def _changes_layout(key: str, had: _Values, has: _Values) -> bool:
-    model, _, name = key.partition(".")
-    if name in _RANKS and model in ("actor", "critic"):
-        return _ranks(model, had) != _ranks(model, has)
-    return key in _LAYOUT
+    change, model = flags.of(key).change, key.partition(".")[0]
+    return change is Change.LAYOUT or (change is Change.RANKS and _ranks(model, had) != _ranks(model, has))
 
 
 def _ranks(model: str, values: _Values) -> int:
-    nodes, gpus = (int(str(values.get(f"{model}.{name}", 0))) for name in _RANKS)
+    nodes, gpus = (int(str(values.get(f"{model}.{name}", 0))) for name in ("num_nodes", "num_gpus_per_node"))
     return nodes * gpus if f"{model}.model_name_or_path" in values else 0

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file, command_parser
-from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.grader import Limits
 
 
@@ -33,7 +33,7 @@ def make_parser() -> Parser:
         action="append",
         required=True,
         type=_grader,
-        metavar="kk|math|PATH.py",
+        metavar=f"{'|'.join(REWARDS)}|PATH.py",
         help="a reward of the package, or a file with reward_func(queries, prompts, labels), any number of times",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if token is not None and (not token or not token.replace("-", "").replace("_", "").isalnum()):
         parser.error("the token must be letters, digits, - and _, because it can be part of a URL")
     for _, source in args.grader:
-        if source not in REWARD_FILES:
+        if source not in REWARDS:
             check_reward_file(parser, "--grader", source)
     check_port(parser, args.host, args.port)
     if token is None and not _is_this_machine(args.host):
@@ -111,11 +111,11 @@ def _is_this_machine(host: str) -> bool:
 
 def _grader(text: str) -> tuple[str, str]:
     """Return the name in the URL, and the source."""
-    if text in REWARD_FILES:
+    if text in REWARDS:
         return text, text
     path = Path(text)
     if path.suffix != ".py" or not path.is_file():
-        raise argparse.ArgumentTypeError(f"{text} is not kk, math or a Python file that exists")
+        raise argparse.ArgumentTypeError(f"{text} is not {', '.join(REWARDS)} or a Python file that exists")
     return path.stem, text
 
 

@@ -96,7 +96,7 @@ def _train_without_care(flat: argparse.Namespace, differences: Sequence[upstream
     findings = [*_findings(differences), *flags.refuse_care(flat)]
     findings += method_checks.check_flags(command_line.hierarchize(flat))
     check.refuse_if_fatal(findings)
-    _find_files(flat)
+    vars(flat)["algo.token_method"] = flags.absolute("algo.token_method", vars(flat)["algo.token_method"])
     with_ours = command_line.hierarchize(flat)
     findings += method_checks.check_methods(with_ours)
     args, of_upstream = command_line.check(flags.without_ours(flat))
@@ -167,12 +167,6 @@ def _check_flags(given: SimpleNamespace) -> list[Finding]:
     return [*values.check_combinations(given), *method_checks.check_flags(given)]
 
 
-def _find_files(flat: argparse.Namespace) -> None:
-    """Name the methods' files so that the workers find them, which have a working directory of their own."""
-    sources = vars(flat)["algo.token_method"]
-    vars(flat)["algo.token_method"] = [str(Path(s).absolute()) if s.endswith(".py") else s for s in sources]
-
-
 def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     """Fill in what follows from other flags, and say so where a user would not expect it."""
     value, lines = vars(flat), []
@@ -192,7 +186,8 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     for line in lines:
         terminal.say(line)
     value["reward.remote_url"] = value["reward.remote_url"] or None  # OpenRLHF would ask a server without a name
-    _find_files(flat)
+    # The workers, which load these files, have a working directory of their own.
+    value["algo.token_method"] = flags.absolute("algo.token_method", value["algo.token_method"])
     everything = Sampling("*", value["eval.n_samples_per_prompt"], value["eval.temperature"])
     value["eval.sampling"] = [everything, *value["eval.sampling"]]
     return flat

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
@@ -51,22 +51,20 @@ class Grader:
     """Grades requests with one reward function.
 
     Args:
-        source: "kk", "math", or the path of a Python file with `reward_func(queries, prompts, labels)`.
+        source: a reward of the package, or the path of a Python file with `reward_func(queries, prompts, labels)`.
         workers: how many calls run at a time.
         limits: the server's limits.
     """
 
     def __init__(self, source: str, workers: int, limits: Limits) -> None:
         self.limits = limits
-        if source == "math":
-            # The math reward has worker processes of its own, with a limit for each answer.
-            from arlopti_openrlhf.grading import math_reward
-
-            self.pool = math_reward.worker_pool(workers)
-            threads = ThreadPoolExecutor(workers, "math")
-            self.call: Callable[..., Future] = lambda *lists: threads.submit(math_reward.reward_func, *lists)
+        reward = REWARDS.get(source)
+        if reward and reward.has_workers:  # with a limit for each answer
+            self.pool = reward.module.worker_pool(workers)
+            threads = ThreadPoolExecutor(workers, source)
+            self.call: Callable[..., Future] = partial(threads.submit, reward.module.reward_func)
         else:
-            path = Path(REWARD_FILES.get(source, source)).resolve()
+            path = Path(reward.path if reward else source).resolve()
             self.pool = WorkerPool(f"{path}:reward_func", workers, limits.grading_seconds)
             self.call = self.pool.submit
         self.free = workers  # calls that may start

@@ -9,7 +9,7 @@ import decimal
 import inspect
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 # What our own server calls itself at /health, by which the pre-flight knows it from any other.
 SERVER = "arlopti_openrlhf"
@@ -46,6 +46,22 @@ def request_body(query: str, prompt: str, label: Any) -> bytes:
         raise ValueError(f"a label that is {type(value).__name__} cannot be sent to a server; store it as text")
 
     return json.dumps({"query": [query], "prompts": [prompt], "labels": [label]}, default=text).encode()
+
+
+class Grade(NamedTuple):
+    """What a reward says of one response."""
+
+    reward: float
+    score: float | None  # 1 right, 0 wrong. None where the reward returns no scores
+    well_formed: bool | None  # the response has the form that the prompt asks for. None where the reward does not say
+
+
+def grades(answer: Any, n: int) -> list[Grade]:
+    """Return the grades in the answer for `n` samples. ValueError as in `normalise`."""
+    found = normalise(answer, n)
+    well_formed = found["extra_logs"].get("well_formed")
+    forms = [None] * n if well_formed is None else map(bool, well_formed)
+    return list(map(Grade, found["rewards"], found["scores"] or [None] * n, forms))
 
 
 def normalise(answer: Any, n: int) -> dict[str, Any]:

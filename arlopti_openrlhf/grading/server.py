@@ -70,7 +70,8 @@ class RewardServer:
     """Answers the requests.
 
     Args:
-        sources: name in the URL -> "kk", "math" or the path of a Python file. The first answers at /get_reward too.
+        sources: name in the URL -> a reward of the package, or the path of a Python file. The first answers at
+            /get_reward too.
         workers: grader processes, per grader.
         limits: what the server takes on.
         token: clients must send it as `Authorization: Bearer TOKEN` or as the first segment of the path. None for all.

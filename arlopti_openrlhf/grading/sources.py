@@ -1,27 +1,18 @@
-"""Chooses the rule that grades a data source: Logic-RL's for the K&K sources, math for all others."""
+"""Chooses the reward that grades a data source, by the names of the sources: Logic-RL's for K&K, math for others."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from arlopti_openrlhf.grading import kk_reward, math_reward
-
-
-class SourceGrade(NamedTuple):
-    """What one response earned.
-
-    reward: what the advantages come from, which is 3, -0.5, -1 or -3 for K&K and 1 or 0 for math.
-    score: 1.0 where the answer is right, else 0.0.
-    well_formed: the response has the form that the prompt asks for, K&K's tags or a boxed answer.
-    """
-
-    reward: float
-    score: float
-    well_formed: bool
+from arlopti_openrlhf.grading import REWARDS, Reward
+from arlopti_openrlhf.grading.reward_answers import Grade, grades
 
 
-def grade(source: str, response: str, label: str) -> SourceGrade:
-    """Grade one whole assistant turn. ValueError for a label that its grader cannot read."""
-    if source.startswith("kk_"):
-        puzzle = kk_reward.grade(response, label)
-        return SourceGrade(puzzle.reward, puzzle.score, puzzle.well_formed)
-    answer = math_reward.grade(response, label)
-    return SourceGrade(answer.score, answer.score, answer.boxed)
+def reward_of(source: str) -> Reward:
+    """Return the reward whose `sources` is the longest beginning of the source's name."""
+    return max((row for row in REWARDS.values() if source.startswith(row.sources)), key=lambda row: len(row.sources))
+
+
+def grade(source: str, prompt: str, responses: Sequence[str], label: Any) -> list[Grade]:
+    """Grade the responses to one prompt. ValueError for a label that the reward cannot read."""
+    queries, n = [prompt + response for response in responses], len(responses)
+    return grades(reward_of(source).module.reward_func(queries, [prompt] * n, [label] * n), n)

@@ -1,11 +1,12 @@
 """Flags in a file: what they become, what is refused, and that a run's own file gives the same flags again."""
 
 import argparse
+import re
 
 import pytest
 import yaml
 
-from arlopti_openrlhf.cli import command_line, config_file, train_ppo_ray
+from arlopti_openrlhf.cli import command_line, config_file, flags, train_ppo_ray
 from arlopti_openrlhf.ops.lifecycle import credentials
 
 FLAGS = """
@@ -119,7 +120,7 @@ def test_a_file_that_names_each_flag_in_full_still_counts(parse):
 
 def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypatch):
     """Paths are absolute there. Names of the hub, of rewards and of methods stay names, also beside such a folder."""
-    for name in ("model", "kk", "elsewhere"):
+    for name in ("model", "kk", "ar", "elsewhere"):
         (tmp_path / name).mkdir()
     for name in ("a.jsonl", "b.jsonl", "method.py"):
         (tmp_path / name).touch()
@@ -140,6 +141,38 @@ def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypa
         "ckpt.output_dir": f"{tmp_path}/ckpt",
     }
     assert {name: kept[name] for name in expected} == expected
+
+
+# Why a flag whose name or help sounds like a path has none.
+NO_PATHS = {
+    "data.prompt_probs": "numbers",
+    "data.input_key": "a column of the data",
+    "data.label_key": "a column of the data",
+    "data.image_key": "a column of the data, whose paths OpenRLHF takes from there",
+}
+SOUNDS_LIKE_A_PATH = re.compile(r"path|folder|director|file|dataset|\bdir\b|_dir\b", re.IGNORECASE)
+
+
+def test_no_path_stays_relative_in_the_kept_file(tmp_path, monkeypatch):
+    """A run may be resumed from another folder. A new flag that takes a path needs one in its row of `cli.flags`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    named = {
+        action.dest
+        for action in command_line.make_parser()._actions
+        if SOUNDS_LIKE_A_PATH.search(f"{action.dest} {action.metavar} {action.help}")
+        and (action.nargs != 0 and not action.choices and action.type in (None, str) and action.dest != "config")
+    }
+    assert len(named) > 12 and NO_PATHS.keys() <= named
+    kept = {
+        name: config_file.read(config_file.text(command_line.parse([f"--{name}", "x.py"])))[name] for name in named
+    }
+    relative = {name for name, value in kept.items() if value not in (f"{tmp_path}/x.py", [f"{tmp_path}/x.py"])}
+    assert relative == NO_PATHS.keys()
+
+
+def test_every_row_is_a_flags():
+    assert flags.ROWS.keys() <= {action.dest for action in command_line.make_parser()._actions}
 
 
 def same(flat: argparse.Namespace) -> dict:

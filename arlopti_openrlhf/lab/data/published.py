@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from arlopti_openrlhf.grading.sources import reward_of
 from arlopti_openrlhf.lab.data import knights_knaves
-from arlopti_openrlhf.lab.scoring.inputs import Row, read_label, read_records
+from arlopti_openrlhf.lab.scoring.inputs import Row, read_records
 
 # The paper's prompt for base models is the problem followed by this, without a chat template.
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -170,7 +171,7 @@ def _chatml(turns: list[dict[str, str]]) -> str:
 
 def _row(prompt: str | list[dict[str, str]], label: Any, datasource: str) -> Row:
     # Labels are read by their graders now, and not first by a training run.
-    return {"prompt": prompt, "label": read_label(datasource, label), "datasource": datasource}
+    return {"prompt": prompt, "label": reward_of(datasource).label_text(label), "datasource": datasource}
 
 
 def _text(value: Any) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from arlopti_openrlhf.grading.sources import reward_of
+
 Row = dict[str, Any]  # prompt, label, datasource
 
 
@@ -86,16 +88,6 @@ def read_records(file: str) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{file}, line {number}: {error}") from None
 
 
-def read_label(datasource: str, label: Any) -> str:
-    """Return a row's label as the grader of its source reads it, and as text. ValueError where it cannot."""
-    from arlopti_openrlhf.grading import kk_reward, math_reward  # these import PyTorch
-
-    if not datasource.startswith("kk_"):
-        return math_reward.label_text(label)
-    kk_reward.grade("", label)
-    return label
-
-
 def read_rows(files: Sequence[str], by_source: bool = True) -> list[Row]:
     """Return the rows of JSON lines or parquet, in the order of the files.
 
@@ -117,7 +109,7 @@ def read_rows(files: Sequence[str], by_source: bool = True) -> list[Row]:
             raise ValueError(f"{where}: its datasource is not text: {row['datasource']!r}")
         try:
             if by_source:
-                read_label(row["datasource"], row["label"])
+                reward_of(row["datasource"]).label_text(row["label"])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         rows.append(row)

@@ -16,9 +16,10 @@ from tqdm import tqdm
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
-from arlopti_openrlhf.grading import kk_reward, sources
+from arlopti_openrlhf.grading import sources
+from arlopti_openrlhf.grading.reward_answers import Grade
 from arlopti_openrlhf.lab.scoring.inputs import Row, encode, natural_key
-from arlopti_openrlhf.lab.scoring.own_reward import Grade, OwnReward
+from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
 from arlopti_openrlhf.lab.scoring.waiting import quiet, ticking
 
 _CHUNK = 4096  # responses that are generated before they are written
@@ -119,7 +120,7 @@ def grade_all(
     """Grade the responses to each row's prompt, which are given with its final text."""
     if reward is None:
         return [
-            [Grade(*grade(row, prompt, text)) for text in texts]
+            sources.grade(row["datasource"], prompt, texts, row["label"])
             for row, (prompt, texts) in zip(rows, answered, strict=True)
         ]
     samples = [
@@ -222,8 +223,3 @@ def generate(
         for n, temperature in sampling
     ]
     return list(zip(texts, engine.generate(inputs, parameters), strict=True))
-
-
-def grade(row: Row, prompt: str, response: str) -> sources.SourceGrade:
-    """Grade a response to a prompt's final text by the rule of the row's source."""
-    return sources.grade(row["datasource"], kk_reward.assistant_turn(prompt + response, prompt), row["label"])

@@ -5,8 +5,9 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from arlopti_openrlhf.grading.reward_answers import Grade, grades
 from arlopti_openrlhf.ops.lifecycle import credentials
 
 _AT_A_TIME = 32  # as many as a reward process answers
@@ -14,19 +15,11 @@ _RETRY_MINUTES = 1.0
 _TIMEOUT_SECONDS = 300.0  # as in a training, by default
 
 
-class Grade(NamedTuple):
-    """What a reward says of one response."""
-
-    reward: float
-    score: float | None  # 1 right, 0 wrong. None where the reward returns no scores
-    well_formed: bool | None
-
-
 class OwnReward:
     """A source of rewards. Secrets in URLs are in the environment afterwards, and not in `source`.
 
     Args:
-        source: kk, math, the path of a Python file, or URLs with commas between them.
+        source: a reward of the package, the path of a Python file, or URLs with commas between them.
 
     Raises:
         RuntimeError: the file cannot be loaded, or has no `reward_func`.
@@ -61,8 +54,6 @@ class OwnReward:
         async def one(sample: tuple[str, str, Any]) -> Grade:
             async with turn:
                 answer = await self._executor.ask(*sample)
-            well_formed = answer["extra_logs"].get("well_formed")
-            score = None if answer["scores"] is None else answer["scores"][0]
-            return Grade(answer["rewards"][0], score, None if well_formed is None else bool(well_formed[0]))
+            return grades(answer, 1)[0]
 
         return list(await asyncio.gather(*map(one, samples)))

@@ -13,7 +13,7 @@ import os
 import re
 from urllib.parse import quote, quote_plus, unquote
 
-from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.grading import REWARDS
 
 WANDB = "WANDB_API_KEY"
 _REWARD = "ARLOPTI_REWARD_SECRET"
@@ -31,7 +31,6 @@ _USER = re.compile(r"[^:/?#@]+")
 _SEGMENT = re.compile(r"[^/,]+")  # a comma in a path may be that before a URL without its scheme, which is refused
 _ARGUMENT = re.compile(r"(?P<name>[?&;#](?:[^&;#=]*=)?)(?P<value>[^&;#]+)")
 _SHORTEST = 4  # what is shorter is no secret, and stands in many words
-_NO_SECRETS = {"get_reward", *REWARD_FILES}  # as segments of a path
 
 
 def hide(flat: argparse.Namespace) -> None:
@@ -62,14 +61,14 @@ def divide(urls: str) -> tuple[str, dict[str, str]]:
 
 
 def _divide(url: str, prefix: str, secrets: dict[str, str]) -> str:
-    is_file = url in REWARD_FILES or (url.endswith(".py") and "://" not in url)
+    is_file = url in REWARDS or (url.endswith(".py") and "://" not in url)
     if is_file or not _IS_URL.match(url) or not (parts := _URL.match(url)):
         return url
     # A kept configuration has such names already.
     names = (name for i in itertools.count() if (name := f"{prefix}_{i}") not in url)
 
     def hidden(text: str) -> str:
-        if text in _NO_SECRETS or _NAME.search(text):
+        if text == "get_reward" or text in REWARDS or _NAME.search(text):
             return text
         secrets[name := next(names)] = text
         return f"${{{name}}}"

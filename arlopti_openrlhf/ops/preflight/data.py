@@ -8,6 +8,7 @@ from operator import itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.ops.preflight import images, probe, prompt, repeats
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import is_offline, load_tokenizer, local_folder
@@ -22,7 +23,6 @@ _TRAINING, _EVALUATION = "--data.prompt_dataset", "--eval.dataset"
 _ALL = 10**8  # rows that upstream takes of each data set to evaluate on
 # Rows whose prompts are rendered and counted, drawn by a seed. They take about a second.
 _COUNTED = 2000
-_LABELS = {"kk": 20_000, "math": 100}  # how many labels each grader reads in about a second
 _LABELS_SECONDS = 60.0  # a bound, not a budget: most of it is the import of PyTorch
 
 _Item = TypeVar("_Item")
@@ -177,7 +177,7 @@ def _check_labels(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Find
     """Report labels that are missing, or that the package's grader of the run cannot read."""
     flag, key = "data.label_key", args.data.label_key
     grader = (args.reward.remote_url or [""])[0]
-    is_read = grader in _LABELS
+    is_read = grader in REWARDS
     if key is None:
         if is_read and sets:
             problem = f"--reward.remote_url {grader} compares each answer with a label"
@@ -195,7 +195,9 @@ def _check_labels(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Find
             )
             yield Finding.of(args, flag, problem, "write the data set as .parquet, with text in this column", is_read)
             continue
-        labels += _draw([(where, label) for where, label in rows if not _is_empty(label)], _LABELS.get(grader, 0))
+        if is_read:
+            given = [(where, label) for where, label in rows if not _is_empty(label)]
+            labels += _draw(given, REWARDS[grader].labels_per_second)
     if not labels:
         return
     try:

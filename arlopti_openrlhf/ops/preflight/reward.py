@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.reward_answers import SERVER
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight import data, right_answers
@@ -44,15 +44,17 @@ class _Health(NamedTuple):
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the source of rewards. `values` looks whether there is one."""
     sources = args.reward.remote_url or [""]
+    ours = REWARDS.get(sources[0])
     if args.train.agent_func_path:
         yield from _check_agent(args.train.agent_func_path)
-    elif sources[0] == "math" and not importlib.util.find_spec("math_verify"):
-        yield Finding(_FLAG, "math", "math-verify is not installed", "pip install math-verify")
+    elif ours:  # `data.check` asks it about the labels
+        if ours.package and not importlib.util.find_spec(ours.package.replace("-", "_")):
+            yield Finding(_FLAG, ours.name, f"{ours.package} is not installed", f"pip install {ours.package}")
     elif sources[0].endswith(".py") and not Path(sources[0]).is_file():
         yield Finding(_FLAG, sources[0], "there is no such file", "correct the path")
     elif sources[0].endswith(".py"):
         yield from _check_function(sources[0], args)
-    elif sources[0] and sources[0] not in REWARD_FILES:  # `data.check` asks ours about the labels
+    elif sources[0]:
         yield from _check_servers(sources, args)
 
 

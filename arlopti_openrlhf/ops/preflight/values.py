@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 
-from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.repairs import is_made
 
 NO_SOURCE = "is no source of rewards"
-SOURCES = f"give {', '.join(REWARD_FILES)}, one Python file, or URLs with commas between them"
+SOURCES = f"give {', '.join(REWARDS)}, one Python file, or URLs with commas between them"
 
 # Flags by their range of numbers, which has a bracket where its end belongs to it. What is not given is not looked at.
 _RANGES = {
@@ -192,7 +192,7 @@ def _check_reward_source(args: SimpleNamespace) -> Iterator[Finding]:
 def is_reward_source(text: str) -> bool:
     """Return whether a text has the form of a source of rewards."""
     sources = text.split(",")
-    is_file = sources[0] in REWARD_FILES or sources[0].endswith(".py")
+    is_file = sources[0] in REWARDS or sources[0].endswith(".py")
     return len(sources) == 1 if is_file else all("://" in source for source in sources)
 
 

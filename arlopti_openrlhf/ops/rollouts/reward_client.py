@@ -17,7 +17,7 @@ from openrlhf.utils.logging_utils import init_logger
 from vllm import SamplingParams
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.grading import REWARD_FILES
+from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.ops.lifecycle import awake, credentials, heartbeat
 from arlopti_openrlhf.ops.rollouts import reward_http
@@ -38,7 +38,7 @@ SCORES_ARE_REWARDS = "scores_are_rewards"
 class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
     """`SingleTurnAgentExecutor` with six changes.
 
-    1. `kk` and `math` stand for the package's reward files.
+    1. The names of the package's rewards, such as `kk`, stand for their files.
     2. It waits for a server that does not answer.
     3. A reward function runs in a process of its own, and each call has a time limit.
     4. A reward function that raises, or a reward that is no finite number, ends the run with its cause.
@@ -46,7 +46,7 @@ class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
     6. It returns the log-probs of a few samples, which the update compares with the actor's (`rollout/gap`).
 
     Args:
-        remote_rm_url: `kk`, `math` or the path of a Python file alone, or URLs that take turns.
+        remote_rm_url: a reward of the package or the path of a Python file alone, or URLs that take turns.
         retry_minutes: how long each sample waits for a server.
         timeout_seconds: how long a call of a reward function may take.
 
@@ -61,7 +61,7 @@ class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
         super().__init__(None)
         credentials.receive()  # the URLs name them
         # The engine looks the files up, and not the driver, because their nodes may have the package in two folders.
-        self.sources = [REWARD_FILES.get(source, source) for source in remote_rm_url or []]
+        self.sources = [REWARDS[url].path if url in REWARDS else url for url in remote_rm_url or []]
         self._servers = itertools.cycle(self.sources)
         self.retry_seconds = 60 * retry_minutes
         is_file = bool(self.sources) and self.sources[0].endswith(".py")

@@ -11,9 +11,11 @@ from arlopti_openrlhf.lab.scoring import offline
 
 def test_sources_have_their_grader():
     label = "(1) Zoey is a knight"
-    assert grade("kk_2ppl", f"<think></think><answer>{label}</answer>", label) == (3.0, 1.0, True)
-    assert grade("aime", "It is \\boxed{025}", "25") == (1.0, 1.0, True)
-    assert grade("aime", "It is 25", "25") == (1.0, 1.0, False)
+    assert grade("kk_2ppl", "", [f"<think></think><answer>{label}</answer>"], label) == [(3.0, 1.0, True)]
+    boxed, bare = "It is \\boxed{025}", "It is 25"
+    assert grade("aime", "", [boxed, bare], "25") == [(1.0, 1.0, True), (1.0, 1.0, False)]
+    # As in a training: a thought that the template began, and that has no end, is graded.
+    assert grade("aime", "How many? <think>", [boxed], "25") == [(1.0, 1.0, True)]
 
 
 def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
