@@ -140,16 +140,13 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
     Flag("--algo.lopti.order", _choice(["low_first", "high_first"], LOPTI_DEFAULTS["order"]),
      "Which group is updated first (default: low_first). high_first is the ablation of Fig. 6b."),
     Flag("--algo.lopti.groups", _choice(["both", "low", "high"], LOPTI_DEFAULTS["groups"]),
-     "Update both groups (default), or only one, which is the ablation of Fig. 6a.",
-     Change.PASSES),
+     "Update both groups (default), or only one, which is the ablation of Fig. 6a.", Change.PASSES),
     Flag("--algo.token_method", _METHODS,
      f"Token methods, whose weights multiply: {', '.join(methods.built_in())}, or a Python file with "
      'weigh(tokens), as examples/token_method.py. ar takes α in [-1, 1]: below 0 it raises rare tokens, as in "On '
-     'the Direction of RLVR Updates". docs/token_methods.md has the papers.',
-     Change.PASSES, program),
+     'the Direction of RLVR Updates". docs/token_methods.md has the papers.', Change.PASSES, program),
     Flag("--algo.token_method_args", _METHOD_ARGUMENTS,
-     "Constants of token methods in place of the published ones, as in ar.alpha=-0.2 stapo.tau=0.01.",
-     Change.PASSES),
+     "Constants of token methods in place of the published ones, as in ar.alpha=-0.2 stapo.tau=0.01.", Change.PASSES),
     Flag("--algo.token_method_normalize", _SWITCH,
      "Divide the product of the token methods' weights by its mean over each rollout batch, so that its mean is 1. "
      "That takes away what a method does by the mere size of its weights."),
@@ -171,8 +168,7 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
 ), "faults": (
     Flag("--dry-run", _SWITCH,
      "Check everything that can be checked beforehand, list all findings and exit: status 0 where the run can "
-     "start, 2 where it cannot. Nothing is started.",
-     Change.IGNORED),
+     "start, 2 where it cannot. Nothing is started.", Change.IGNORED),
     Flag("--train.deterministic", _SWITCH,
      "Samples enter the batch by prompt, each request to vLLM has its own seed, and each engine starts on its whole "
      "list at once. On the CPU of one machine, two runs of one seed are then equal bit for bit, and so is a run "
@@ -187,13 +183,11 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "with the last good checkpoint and without a final model (default: 3)."),
     Flag("--train.no_remote_code", _SWITCH,
      "Refuse models that bring Python code, which OpenRLHF and vLLM run when they load them, and those that are not "
-     "on this machine, whose code is not known. Without it such code is named before it runs.",
-     Change.IGNORED),
+     "on this machine, whose code is not known. Without it such code is named before it runs.", Change.IGNORED),
     Flag("--ckpt.load_changed", _SWITCH,
      "Resume although what a place in the prompts or in the learning rate's schedule counts in has changed: batch "
      "sizes, samples per prompt, epochs, the seed, Lopti's passes, or the prompts. Without it such a run is refused "
-     "(exit status 2).",
-     Change.IGNORED),
+     "(exit status 2).", Change.IGNORED),
     Flag("--ckpt.save_minutes", _number("(0, inf)"),
      "Save a checkpoint after the first step that ends so many minutes after the last one, beside "
      "--ckpt.save_steps. Off by default."),
@@ -209,12 +203,10 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
 ), "": (
     Flag("--logger.probability_stats", _choice(["bins", "quartiles", "off"], "bins"),
      "Log statistics of each update's tokens to wandb and TensorBoard, by probability in bins of 0.25 (default) or "
-     "by quartile of the rollout batch.",
-     Change.IGNORED),
+     "by quartile of the rollout batch.", Change.IGNORED),
     Flag("--logger.console", _choice(["auto", "progress", "all"], "auto"),
      "What the run shows. progress: one line that says how far it is, with the output of Ray, vLLM and DeepSpeed in "
-     "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all.",
-     Change.IGNORED),
+     "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all.", Change.IGNORED),
     Flag("--reward.retry_minutes", _number("[0, inf]", 10.0),
      "How long a sample waits for a reward server that does not answer before the run stops (default: 10)."),
     Flag("--eval.sampling", _SAMPLING,
@@ -231,8 +223,7 @@ _OPENRLHF = (
     Flag("ckpt.load_enable logger.logging_steps", change=Change.IGNORED),
     Flag("logger.wandb.org logger.wandb.group logger.wandb.project logger.wandb.run_name", change=Change.IGNORED),
     Flag("logger.wandb.key", {},
-     "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere.",
-     Change.IGNORED),
+     "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere.", Change.IGNORED),
     Flag("rollout.batch_size rollout.n_samples_per_prompt train.batch_size train.max_epochs", change=Change.PLACE),
     Flag("train.seed", change=Change.PLACE),  # of the order of the prompts
     Flag("actor.num_nodes actor.num_gpus_per_node critic.num_nodes critic.num_gpus_per_node", change=Change.RANKS),
@@ -245,8 +236,7 @@ _OPENRLHF = (
     Flag("reward.remote_url", {"metavar": f"{'|'.join(REWARDS)}|PATH.py|URL,..."},
      f"The source of rewards: {' or '.join(REWARDS)} for the package's own, a Python file with reward_func(queries, "
      "prompts, labels), or the URLs of reward servers, which take turns. A URL's user, password, path and query are "
-     "shown nowhere; ${NAME} in a URL stands for an environment variable.",
-     path=program),
+     "shown nowhere; ${NAME} in a URL stands for an environment variable.", path=program),
     Flag("train.agent_func_path", path=program),
 )
 # fmt: on

@@ -13,8 +13,8 @@ class Reward(NamedTuple):
     """
 
     name: str  # what commands take in place of a path
-    sources: str  # how the names of the data sources begin that it grades, unless a command is given a reward
     labels_per_second: int  # that it reads, about
+    sources: str = ""  # how the names of the data sources begin that it grades, unless a command is given a reward
     package: str = ""  # that it needs
     label_module: str = ""  # here, if labels are more than text: `label_text`, `is_readable` and `problem`
     has_workers: bool = False  # it grades in processes of its own, which `worker_pool` starts
@@ -52,14 +52,7 @@ class Reward(NamedTuple):
 
 
 _ROWS = (
-    Reward("kk", sources="kk_", labels_per_second=20_000),
-    Reward(
-        "math",
-        sources="",
-        labels_per_second=100,
-        package="math-verify",
-        label_module="math_labels",
-        has_workers=True,
-    ),
+    Reward("kk", 20_000, sources="kk_"),
+    Reward("math", 100, package="math-verify", label_module="math_labels", has_workers=True),
 )
 REWARDS = {row.name: row for row in _ROWS}

@@ -29,7 +29,7 @@ ROWS = [{"prompt": "1 + 1 = ", "label": label, "datasource": "toy_sums"} for lab
 def toy(tmp_path, monkeypatch):
     (tmp_path / "toy_reward.py").write_text(TOY, "utf-8")
     monkeypatch.setattr(grading, "__path__", [*grading.__path__, str(tmp_path)])
-    monkeypatch.setitem(REWARDS, "toy", Reward("toy", "toy_", labels_per_second=1000))
+    monkeypatch.setitem(REWARDS, "toy", Reward("toy", 1000, sources="toy_"))
     yield
     sys.modules.pop("arlopti_openrlhf.grading.toy_reward", None)
 
