@@ -1,0 +1,31 @@
+"""The settings of an update that are ours."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from arlopti_openrlhf import methods
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the trainer takes from our flags. All else it takes from OpenRLHF's."""
+
+    methods: tuple[str, ...] = ()  # names of `methods.built_in()`, or paths of Python files
+    arguments: tuple[str, ...] = ()  # NAME.KEY=VALUE, the methods' constants
+    normalizes: bool = False  # whether the weights are divided by their mean over the rollout batch
+    scope: str = "batch"  # the order of the passes (`mini_batches.in_order`): "batch" or "minibatch"
+    statistics: str = "bins"  # by probability: in "bins", in "quartiles", or "off"
+    checkpointing: str = "auto"  # of gradients, where OpenRLHF's flag enables it: "auto", or "whole" as OpenRLHF
+
+    @classmethod
+    def of(cls, args: SimpleNamespace) -> "Settings":
+        """Return what the flags in OpenRLHF's nested arguments say."""
+        sources, arguments = methods.requested(args.algo)
+        return cls(
+            methods=tuple(sources),
+            arguments=tuple(arguments),
+            normalizes=args.algo.token_method_normalize,
+            scope=args.algo.lopti.scope,
+            statistics=args.logger.probability_stats,
+            checkpointing=args.actor.gradient_checkpointing_level,
+        )
