@@ -14,7 +14,7 @@ from update_bench import Bench
 
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.token_update import advantage_weights
-from arlopti_openrlhf.update import step, trainer
+from arlopti_openrlhf.update import step
 from arlopti_openrlhf.update.checkpointing import WHOLE
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics
 
@@ -91,7 +91,7 @@ def seconds_of_observing(bench: Bench, variant: str) -> float:
         return call
 
     with (
-        replaced_attribute(trainer, "token_updates", timed(trainer.token_updates)),
+        replaced_attribute(step, "token_updates", timed(step.token_updates)),
         patch.object(UpdateStatistics, "add", timed(UpdateStatistics.add)),
         replaced_attribute(step, "statistics_of_logits", timed(step.statistics_of_logits)),
     ):

@@ -114,17 +114,8 @@ class StepTrainer(ppo_actor.ActorPPOTrainer):
 
         # The loss of the tokens with a weight, the statistics of what it does to them, and backward.
         policy_log_probs = log_probs.view_as(log_probs)
-        loss, logged = micro_batch_loss(
-            self.actor_loss_fn,
-            batch,
-            weights,
-            log_probs,
-            policy_log_probs,
-            output,
-            args=self.args,
-            kl_ctl=kl_ctl,
-            aux_loss_coef=self.aux_loss_coef,
-        )
+        objective = self.actor_loss_fn, self.args, kl_ctl, self.aux_loss_coef
+        loss, logged = micro_batch_loss(batch, weights, log_probs, policy_log_probs, output, *objective)
         if self.statistics is not None:
             updates = token_updates(loss, batch, weights, log_probs, policy_log_probs, output.statistics)
             self.statistics.add(updates, is_moved=self.actor.model.global_steps > self.steps_before)
@@ -175,10 +166,9 @@ class StepTrainer(ppo_actor.ActorPPOTrainer):
         if self.statistics is None:
             return super().training_step(experience, kl_ctl, step, info)
         buffer, response, is_dynamic = self.replay_buffer, experience.action_mask, self.replay_buffer.dynamic_batch
-        if info is None:
-            info = get_loss_batch_info(
-                self.strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic
-            )
+        info = info or get_loss_batch_info(
+            self.strategy, response, replay_buffer=buffer, step=step, dynamic_batch=is_dynamic
+        )
         batch = MicroBatch(
             **vars(experience),
             weights=PassWeights.of(torch.ones_like(experience.advantages), response),
@@ -189,20 +179,18 @@ class StepTrainer(ppo_actor.ActorPPOTrainer):
         status = self.training_step(batch, kl_ctl, step)
         # DeepSpeed and EMA count all micro-batches but dynamic ones.
         steps = not is_dynamic or buffer.dynamic_optimizer_step[step]
-        figures = self.optimizer_step(1) if steps else self.learning_rate()
-        return status | {
-            "metrics": status["metrics"] | figures,
-            "weights": status["weights"] | dict.fromkeys(figures),
-        }
+        figures = self.optimizer_step(1) if steps else self._learning_rate()
+        status["metrics"] |= figures
+        status["weights"] |= dict.fromkeys(figures)
+        return status
 
     def optimizer_step(self, micro_batches: int) -> dict[str, float]:
         """Step the optimizer and average the weights, as so many micro-batches count. Return what is logged."""
         self.strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
         self.average_weights(micro_batches)
-        return self.learning_rate() | {"actor_grad_norm": self.strategy.get_grad_norm(self.actor)}
+        return self._learning_rate() | {"actor_grad_norm": self.strategy.get_grad_norm(self.actor)}
 
-    def learning_rate(self) -> dict[str, float]:
-        """Return what is logged of the learning rate."""
+    def _learning_rate(self) -> dict[str, float]:
         return {"actor_lr": self.actor_scheduler.get_last_lr()[0]}
 
     def average_weights(self, micro_batches: int) -> None:
@@ -279,13 +267,12 @@ def pass_policy_loss(
 
 
 def micro_batch_loss(
-    policy_loss: PolicyLoss,
     batch: MicroBatch,
     weights: PassWeights,
     log_probs: Tensor,
     policy_log_probs: Tensor,
     output: ModelOutput,
-    *,
+    policy_loss: PolicyLoss,
     args: SimpleNamespace,
     kl_ctl: float,
     aux_loss_coef: float | None,
@@ -295,12 +282,12 @@ def micro_batch_loss(
     It restates the loss of upstream's `training_step`. With weights of one it equals that bit for bit.
 
     Args:
-        policy_loss: upstream's.
         batch: the micro-batch, with log π_old.
         weights: of the pass.
         log_probs: (B, A) log π_θ of the selected tokens, with graph.
         policy_log_probs: (B, A) a view of them for the policy loss. The derivative by that view holds no KL.
         output: the model's, with entropies and the experts' balancing loss if those have a coefficient.
+        policy_loss: upstream's.
         args: upstream's nested arguments.
         kl_ctl: coefficient of the KL loss.
         aux_loss_coef: of the experts' balancing loss, or None.

@@ -131,8 +131,8 @@ class TokenUpdateTrainer(StepTrainer):
         batches, limit = mini_batches.divide(
             samples, self.actor, self.replay_buffer, self.strategy, self.ranks, self.checkpointing
         )
-        is_selective = isinstance(self.actor, SelectiveActor)
-        if is_selective and not self.has_reported and batches and self.strategy.is_rank_0():
+        reports = isinstance(self.actor, SelectiveActor) and batches and self.strategy.is_rank_0()
+        if reports and not self.has_reported:
             self.has_reported = True
             report = partition.describe(batches[0].micro_batches, limit)
             if self.args.actor.gradient_checkpointing_enable:

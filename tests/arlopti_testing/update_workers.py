@@ -146,12 +146,14 @@ def run_update(
     nan_in_fresh_memory=False,
     first_rank_only=False,
     off_policy=False,
+    settings=None,
 ):
     """Trains once on this rank's samples, in a worker; returns all that a test may ask for.
 
     `on_policy` asks the actor for the old log-probs, as upstream's experience maker does; `near_policy` moves all of
     the batch's log-probs to the current policy's, give or take what sets its own apart. With `first_rank_only` the
     other ranks get no sample. `off_policy` keeps the batch's old log-probs where the first pass would give its own.
+    `settings` take the place of those of our flags.
     """
     args = probe.strategy.args
     for name, value in overrides.items():
@@ -159,7 +161,7 @@ def run_update(
         setattr(functools.reduce(getattr, path, args), last, value)
     probe.actor.packing_samples = args.ds.packing_samples
     if rebuild:
-        probe.trainer = new_trainer(probe, stock, off_policy)
+        probe.trainer = new_trainer(probe, stock, off_policy, settings)
     torch.manual_seed(7 + probe._rank)
     size = len(batch) // probe._world_size
     own = batch[probe._rank * size : (probe._rank + 1) * size]
@@ -187,7 +189,7 @@ def run_update(
     )
 
 
-def new_trainer(probe, stock, off_policy=False):
+def new_trainer(probe, stock, off_policy=False, own_settings=None):
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
     from arlopti_openrlhf.ops.health import update_health
@@ -197,7 +199,7 @@ def new_trainer(probe, stock, off_policy=False):
         defers_old_log_probs = False  # which our policy actor asks
 
     class Ours(update_health.ActorPPOTrainer, TokenUpdateTrainer):
-        pass
+        settings = own_settings
 
     class OffPolicy(Ours):
         first_pass_gives_old_log_probs = False
