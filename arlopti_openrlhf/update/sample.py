@@ -17,8 +17,8 @@ from arlopti_openrlhf.forward.transfer import on_device
 class Weights:
     """The weights of a sample's A response positions in P passes. Outside the response all are 0 or False."""
 
-    # (P, A), for the advantages. They are the methods' weights, except that tokens of the other groups keep theirs: a
-    # loss over the sequence has the advantages of all groups.
+    # (P, A), for the advantages: the weights, except that a token's group is left aside. So the tokens of other groups
+    # keep their advantages, which a loss over the sequence has.
     factors: Tensor
     updated: Tensor  # (P, A) bool, the tokens whose weight is not 0
     counted: Tensor  # (P, A) bool, the tokens that the loss divides by
