@@ -45,7 +45,7 @@ class Checkpointing:
         level: the current one.
     """
 
-    def __init__(self, model: nn.Module, args: SimpleNamespace, choice: str) -> None:
+    def __init__(self, model: nn.Module, args: SimpleNamespace, choice: str = "auto") -> None:
         self.model, self.args = model, args
         self.modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.config: PretrainedConfig = model.config.get_text_config()
