@@ -12,7 +12,7 @@ from rollouts import SHAPES, published_operations, unpadded
 from update_bench import Bench
 
 from arlopti_openrlhf.patching import replaced_attribute
-from arlopti_openrlhf.update import step, trainer
+from arlopti_openrlhf.update import step
 from arlopti_openrlhf.update.checkpointing import WHOLE
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics
 
@@ -80,7 +80,7 @@ def seconds_of_observing(bench: Bench, variant: str) -> float:
         return call
 
     with (
-        replaced_attribute(trainer, "token_updates", timed(trainer.token_updates)),
+        replaced_attribute(step, "token_updates", timed(step.token_updates)),
         patch.object(UpdateStatistics, "add", timed(UpdateStatistics.add)),
         replaced_attribute(step, "statistics_of_logits", timed(step.statistics_of_logits)),
     ):

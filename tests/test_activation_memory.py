@@ -125,7 +125,7 @@ def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Ex
 
 
 def setter_of(model: nn.Module, micro_batch_size: int, is_checkpointed: bool) -> Checkpointing:
-    actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed, gradient_checkpointing_level="auto")
+    actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed)
     train = SimpleNamespace(dynamic_batch_enable=False, micro_batch_size=micro_batch_size)
     return Checkpointing(model, SimpleNamespace(train=train, actor=actor))
 

@@ -88,7 +88,7 @@ class SelectiveActor(Actor):
             sequences,
             attention_mask,
             layout,
-            self.check(sequences, attention_mask).fuses_head,
+            (self.shortcuts or self.check(sequences, attention_mask)).fuses_head,
             return_entropy,
             return_statistics,
             return_aux_loss,
@@ -115,7 +115,7 @@ class SelectiveActor(Actor):
         A batch that is there too can be laid out before it is copied, while the device works on another. The shortcuts
         are those of `check`, if not given.
         """
-        shortcuts = shortcuts or self.check(sequences, attention_mask)
+        shortcuts = shortcuts or self.shortcuts or self.check(sequences, attention_mask)
         # The experts' balancing loss counts every token.
         share = shortcuts.reason_not_to_share is None and not with_aux_loss
         packed = pack(sequences, attention_mask, action_mask, share=share)

@@ -37,20 +37,21 @@ class Checkpointing:
 
     Args:
         model: Hugging Face's, with checkpointing as OpenRLHF has enabled it, or not.
-        args: upstream's nested arguments with our flags.
+        args: upstream's nested arguments.
+        choice: "auto", or "whole" for OpenRLHF's own level.
 
     Attributes:
         levels: available levels. The last is OpenRLHF's own.
         level: the current one.
     """
 
-    def __init__(self, model: nn.Module, args: SimpleNamespace) -> None:
+    def __init__(self, model: nn.Module, args: SimpleNamespace, choice: str = "auto") -> None:
         self.model, self.args = model, args
         self.modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.config: PretrainedConfig = model.config.get_text_config()
         self.levels = [NONE]
         if args.actor.gradient_checkpointing_enable:
-            is_free = args.actor.gradient_checkpointing_level != WHOLE and is_known(self.config)
+            is_free = choice != WHOLE and is_known(self.config)
             self.levels = [NONE, WHOLE] if is_free else [WHOLE]
         self.level = self.levels[-1]
 

@@ -16,16 +16,15 @@ from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistic
 ADDITIVE = ("policy_loss", "kl", "entropy_loss")
 
 
-def micro_batch_status(
-    experience: Experience, means: dict[str, Tensor | None], figures: dict[str, float], num_tokens: float
-) -> dict:
+def micro_batch_status(experience: Experience, means: dict[str, Tensor | None], num_tokens: float) -> dict:
     """Return what upstream's `ActorPPOTrainer.training_step` does: metrics, and what each is a mean over.
+
+    The learning rate and the norm of the gradient are not among them.
 
     Args:
         experience: the micro-batch. What its `info` holds is logged too, except under a name of `means`: OpenRLHF's
             experience maker puts zeros under `kl` where the KL is in the loss.
         means: scalars that are means over tokens; None is left out.
-        figures: of the optimizer step; the last ones count.
         num_tokens: the tokens that `means` are over.
     """
     metrics: dict = {name: value.detach() for name, value in means.items() if value is not None}
@@ -45,8 +44,8 @@ def micro_batch_status(
         if is_logged and isinstance(value, Tensor):
             metrics[field.name], weights[field.name] = value, "sample"
     return {
-        "metrics": metrics | figures,
-        "weights": weights | dict.fromkeys(figures),
+        "metrics": metrics,
+        "weights": weights,
         "num_samples": float(len(experience.action_mask)),
         # Upstream divides by the ranks' total, which a micro-batch without tokens would leave at 0.
         "num_action_tokens": max(num_tokens, 1e-9),
@@ -65,16 +64,12 @@ class PassMetrics:
         self.weights: dict[str, str] = {}
         self.sums: dict[str, Tensor] = {}
         self.totals = {"token": 0.0, "sample": 0.0, "step": float(divisor)}
-        self.last: dict[str, float] = {}
 
     def add(self, status: dict) -> None:
         """Add what `training_step` returned."""
         counts = {"token": status["num_action_tokens"], "sample": status["num_samples"], "step": 1.0}
         for name, value in status["metrics"].items():
             weight = status["weights"][name]
-            if weight is None:
-                self.last[name] = value
-                continue
             self.weights[name] = "step" if weight == "token" and name in ADDITIVE else weight
             value = torch.as_tensor(value).double().mean() * counts[self.weights[name]]
             self.sums[name] = self.sums[name] + value if name in self.sums else value
@@ -82,7 +77,7 @@ class PassMetrics:
             self.totals[weight] += counts[weight]
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Return the means over the micro-batches of all ranks, and the last values."""
+        """Return the means over the micro-batches of all ranks."""
         names = sorted(self.sums)
         # The host waits once for those that are on the device.
         on_device = [name for name in names if self.sums[name].is_cuda]
@@ -92,7 +87,7 @@ class PassMetrics:
         figures = torch.tensor([*(float(sums[name]) for name in names), *self.totals.values()], dtype=torch.float64)
         reduced = ranks.sum_tensor(figures).tolist()
         values, total = reduced[: len(names)], dict(zip(self.totals, reduced[len(names) :], strict=True))
-        return self.last | {n: v / total[self.weights[n]] for n, v in zip(names, values, strict=True)}
+        return {n: v / total[self.weights[n]] for n, v in zip(names, values, strict=True)}
 
 
 class UpdateMetrics:
@@ -167,18 +162,3 @@ def statistics_metrics(statistics: UpdateStatistics, ranks: Ranks, before: str |
     is_known = before is not None and not ranks.max(statistics.lacks_tokens)
     by_bin = statistics.metrics(before if is_known else None)
     return by_bin | dict(zip(HISTOGRAMS, histograms.tolist(), strict=True))
-
-
-def rollout_gap(items: list[Experience], ranks: Ranks) -> dict[str, float]:
-    """Return `rollout/gap`, the mean |log π_vLLM - log π_old| over the response tokens of all ranks, in nats.
-
-    It is left out where vLLM was not asked. Tokens whose π_old is not known were not trained on, and do not count.
-    """
-    total = count = 0.0
-    for item in items:
-        if item.rollout_log_probs is not None:
-            gaps = (item.action_log_probs.double() - item.rollout_log_probs.double()).abs()[item.action_mask.bool()]
-            gaps = gaps[~gaps.isnan()]
-            total, count = total + gaps.sum().item(), count + len(gaps)
-    total, count = ranks.sum(total, count)
-    return {"rollout/gap": total / count} if count else {}

@@ -14,7 +14,7 @@ from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.update import partition
 from arlopti_openrlhf.update.checkpointing import Checkpointing
 from arlopti_openrlhf.update.ranks import Ranks
-from arlopti_openrlhf.update.sample import Sample, stand_in
+from arlopti_openrlhf.update.sample import Sample
 
 logger = init_logger(__name__)
 
@@ -57,7 +57,7 @@ def divide(
     """
     args = strategy.args
     size, is_dynamic = args.train.batch_size // ranks.count, args.train.dynamic_batch_enable
-    reason = _reason_not_to_share(items, actor, args, ranks)
+    reason = _reason_not_to_share(actor, args, ranks)
     if reason is None:
         # Upstream shuffles, but not dynamic batches.
         whole = mini_batches(items, size, not is_dynamic, ranks)
@@ -71,7 +71,7 @@ def divide(
     return [by_count(samples, buffer.sample_batch_size) for samples in whole], reason
 
 
-def _reason_not_to_share(items: list[Sample], actor: Actor, args: SimpleNamespace, ranks: Ranks) -> str | None:
+def _reason_not_to_share(actor: Actor, args: SimpleNamespace, ranks: Ranks) -> str | None:
     """Return why the ranks do not share prompts, or None where they do. A collective call."""
     if not isinstance(actor, SelectiveActor):
         return "the update is OpenRLHF's"
@@ -79,8 +79,7 @@ def _reason_not_to_share(items: list[Sample], actor: Actor, args: SimpleNamespac
         return "vision models are computed as OpenRLHF does"
     if args.actor.aux_loss_coef > 1e-8:
         return "the experts' balancing loss counts every token (--actor.aux_loss_coef)"
-    longest = max(items, key=lambda item: len(item.sequences), default=stand_in())
-    reason = actor.check(longest.sequences[None].to(torch.cuda.current_device())).reason_not_to_share
+    reason = actor.shortcuts.reason_not_to_share if actor.shortcuts else "the model has not been checked"
     return None if ranks.min(reason is None) else reason or "another rank's model does not"
 
 

@@ -51,29 +51,34 @@ def unknown(action_mask: Tensor) -> Tensor:
     return torch.full(action_mask.shape, torch.nan)
 
 
-def store(samples: Sequence[Sample], old_log_probs: Tensor) -> None:
-    """Give single samples their rows of a micro-batch's log π_old (B, A), on the CPU, without padding."""
+def store(
+    samples: Sequence[Sample], old_log_probs: Tensor, distributions: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Give single samples their rows of a micro-batch's tensors (B, A), on the CPU, without padding.
+
+    Args:
+        samples: the micro-batch's.
+        old_log_probs: log π_old.
+        distributions: entropies and Σ_{j≠o} P_j², for the samples that have none.
+    """
     for sample, row in zip(samples, old_log_probs.cpu(), strict=True):
         sample.action_log_probs = row[: len(sample.action_mask)]
-
-
-def store_distributions(samples: Sequence[Sample], statistics: tuple[Tensor, Tensor]) -> None:
-    """Give the samples that have none their rows of a micro-batch's entropies and Σ_{j≠o} P_j², (B, A) each."""
-    for sample, row in zip(samples, torch.stack(statistics, dim=1).cpu(), strict=True):
-        if sample.distributions is None:
-            sample.distributions = row[:, : len(sample.action_mask)]
+    if distributions is not None:
+        for sample, rows in zip(samples, torch.stack(distributions, dim=1).cpu(), strict=True):
+            if sample.distributions is None:
+                sample.distributions = rows[:, : len(sample.action_mask)]
 
 
 @torch.no_grad()
 def compute(
-    actor: Actor, items: list[Sample], args: SimpleNamespace, ranks: Ranks, with_distributions: bool = False
+    actor: SelectiveActor, items: list[Sample], args: SimpleNamespace, ranks: Ranks, with_distributions: bool = False
 ) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
     A collective call: under ZeRO-3 the ranks compute together, and one that has nothing left computes a stand-in.
 
     Args:
-        actor: the policy; a `SelectiveActor` where distributions are asked for.
+        actor: the policy, a text model.
         items: single samples.
         args: upstream's nested arguments.
         ranks: the data-parallel ranks.
@@ -95,17 +100,15 @@ def compute(
     for i in range(ranks.max(len(batches))):
         samples = batches[i] if i < len(batches) else [stand_in()]
         batch = make_experience_batch(samples)
-        options: dict = {}
-        if isinstance(actor, SelectiveActor) and not actor.is_vlm:
-            layout = actor.lay_out(batch.sequences, batch.action_mask, batch.attention_mask)
-            batch, options["layout"] = on_device([batch, layout], torch.cuda.current_device())
-        else:
-            batch.to_device(torch.cuda.current_device())
-        inputs = batch.sequences, batch.action_mask, batch.attention_mask
-        if with_distributions:
-            log_probs, output = actor(*inputs, return_output=True, return_statistics=True, **options)
-            store_distributions(samples, output.statistics)
-        else:
-            log_probs = actor(*inputs, **options)
-        store(samples, log_probs)
+        layout = actor.lay_out(batch.sequences, batch.action_mask, batch.attention_mask)
+        batch, layout = on_device([batch, layout], torch.cuda.current_device())
+        log_probs, output = actor(
+            batch.sequences,
+            batch.action_mask,
+            batch.attention_mask,
+            return_output=True,
+            return_statistics=with_distributions,
+            layout=layout,
+        )
+        store(samples, log_probs, output.statistics if with_distributions else None)
     actor.train()

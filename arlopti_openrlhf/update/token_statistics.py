@@ -73,54 +73,6 @@ class TokenUpdates(NamedTuple):
     squared_rest: Tensor  # Σ_{j≠o} P_j²
 
 
-def token_updates(
-    loss: Tensor,
-    log_probs: Tensor,
-    policy_log_probs: Tensor,
-    *,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    token_weights: Tensor,
-    places: Tensor,
-    selected: Tensor,
-    distributions: tuple[Tensor, Tensor],
-    num_tokens: Tensor | float,
-) -> TokenUpdates:
-    """Take the derivatives of a micro-batch's loss by the log-probs of its tokens, through the loss function alone.
-
-    The graph of the model stays as it is, so that the gradients of the backward pass that follows are the same bit for
-    bit.
-
-    Args:
-        loss: scalar, a mean over `num_tokens`.
-        log_probs: (B, A) log π_θ, with graph.
-        policy_log_probs: (B, A) a view of `log_probs` that only the policy loss reads.
-        old_log_probs: (B, A) log π_old.
-        advantages: (B, A), before AR.
-        token_weights: (B, A), the weights of the pass.
-        places: (N,) index of the tokens that the pass updates, which are described here, in the flattened (B, A).
-        selected: (B, A), nonzero on the tokens that the forward pass computed.
-        distributions: (B, A) entropies and (B, A) Σ_{j≠o} P_j².
-        num_tokens: what the loss has been divided by, for weights in units of a token's own loss.
-    """
-    whole, policy = torch.autograd.grad(loss, [log_probs, policy_log_probs], retain_graph=True)
-    is_computed = selected.bool()
-    entropies, squared_rest = distributions
-    tokens = TokenUpdates(
-        old_log_probs=old_log_probs,
-        log_probs=log_probs.detach(),
-        advantages=advantages,
-        weights=whole * num_tokens,
-        weights_before_ar=(whole - policy + policy / token_weights.clamp(min=torch.finfo(torch.float32).tiny))
-        * num_tokens,
-        is_clipped=is_computed & (advantages != 0) & (policy == 0),
-        is_computed=is_computed,
-        entropies=entropies,
-        squared_rest=squared_rest,
-    )
-    return TokenUpdates(*(values.flatten()[places] for values in tokens))
-
-
 class UpdateStatistics:
     """Sums up the token updates of a rollout batch by probability π_old. The sums of the ranks add up.
 

@@ -2,22 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from openrlhf.models import Actor
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers.utils import ModelOutput
 
-from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.forward.transfer import on_device
 from arlopti_openrlhf.token_method import Method, Tokens, WeightSums, combine, pass_labels
 from arlopti_openrlhf.update import old_log_probs
 from arlopti_openrlhf.update.ranks import Ranks
-from arlopti_openrlhf.update.sample import Sample
-from arlopti_openrlhf.update.step import Weighed
+from arlopti_openrlhf.update.sample import Sample, Weights
 
 
 class Known(NamedTuple):
@@ -34,7 +28,7 @@ class TokenWeights:
         methods: the token methods. Their weights multiply; without a method they are 1.
         by_token: whether the loss is a mean over tokens, and not over responses. In a mean over responses each one is
             divided by its own tokens.
-        normalizes: whether the weights are divided by their mean (`_normalize`).
+        normalizes: whether the weights are divided by their mean (`_mean`).
 
     Attributes:
         labels: the names of the passes in metrics.
@@ -46,15 +40,12 @@ class TokenWeights:
         self.needs_entropies = any(method.needs_entropies for method in methods)
         self.needs_rollout_batch = normalizes or any(method.needs_rollout_batch for method in methods)
         self.knows_nothing = Known([None] * len(methods))
-        self._divides_by_kept = any(method.divides_by_kept for method in methods)
 
-    def look_at_all(self, actor: Actor, samples: list[Sample], args: SimpleNamespace, ranks: Ranks) -> Known:
-        """Weigh a whole rollout batch, with what the methods have to know of it. A collective call.
+    def weigh_all(self, samples: Sequence[Sample], ranks: Ranks) -> Known:
+        """Weigh a rollout batch, with what the methods have to know of all of it. A collective call.
 
-        Entropies are taken from a forward pass that gives log π_old too. Log π_old of all samples is known then.
+        Log π_old must be known, and the entropies if a method asks for them.
         """
-        if self.needs_entropies:
-            old_log_probs.compute(actor, samples, args, ranks, with_distributions=True)
         known = self.knows_nothing
         if any(method.find for method in self.methods):
             columns = torch.cat([torch.empty(len(Tokens._fields), 0), *map(_response, samples)], dim=1)
@@ -63,77 +54,24 @@ class TokenWeights:
             tokens = Tokens(*columns[:, columns[:2].isfinite().all(dim=0)][:, None])  # log-probs and advantages
             if tokens.mask.numel():
                 known = Known([method.statistic(tokens) for method in self.methods])
-        self.weigh(samples, known)
-        return known._replace(mean_weight=self._normalize(samples, ranks)) if self.normalizes else known
+        weights = [self.of(sample, known) for sample in samples]
+        mean = self._mean(samples, weights, ranks) if self.normalizes else None
+        for sample, own in zip(samples, weights, strict=True):
+            sample.weights = own if mean is None else replace(own, factors=own.factors / mean)
+        return known._replace(mean_weight=mean)
 
-    def weigh(self, samples: Sequence[Sample], known: Known | None = None) -> None:
-        """Give each sample its weights. Its log π_old must be known, and its entropies if a method asks for them."""
+    def weigh(self, samples: Sequence[Sample]) -> None:
+        """Weigh the samples that are not, with methods that need to know nothing of the rollout batch."""
         for sample in samples:
-            self._weigh(sample, known or self.knows_nothing)
+            if sample.weights is None:
+                sample.weights = self.of(sample, self.knows_nothing)
 
-    @staticmethod
-    def of(samples: Sequence[Sample], index: int) -> Weighed:
-        """Return what one pass makes of a micro-batch, on the CPU. Its samples have been weighed."""
-        weights = pad_sequence([sample.weights[index] for sample in samples], batch_first=True)
-        updated = pad_sequence([sample.updated[index] for sample in samples], batch_first=True)
-        return Weighed.of(weights, updated.long())
+    def of(self, sample: Sample, known: Known) -> Weights:
+        """Return a sample's weights, before they are normalized.
 
-    def learn(self, samples: Sequence[Sample], index: int, old: Tensor, output: ModelOutput) -> Weighed:
-        """Keep what a first forward pass has shown of a micro-batch. Return what one pass makes of it, on its device.
-
-        The methods weigh on the CPU, one response at a time. So the host waits for the forward pass here.
+        Raises:
+            ValueError: a method reads the rollout's log-probs, and the sample has none.
         """
-        old_log_probs.store(samples, old)
-        if self.needs_entropies:
-            old_log_probs.store_distributions(samples, output.statistics)
-        self.weigh(samples)
-        return on_device([self.of(samples, index)], old.device)[0]
-
-    def count(self, samples: Sequence[Sample], index: int, ranks: Ranks) -> float:
-        """Return how many tokens one pass updates, of the samples of all ranks."""
-        return ranks.sum(float(sum(sample.updated[index].sum() for sample in samples)))[0]
-
-    def denominators(self, samples: Sequence[Sample], index: int) -> tuple[int, int]:
-        """Return the tokens of the samples that the loss divides by in one pass, and how many samples have any."""
-        # Where no method divides by what it keeps, the weights need not be known yet.
-        counted = [sample.counted[index] if self._divides_by_kept else sample.action_mask for sample in samples]
-        lengths = [int(mask.sum()) for mask in counted]
-        return sum(lengths), sum(length > 0 for length in lengths)
-
-    def left_out(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that a method leaves out, (N,) each.
-
-        Methods that divide the tokens into groups leave out none in this sense, even where one group alone is trained.
-        None where there are such tokens and their gradient is not known. That is so where no forward pass has shown
-        their distributions, which one does for entropies alone, or where the loss is a mean over responses, in which
-        tokens have a share that depends on the response.
-        """
-        found = [torch.empty(3, 0)]
-        for sample in samples:
-            if not sample.left_out.any():
-                continue
-            if sample.distributions is None or not self.by_token:
-                return None
-            rows = sample.action_log_probs, sample.advantages, sample.distributions[1]
-            found.append(torch.stack([row.cpu().float()[sample.left_out] for row in rows]))
-        log_probs, advantages, squared_rest = torch.cat(found, dim=1)
-        return log_probs, advantages, squared_rest
-
-    def metrics(self, samples: Sequence[Sample], known: Known, ranks: Ranks) -> dict[str, float]:
-        """Return what each method logs of its own weights (`Method.metrics`), before `_normalize`.
-
-        What that divides by is `token_method/mean_weight`. The samples are this rank's, which were trained on.
-        """
-        logged = {} if known.mean_weight is None else {"token_method/mean_weight": known.mean_weight}
-        none = torch.zeros(sum(len(method.passes) for method in self.methods), 4).double()
-        sums = iter(ranks.sum_tensor(sum((sample.sums for sample in samples), none)).tolist())
-        for method, statistic in zip(self.methods, known.statistics, strict=True):
-            of_passes = {name: WeightSums(*next(sums)) for name in method.passes}
-            if of_passes[method.passes[0]].tokens:
-                logged |= method.metrics(of_passes, statistic)
-        return logged
-
-    def _weigh(self, sample: Sample, known: Known) -> None:
         tokens = Tokens(*_response(sample)[:, None])  # (1, tokens) each
         readers = [method.name for method in self.methods if method.needs_rollout_log_probs]
         if readers and not tokens.rollout_log_probs.isfinite().all():
@@ -146,9 +84,8 @@ class TokenWeights:
             of_methods = [[ones] * len(method.passes) for method in self.methods]
         every = [weights.double() for passes in of_methods for weights in passes]
         sums = [[w.numel(), w.sum(), w.square().sum(), (w == 0).sum()] for w in every]
-        sample.sums = torch.tensor(sums, dtype=torch.float64).view(-1, 4)
 
-        # A pass scales advantages by the methods' weights, updates the tokens whose weights are all above 0, and
+        # A pass multiplies advantages by the methods' weights, updates the tokens whose weights are all above 0, and
         # divides by all tokens or by those that a method keeps. The advantages of other groups stay as they are.
         factors, updated, counted = [[ones]], [[ones.bool()]], [[ones.bool()]]
         left_out = torch.zeros_like(ones).bool()
@@ -158,34 +95,76 @@ class TokenWeights:
             counted.append([w != 0 if method.divides_by_kept else ones.bool() for w in passes])
             if not method.groups:
                 left_out |= (torch.cat(passes) == 0).all(dim=0)
-        weights, is_updated, is_counted = (torch.cat(combine(rows)) for rows in (factors, updated, counted))
+        scale, is_updated, is_counted = (torch.cat(combine(rows)) for rows in (factors, updated, counted))
         if not self.by_token:
             # The loss divides the response by all of its tokens.
-            weights = weights * (is_counted.shape[1] / is_counted.sum(dim=1, keepdim=True).clamp(min=1))
-        sample.weights, sample.updated = _in_place(weights, sample), _in_place(is_updated, sample)
-        sample.counted, sample.left_out = _in_place(is_counted, sample), _in_place(left_out, sample)[0]
+            scale = scale * (is_counted.shape[1] / is_counted.sum(dim=1, keepdim=True).clamp(min=1))
 
-    def _normalize(self, samples: Sequence[Sample], ranks: Ranks) -> float | None:
-        """Divide the weights of a rollout batch by their mean over the tokens of all ranks. A collective call.
+        def in_place(values: Tensor) -> Tensor:
+            rows = torch.zeros(len(values), len(sample.action_mask), dtype=values.dtype)
+            rows[:, sample.action_mask.bool().cpu()] = values
+            return rows
+
+        return Weights(
+            factors=in_place(scale),
+            updated=in_place(is_updated),
+            counted=in_place(is_counted),
+            left_out=in_place(left_out)[0],
+            sums=torch.tensor(sums, dtype=torch.float64).view(-1, 4),
+        )
+
+    def left_out(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that a method leaves out, (N,) each.
+
+        Methods that divide the tokens into groups leave out none in this sense, even if only one group is trained.
+        None if there are such tokens and their gradient is unknown: either no forward pass has computed their
+        distributions, which is only done for entropies, or the loss is a mean over responses, in which the share of a
+        token depends on the response.
+        """
+        found = [torch.empty(3, 0)]
+        for sample in samples:
+            if not sample.weights.left_out.any():
+                continue
+            if sample.distributions is None or not self.by_token:
+                return None
+            rows = sample.action_log_probs, sample.advantages, sample.distributions[1]
+            found.append(torch.stack([row.cpu().float()[sample.weights.left_out] for row in rows]))
+        log_probs, advantages, squared_rest = torch.cat(found, dim=1)
+        return log_probs, advantages, squared_rest
+
+    def metrics(self, samples: Sequence[Sample], known: Known, ranks: Ranks) -> dict[str, float]:
+        """Return what each method logs of its own weights (`Method.metrics`), before they are normalized.
+
+        The mean that they are divided by is `token_method/mean_weight`. The samples are those of this rank that were
+        trained on.
+        """
+        logged = {} if known.mean_weight is None else {"token_method/mean_weight": known.mean_weight}
+        none = torch.zeros(sum(len(method.passes) for method in self.methods), 4).double()
+        sums = iter(ranks.sum_tensor(sum((sample.weights.sums for sample in samples), none)).tolist())
+        for method, statistic in zip(self.methods, known.statistics, strict=True):
+            of_passes = {name: WeightSums(*next(sums)) for name in method.passes}
+            if of_passes[method.passes[0]].tokens:
+                logged |= method.metrics(of_passes, statistic)
+        return logged
+
+    def _mean(self, samples: Sequence[Sample], weights: Sequence[Weights], ranks: Ranks) -> float | None:
+        """Return the mean weight over the tokens of all ranks, or None if there is no token. A collective call.
 
         The mean is taken as the loss takes its own: over the tokens that it divides by, or over responses. Those of
         several passes add up. So masks whose loss divides by what they keep, and Lopti, have a mean of 1 already.
-
-        Returns:
-            The mean, or None where there is no token.
 
         Raises:
             ValueError: the mean is 0.
         """
         own = torch.zeros(2, len(self.labels), dtype=torch.float64)
-        for sample in samples:
-            weights, counted = sample.weights.double() * sample.updated, sample.counted.double()
-            weights = weights.nan_to_num(0.0, 0.0)  # of a log-prob that is not finite
+        for sample, of_sample in zip(samples, weights, strict=True):
+            factors, counted = of_sample.factors.double() * of_sample.updated, of_sample.counted.double()
+            factors = factors.nan_to_num(0.0, 0.0)  # of a log-prob that is not finite
             if self.by_token:
-                own += torch.stack([weights.sum(dim=1), counted.sum(dim=1)])
-            else:  # such weights are scaled already for a division by all tokens of the response
+                own += torch.stack([factors.sum(dim=1), counted.sum(dim=1)])
+            else:  # such factors are scaled already for a division by all tokens of the response
                 tokens = sample.action_mask.bool().sum().clamp(min=1)
-                own += torch.stack([weights.sum(dim=1) / tokens, counted.amax(dim=1)])
+                own += torch.stack([factors.sum(dim=1) / tokens, counted.amax(dim=1)])
         total, count = ranks.sum_tensor(own).cpu()
         if not count.any():
             return None
@@ -197,8 +176,6 @@ class TokenWeights:
                 f"--algo.token_method_normalize: the mean weight of {names} is {mean:g} in this rollout batch, and "
                 "weights cannot be divided by it"
             )
-        for sample in samples:
-            sample.weights /= mean
         return mean
 
 
@@ -212,23 +189,3 @@ def _response(sample: Sample) -> Tensor:
     rollout = unknown if sample.rollout_log_probs is None else sample.rollout_log_probs
     rows = log_probs, sample.advantages, torch.ones_like(log_probs), entropies, rollout
     return torch.stack([row.cpu().float() for row in rows])[:, sample.action_mask.bool().cpu()]
-
-
-def _in_place(values: Tensor, sample: Sample) -> Tensor:
-    """Return the values (K, tokens) of a sample's response among its A positions, (K, A), and 0 elsewhere."""
-    rows = torch.zeros(len(values), len(sample.action_mask), dtype=values.dtype)
-    rows[:, sample.action_mask.bool().cpu()] = values
-    return rows
-
-
-def check_entropies(methods: Sequence[Method], actor: Actor) -> None:
-    """Refuse methods that read entropies where the policy cannot give them without a forward pass more.
-
-    Raises:
-        ValueError: it is a vision-language model, or the update is not selective.
-    """
-    names = [method.name for method in methods if method.needs_entropies]
-    if names and (actor.is_vlm or not isinstance(actor, SelectiveActor)):
-        raise ValueError(
-            f"token methods that read entropies ({', '.join(names)}) need the selective update of a text model"
-        )

@@ -146,16 +146,16 @@ def run_update(
     near_policy=False,
     on_policy=False,
     nan_in_fresh_memory=False,
-    restated=False,
     first_rank_only=False,
     off_policy=False,
+    settings=None,
 ):
     """Trains once on this rank's samples, in a worker; returns all that a test may ask for.
 
     `on_policy` asks the actor for the old log-probs, as upstream's experience maker does; `near_policy` moves all of
-    the batch's log-probs to the current policy's, give or take what sets its own apart. `restated` has the trainer run
-    its own step though everything is off. With `first_rank_only` the other ranks get no sample. `off_policy` keeps the
-    batch's old log-probs where the first pass would give its own.
+    the batch's log-probs to the current policy's, give or take what sets its own apart. With `first_rank_only` the
+    other ranks get no sample. `off_policy` keeps the batch's old log-probs where the first pass would give its own.
+    `settings` take the place of those of our flags.
     """
     args = probe.strategy.args
     for name, value in overrides.items():
@@ -163,12 +163,7 @@ def run_update(
         setattr(functools.reduce(getattr, path, args), last, value)
     probe.actor.packing_samples = args.ds.packing_samples
     if rebuild:
-        probe.trainer = new_trainer(probe, stock)
-    if off_policy:
-        probe.trainer.first_pass_gives_old_log_probs = probe.trainer.defers_old_log_probs = False
-    if restated:
-        assert probe.trainer.is_off
-        probe.trainer.is_off = False
+        probe.trainer = new_trainer(probe, stock, off_policy, settings)
     torch.manual_seed(7 + probe._rank)
     size = len(batch) // probe._world_size
     own = batch[probe._rank * size : (probe._rank + 1) * size]
@@ -196,12 +191,22 @@ def run_update(
     )
 
 
-def new_trainer(probe, stock):
+def new_trainer(probe, stock, off_policy=False, own_settings=None):
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
+    from arlopti_openrlhf.ops.health import update_health
     from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
-    trainer = (ActorPPOTrainer if stock else TokenUpdateTrainer)(
+    class Stock(ActorPPOTrainer):
+        defers_old_log_probs = False  # which our policy actor asks
+
+    class Ours(update_health.ActorPPOTrainer, TokenUpdateTrainer):
+        settings = own_settings
+
+    class OffPolicy(Ours):
+        first_pass_gives_old_log_probs = False
+
+    return (Stock if stock else OffPolicy if off_policy else Ours)(
         probe.strategy,
         probe.actor,
         ema_model=probe.ema_model,
@@ -211,9 +216,6 @@ def new_trainer(probe, stock):
         tokenizer=probe.tokenizer,
         ema_beta=probe.strategy.args.train.ema_beta,
     )
-    if stock:
-        trainer.defers_old_log_probs = False  # which our policy actor asks
-    return trainer
 
 
 def move_to_policy(probe, sample):
@@ -238,48 +240,30 @@ def watched(probe):
     embedding = probe.actor.model.module.get_input_embeddings()
     hook = embedding.register_forward_hook(watched_embedding)
     strategy, trainer = probe.strategy, probe.trainer
-    optimizer_step, label = strategy.optimizer_step, ""
-    is_ours = not getattr(trainer, "is_off", True)  # else upstream's step is at work
+    optimizer_step, training_step = strategy.optimizer_step, trainer.training_step
 
     def watched_optimizer_step(optimizer, model, scheduler, **kwargs):
         if strategy.args.train.dynamic_batch_enable or model.model.is_gradient_accumulation_boundary():
             gradients.append([safe_get_full_grad(p).clone() for p in model.model.module.parameters()])
         optimizer_step(optimizer, model, scheduler, **kwargs)
 
-    def saw(experience, updated):
-        uids = [int(uid) for uid in experience.info["uid"]]
-        group = label.rpartition("/")[2] or None
-        seen.append((group, uids, experience.action_mask.sum().item(), updated))
-
-    def watched_training_step(experience, *rest):
-        status = training_step(experience, *rest)
-        saw(experience, status["num_action_tokens"])
+    def watched_training_step(batch, *rest):
+        before = len(seen)
+        status = training_step(batch, *rest)
+        if len(seen) > before:  # with a micro-batch of upstream's loop ours calls itself
+            return status
+        index = getattr(batch, "pass_index", None)  # upstream's loop has no passes
+        group = None if index is None else trainer.token_weights.labels[index].rpartition("/")[2] or None
+        uids = [int(uid) for uid in batch.info["uid"]]
+        seen.append((group, uids, batch.action_mask.sum().item(), int(status["num_action_tokens"])))
         return status
 
-    def watched_backward(batch, *rest):
-        result = backward(batch, *rest)
-        saw(batch.experience, len(result.weighed.places))
-        return result
-
-    def watched_pass(mini_batch, index, *rest):
-        nonlocal label
-        label = trainer.token_weights.labels[index]
-        return train_pass(mini_batch, index, *rest)
-
-    strategy.optimizer_step = watched_optimizer_step
-    if is_ours:
-        backward, train_pass = trainer._backward, trainer._train_pass
-        trainer._backward, trainer._train_pass = watched_backward, watched_pass
-    else:
-        training_step = trainer.training_step
-        trainer.training_step = watched_training_step
+    strategy.optimizer_step, trainer.training_step = watched_optimizer_step, watched_training_step
     try:
         yield seen, gradients, forwards
     finally:
         hook.remove()
-        del strategy.optimizer_step
-        for name in ("_backward", "_train_pass", "training_step"):
-            vars(trainer).pop(name, None)
+        del strategy.optimizer_step, trainer.training_step
 
 
 def full_parameters(probe, averaged=False):

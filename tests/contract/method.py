@@ -19,10 +19,10 @@ ENTRIES = (
      "update.trainer.TokenUpdateTrainer.broadcast_to_vllm"),
     (signature, LOSS, "PolicyLoss.forward",
      "self log_probs old_log_probs advantages action_mask rollout_log_probs dp_size batch_num_tokens "
-     "global_batch_size", "update.step.group_policy_loss"),
+     "global_batch_size", "update.step.pass_policy_loss"),
     (signature, "openrlhf.utils.loss_utils", "get_loss_batch_info",
      "strategy loss_mask *, replay_buffer step dynamic_batch batch_num_tokens global_batch_size",
-     "update.trainer.TokenUpdateTrainer.training_step"),
+     "update.step.StepTrainer.micro_batches"),
     (signature, EXPERIENCE, "balance_experiences", "experiences args", "update.partition.balance_experiences"),
     (signature, EXPERIENCE, "remove_padding_in_sequences", "items", "update.partition.balance_experiences"),
     (text, "openrlhf.trainer.ppo_trainer", "", "experiences = balance_experiences(experiences, self.args)",
@@ -47,7 +47,7 @@ ENTRIES = (
      "… self.replay_buffer = … self.max_epochs = … self.ema_beta = … self.vllm_engines =",
      "update.trainer.TokenUpdateTrainer"),
     (text, LOSS, "PolicyLoss.forward", "return loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio",
-     "update.step.group_policy_loss"),
+     "update.step.pass_policy_loss"),
     (text, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm",
      "for n, p in model.named_parameters() if … param.shape if self.strategy.args.ds.zero_stage != 3 else "
      "param.ds_shape … deepspeed.zero.GatheredParameters([param], enabled=", "update.lora.merged_parameters"),

@@ -19,14 +19,13 @@ LAYERS = 3
 
 
 def flags(
-    level: str = "auto",
     micro_batch_size: int = 1,
     is_checkpointed: bool = True,
     tokens: int | None = None,
     packs: bool = False,
 ) -> SimpleNamespace:
     """With `tokens` in dynamic batches of so many."""
-    actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed, gradient_checkpointing_level=level)
+    actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed)
     train = SimpleNamespace(
         micro_batch_size=micro_batch_size,
         dynamic_batch_enable=tokens is not None,
@@ -255,17 +254,17 @@ def test_all_ranks_choose_alike(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "args", "expected"),
+    ("kind", "is_checkpointed", "choice", "expected"),
     [
-        ("qwen2", flags(), [NONE, WHOLE]),
-        ("qwen2", flags("whole"), [WHOLE]),
-        ("gemma", flags(), [WHOLE]),
-        ("qwen2", flags(is_checkpointed=False), [NONE]),
+        ("qwen2", True, "auto", [NONE, WHOLE]),
+        ("qwen2", True, WHOLE, [WHOLE]),
+        ("gemma", True, "auto", [WHOLE]),
+        ("qwen2", False, "auto", [NONE]),
     ],
     ids=["auto", "forced", "unknown", "off"],
 )
-def test_levels(kind, args, expected):
-    assert Checkpointing(made(kind), args).levels == expected
+def test_levels(kind, is_checkpointed, choice, expected):
+    assert Checkpointing(made(kind), flags(is_checkpointed=is_checkpointed), choice).levels == expected
 
 
 def test_deepspeed_needs_room_too(monkeypatch):

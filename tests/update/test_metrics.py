@@ -6,7 +6,7 @@ import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, micro_batch_status, rollout_gap
+from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, micro_batch_status
 
 
 class TwoEqualRanks:
@@ -25,7 +25,7 @@ def status(loss: float, rewards: list[float], num_tokens: float) -> dict:
     )
     policy_loss = torch.tensor(loss, requires_grad=True)
     means = {"policy_loss": policy_loss, "kl": torch.tensor(loss / 2), "ppo_kl": torch.tensor(loss), "vllm_kl": None}
-    return micro_batch_status(experience, means, {"actor_lr": loss}, num_tokens)
+    return micro_batch_status(experience, means, num_tokens)
 
 
 def test_a_micro_batchs_status_has_upstreams_form():
@@ -37,7 +37,6 @@ def test_a_micro_batchs_status_has_upstreams_form():
         "reward": "sample",
         "scalar": "token",
         "response_length": "sample",
-        "actor_lr": None,
     }
     assert found["metrics"].keys() == found["weights"].keys()
     assert not found["metrics"]["policy_loss"].requires_grad
@@ -63,7 +62,6 @@ def test_means_over_micro_batches(divisor):
             "reward": 2.0,
             "scalar": 2.0,
             "response_length": 5 / 3,
-            "actor_lr": 2.0,
         }
     )
 
@@ -135,17 +133,3 @@ def test_one_stage_has_upstreams_names():
     metrics.add("", 1.0, {"policy_loss": 1.0, "reward": 1.0, "actor_grad_norm": 1.0})
     metrics.add("", 3.0, {"policy_loss": 5.0, "reward": 2.0, "actor_grad_norm": 2.0})
     assert metrics.summary() == {"policy_loss": 4.0, "reward": 1.5, "actor_grad_norm": 2.0}
-
-
-def test_the_gap_is_over_the_response_tokens_that_both_know():
-    """|-1 - -1.5| and |-2 - -1|; then a token nobody asked vLLM about, one that was not trained on, and one of the
-    prompt. The other sample's engine was not asked."""
-    asked = SimpleNamespace(
-        action_log_probs=torch.tensor([-1.0, -2.0, -3.0, torch.nan, -4.0]),
-        rollout_log_probs=torch.tensor([-1.5, -1.0, torch.nan, -3.0, -9.0]),
-        action_mask=torch.tensor([1, 1, 1, 1, 0]),
-    )
-    other = SimpleNamespace(rollout_log_probs=None)
-    one_rank = SimpleNamespace(sum=lambda *values: list(values))
-    assert rollout_gap([asked, other], one_rank) == {"rollout/gap": 0.75}
-    assert rollout_gap([other], one_rank) == {}

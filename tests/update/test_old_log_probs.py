@@ -53,5 +53,6 @@ def test_distributions_that_are_known_stay():
     """An idle response has been computed before the first pass, which leaves it out."""
     samples = [Sample(action_mask=torch.ones(n, dtype=torch.long)) for n in (2, 1)]
     samples[1].distributions = known = torch.ones(2, 1)
-    old_log_probs.store_distributions(samples, (torch.tensor([[1.0, 2.0], [9, 9]]), torch.tensor([[3.0, 4], [9, 9]])))
+    shown = torch.tensor([[1.0, 2.0], [9, 9]]), torch.tensor([[3.0, 4], [9, 9]])
+    old_log_probs.store(samples, torch.zeros(2, 2), shown)
     assert samples[0].distributions.tolist() == [[1, 2], [3, 4]] and samples[1].distributions is known

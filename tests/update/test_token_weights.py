@@ -1,6 +1,7 @@
 """The weights of a rollout batch do not depend on how it is divided among ranks or micro-batches."""
 
 import math
+from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from arlopti_openrlhf import methods, token_method
 from arlopti_openrlhf.update import token_weights
-from arlopti_openrlhf.update.sample import Sample
+from arlopti_openrlhf.update.sample import PassWeights, Sample
 from arlopti_openrlhf.update.token_weights import Known, TokenWeights
 
 ARGUMENTS = {
@@ -21,7 +22,7 @@ ARGUMENTS = {
 
 # Entropies and Σ P² of a sample of four response tokens, of which 80/20 keeps two at the threshold 2.
 TWO_OF_FOUR = torch.tensor([[9.0, 9.0, 0.1, 2.0, 0.1, 2.0], [9.0, 9.0, 0.5, 0.6, 0.7, 0.8]])
-ALONE = SimpleNamespace(sum_tensor=lambda tensor: tensor)  # the ranks, where there is one
+ALONE = SimpleNamespace(sum_tensor=lambda own: own, gather=lambda own: own)  # the ranks, where there is one
 
 
 def samples(count: int) -> list[Sample]:
@@ -47,31 +48,23 @@ def with_entropies(items: list[Sample], values: torch.Tensor | None = None) -> l
     return items
 
 
-def of_rank(name: str, items: list[Sample], everything: list[Sample]) -> TokenWeights:
-    """The weights as a rank gives them that has `items`, while all ranks together have `everything`."""
+def of_rank(name: str, items: list[Sample], everything: list[Sample], normalizes: bool = False) -> TokenWeights:
+    """Weigh the samples of a rank that has `items`, while all ranks together have `everything`."""
 
     def all_columns(columns):
         others = [item for item in everything if all(item is not own for own in items)]
         return torch.cat([columns, *(token_weights._response(item) for item in others)], dim=1)
 
-    weights = TokenWeights(token_method.load([name], ARGUMENTS.get(name, [])), by_token=True)
-    weights.look_at_all(None, items, None, SimpleNamespace(gather=all_columns))
+    weights = TokenWeights(token_method.load([name], ARGUMENTS.get(name, [])), True, normalizes)
+    weights.weigh_all(items, SimpleNamespace(gather=all_columns, sum_tensor=lambda own: own))
     return weights
-
-
-@pytest.fixture(autouse=True)
-def known_entropies(monkeypatch):
-    """Entropies are given, and not computed by a model."""
-    from arlopti_openrlhf.update import old_log_probs
-
-    monkeypatch.setattr(old_log_probs, "compute", lambda *args, **kwargs: None)
 
 
 def product(items: list[Sample], index: int) -> torch.Tensor:
     """The weights of one pass, 0 for the tokens that it does not update."""
-    weighed = TokenWeights.of(items, index)
-    assert torch.equal(weighed.places, weighed.group.flatten().nonzero()[:, 0])
-    return weighed.weights * weighed.group
+    weights = PassWeights.of_samples(items, index)
+    assert torch.equal(weights.places, weights.updated.flatten().nonzero()[:, 0])
+    return weights.factors * weights.updated
 
 
 @pytest.mark.parametrize("name", methods.built_in())
@@ -94,10 +87,10 @@ def test_a_log_prob_that_is_not_finite_breaks_its_own_weight_at_most(name):
     """The loss shows it, and the step is refused. No method is blamed, and no mean is lost."""
     items = with_entropies(samples(36))
     items[11].action_log_probs[5] = torch.nan
-    weights = of_rank(name, items, items)
-    broken = [torch.cat([item.weights[index] for item in items]).isnan() for index in range(len(weights.labels))]
+    passes = range(len(of_rank(name, items, items).labels))
+    broken = [torch.cat([item.weights.factors[index] for item in items]).isnan() for index in passes]
     assert all(of_pass.sum() <= 1 for of_pass in broken)
-    assert 0 < weights._normalize(items, ALONE) < math.inf
+    of_rank(name, items, items, normalizes=True)  # which finds a mean
 
 
 @pytest.mark.parametrize("missing", [None, torch.tensor([0.0, 0.0, -1.0, torch.nan, -1.0])])
@@ -106,49 +99,51 @@ def test_a_sample_without_the_rollouts_log_probs_is_refused_where_they_are_read(
     (item,) = samples(4)[3:]
     weights = TokenWeights(token_method.load(["dppo", "ar"], []), by_token=True)
     item.rollout_log_probs = torch.tensor([torch.nan, torch.nan, -1.0, -1.0, -1.0])
-    weights.weigh([item])
+    weights.of(item, weights.knows_nothing)
     item.rollout_log_probs = missing
     with pytest.raises(ValueError, match=r"read the rollout's log-probs \(dppo\): a sample has none"):
         weights.weigh([item])
     TokenWeights(token_method.load(["ar"], []), by_token=True).weigh([item])
 
 
-def test_denominators():
-    """Two kept tokens in one of two responses; with AR, which divides by all, nothing changes. A third is empty."""
-    nothing, items = samples(1), samples(36)[3:5]
+def test_the_tokens_that_the_loss_divides_by():
+    """Two kept tokens in one of two responses; with AR, which divides by all, nothing changes."""
+    items = samples(36)[3:5]
     items[0].action_log_probs[2:], items[1].action_log_probs[2:] = -1.0, -1.0
     items[0].distributions, items[1].distributions = torch.zeros(2, 5), TWO_OF_FOUR
-    for names, expected in ((["ar"], (7, 2)), (["eighty_twenty"], (2, 1)), (["ar", "eighty_twenty"], (2, 1))):
+    for names, expected in ((["ar"], [3, 4]), (["eighty_twenty"], [0, 2]), (["ar", "eighty_twenty"], [0, 2])):
         weights = TokenWeights(token_method.load(names, []), by_token=True)
-        weights.weigh(items + nothing, Known([2.0 if name == "eighty_twenty" else None for name in names]))
-        assert weights.denominators(items, 0) == weights.denominators([*items, *nothing], 0) == expected
-        assert weights.count(items, 0, SimpleNamespace(sum=lambda n: [2 * n])) == 2 * expected[0]
+        known = Known([2.0 if name == "eighty_twenty" else None for name in names])
+        found = [weights.of(item, known) for item in items]
+        assert [int(own.counted.sum()) for own in found] == [int(own.updated.sum()) for own in found] == expected
 
 
 def test_a_mean_over_responses_divides_each_by_its_kept_tokens():
     """Two of four tokens are kept: weights of 2, since the loss divides by four."""
-    items = with_entropies(samples(36)[4:5], TWO_OF_FOUR)
-    weights = TokenWeights(token_method.load(["eighty_twenty"], []), by_token=False)
-    weights.weigh(items, Known([2.0]))
+    items = samples(36)[4:5]
+    raw(["eighty_twenty"], items, by_token=False)
     assert product(items, 0).tolist() == [[0, 0, 0, 2, 0, 2]]
 
 
-def raw(names: list[str], items: list[Sample], arguments=(), by_token=True, normalizes=False) -> TokenWeights:
-    """The weights of samples, before they are normalized."""
-    made = TokenWeights(token_method.load(names, arguments), by_token, normalizes)
+def raw(names: list[str], items: list[Sample], arguments=(), by_token=True) -> TokenWeights:
+    """Weigh samples anew, without normalizing."""
+    made = TokenWeights(token_method.load(names, arguments), by_token)
     known = Known([2.0 if name in ("eighty_twenty", "stapo") else None for name in names])
-    made.weigh(with_entropies(items, TWO_OF_FOUR) if made.needs_entropies else items, known)
+    for item in with_entropies(items, TWO_OF_FOUR) if made.needs_entropies else items:
+        item.weights = made.of(item, known)
     return made
 
 
-def mean_weight(names: list[str], items: list[Sample], arguments=(), by_token=True, others=None) -> float | None:
+def mean_weight(names: list[str], items: list[Sample], arguments=(), by_token=True, others=()) -> float | None:
     """Normalize the weights of a rank's `items`, where another rank has those in `others`. Return their mean."""
+    made = TokenWeights(token_method.load(names, arguments), by_token, normalizes=True)
+    if made.needs_entropies:
+        with_entropies(items, TWO_OF_FOUR)
     theirs: list[torch.Tensor] = []
-    if others is not None:
-        ranks = SimpleNamespace(sum_tensor=lambda own: theirs.append(own) or own)
-        raw(names, others, arguments, by_token, True)._normalize(others, ranks)
-    weights = raw(names, items, arguments, by_token, True)
-    return weights._normalize(items, SimpleNamespace(sum_tensor=lambda own: sum(theirs, own)))
+    if others:
+        made.weigh_all(others, SimpleNamespace(sum_tensor=lambda own: theirs.append(own) or own))
+    ranks = SimpleNamespace(sum_tensor=lambda own: sum(theirs, own), gather=ALONE.gather)
+    return made.weigh_all(items, ranks).mean_weight
 
 
 def test_the_mean_weight_is_one():
@@ -198,10 +193,11 @@ def test_a_mean_weight_of_one_changes_no_bit(names, arguments, by_token):
     items = [s for s in samples(36) if len(s.action_mask) == 6]
     before = raw(names, items, arguments, by_token)
     of_passes = range(len(before.labels))
-    weights = [product(items, i) for i in of_passes], [before.denominators(items, i) for i in of_passes]
+    counted = torch.stack([item.weights.counted for item in items])
+    weights = [product(items, i) for i in of_passes]
     assert mean_weight(names, items, arguments, by_token) == 1
-    assert all(torch.equal(product(items, i), weights[0][i]) for i in of_passes)
-    assert [before.denominators(items, i) for i in of_passes] == weights[1]
+    assert all(torch.equal(product(items, i), weights[i]) for i in of_passes)
+    assert torch.equal(torch.stack([item.weights.counted for item in items]), counted)
 
 
 def test_a_mean_weight_of_zero_is_refused():
@@ -213,11 +209,11 @@ def test_a_mean_weight_of_zero_is_refused():
 def test_no_response_has_a_token():
     items = samples(1)
     weights = TokenWeights(token_method.load(["clip_cov"], []), by_token=True)
-    known = weights.look_at_all(None, items, None, SimpleNamespace(gather=lambda columns: columns))
+    known = weights.weigh_all(items, ALONE)
     assert product(items, 0).tolist() == [[0, 0]]
     assert weights.metrics(items, known, ALONE) == {}
     normalized = TokenWeights(token_method.load(["ar"], []), by_token=True, normalizes=True)
-    assert normalized.metrics(items, normalized.look_at_all(None, items, None, ALONE), ALONE) == {}
+    assert normalized.metrics(items, normalized.weigh_all(items, ALONE), ALONE) == {}
 
 
 def test_the_tokens_that_are_left_out():
@@ -244,9 +240,9 @@ def test_a_group_keeps_the_factors_of_the_others_advantages():
     items[0].action_log_probs[2:] = torch.tensor([0.1, 0.5]).log()
     raw(["lopti", "ar"], items, ["ar.alpha=0.5"])
     for index, expected in enumerate(([0, 0, 1, 0], [0, 0, 0, 1])):
-        weighed = TokenWeights.of(items, index)
-        assert weighed.weights[0].tolist() == pytest.approx([0, 0, 0.55, 0.75])
-        assert weighed.group[0].tolist() == expected
+        weights = PassWeights.of_samples(items, index)
+        assert weights.factors[0].tolist() == pytest.approx([0, 0, 0.55, 0.75])
+        assert weights.updated[0].tolist() == expected
 
 
 def test_without_a_method_every_response_token_has_the_weight_one():
@@ -254,4 +250,15 @@ def test_without_a_method_every_response_token_has_the_weight_one():
     weights = raw([], items)
     assert weights.labels == [""] and weights.metrics(items, weights.knows_nothing, ALONE) == {}
     assert torch.equal(product(items[3:], 0)[1], items[4].action_mask.float())
-    assert weights.count(items, 0, SimpleNamespace(sum=lambda n: [n])) == 10
+
+
+def test_what_is_weighed_is_not_weighed_again():
+    """A sample's weights are a value of their own, which nothing changes."""
+    items = samples(36)[2:4]
+    weights = TokenWeights(token_method.load(["ar"], []), by_token=True)
+    weights.weigh(items[:1])
+    first = items[0].weights
+    weights.weigh(items)
+    assert items[0].weights is first and items[1].weights is not None
+    with pytest.raises(FrozenInstanceError):
+        first.factors = None

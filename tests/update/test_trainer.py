@@ -16,6 +16,8 @@ from arlopti_testing.update_workers import (
     relative_distance,
 )
 
+from arlopti_openrlhf.update.settings import Settings
+
 pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 
 
@@ -60,6 +62,16 @@ def test_the_stages_gradients_sum_to_the_whole_dynamically_batched(tiny_model, z
     low, high = staged.gradients
     assert len(whole.gradients) == 1 and len(staged.seen) > 2
     assert relative_distance([a + b for a, b in zip(low, high, strict=True)], whole.gradients[0]) < 1e-5
+
+
+def test_settings_take_the_place_of_flags(group):
+    """As in a launcher without our flags: the flags here ask for nothing."""
+    batch, nothing = experiences(seed=3), OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
+    settings = Settings(("lopti", "ar"), ("lopti.eta=0.5", "ar.alpha=0.3"), statistics="quartiles")
+    given = group.run(batch, nothing, settings=settings)
+    flags = group.run(batch, OFF | {"algo.lopti.eta": 0.5, "logger.probability_stats": "quartiles"})
+    assert len(given.gradients) == 2 and given.status == flags.status
+    assert all(map(torch.equal, sum(given.gradients, []), sum(flags.gradients, [])))
 
 
 def test_one_group_alone_is_that_groups_stage(group):
