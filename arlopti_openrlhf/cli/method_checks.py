@@ -10,14 +10,13 @@ from arlopti_openrlhf.ops.preflight import probe
 from arlopti_openrlhf.ops.preflight.finding import Finding, Update
 from arlopti_openrlhf.ops.preflight.prompt import is_vision_language
 from arlopti_openrlhf.ops.preflight.values import rollout_samples
+from arlopti_openrlhf.update.settings import STOCK_ONLY, needs_stock_update
 
 # How the update is computed, as --actor.update says it.
 STOCK, SELECTIVE = "stock", "selective"
 LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
 # Schedules that look at the loss.
 NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
-# Flags that the selective update and the statistics cannot serve, with the value at which each is off.
-_NEEDS_STOCK_UPDATE = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
 _FLAG = "--algo.token_method"
 PROBE_SECONDS = 30.0  # for the import of files and their answers
 
@@ -92,11 +91,6 @@ def trains_in_passes(args: SimpleNamespace) -> bool:
     return uses_methods(args) or is_selective(args)
 
 
-def needs_stock_update(args: SimpleNamespace) -> str | None:
-    """Return the first flag that only OpenRLHF's own update can serve."""
-    return next((flag for flag, off in _NEEDS_STOCK_UPDATE.items() if attrgetter(flag)(args) != off), None)
-
-
 def is_selective(args: SimpleNamespace) -> bool:
     """Return whether the update computes only what it needs: where the user says so, and else with token methods."""
     if args.actor.update is not None:
@@ -142,7 +136,7 @@ def _check_update(args: SimpleNamespace) -> Iterator[Finding]:
     stock_only = needs_stock_update(args)
     if args.actor.update == SELECTIVE and stock_only:
         problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
-        remedy = f"set that to {_NEEDS_STOCK_UPDATE[stock_only]}, or --actor.update to stock"
+        remedy = f"set that to {STOCK_ONLY[stock_only]}, or --actor.update to stock"
         yield Finding.of(args, "actor.update", problem, remedy)
     batch, rollout = args.train.batch_size, rollout_samples(args)
     if trains_in_passes(args) and (batch < 1 or rollout < batch or rollout % batch):

@@ -27,7 +27,7 @@ from arlopti_openrlhf.ops.preflight import check, model_code, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 from arlopti_openrlhf.ops.repairs import is_made
-from arlopti_openrlhf.update.settings import Settings
+from arlopti_openrlhf.update.settings import Settings, needs_stock_update
 
 
 def main() -> None:
@@ -171,7 +171,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     """Fill in what follows from other flags, and say so where a user would not expect it."""
     value, lines = vars(flat), []
     args = command_line.hierarchize(flat)
-    if stock_only := method_checks.needs_stock_update(args):
+    if stock_only := needs_stock_update(args):
         flag = f"--{stock_only} {value[stock_only]}"
         if value["logger.probability_stats"] != "off":
             lines.append(f"{flag}: no statistics by probability.")

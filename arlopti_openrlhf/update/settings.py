@@ -1,9 +1,18 @@
 """The settings of an update that are ours."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from types import SimpleNamespace
 
 from arlopti_openrlhf import methods
+
+# Flags that the selective update and the statistics cannot serve, with the value at which each is off.
+STOCK_ONLY = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
+
+
+def needs_stock_update(args: SimpleNamespace) -> str | None:
+    """Return the first flag in OpenRLHF's nested arguments that only its own update can serve."""
+    return next((flag for flag, off in STOCK_ONLY.items() if attrgetter(flag)(args) != off), None)
 
 
 @dataclass(frozen=True)

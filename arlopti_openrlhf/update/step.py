@@ -22,7 +22,7 @@ from arlopti_openrlhf.update import old_log_probs
 from arlopti_openrlhf.update.metrics import micro_batch_status
 from arlopti_openrlhf.update.mini_batches import MiniBatch
 from arlopti_openrlhf.update.sample import MicroBatch, PassWeights
-from arlopti_openrlhf.update.settings import Settings
+from arlopti_openrlhf.update.settings import Settings, needs_stock_update
 from arlopti_openrlhf.update.token_statistics import TokenUpdates, UpdateStatistics
 from arlopti_openrlhf.update.token_weights import TokenWeights
 
@@ -42,6 +42,12 @@ class StepTrainer(ppo_actor.ActorPPOTrainer):
             raise ValueError(
                 f"token methods that read entropies ({', '.join(readers)}) need the selective update of a text model"
             )
+        # The command has refused these. A launcher of one's own has not.
+        if isinstance(self.actor, SelectiveActor) and (flag := needs_stock_update(self.args)):
+            raise ValueError(f"--{flag} needs OpenRLHF's own update: --actor.update stock, or install(update='stock')")
+        others = [method.name for method in methods if method.name not in ("ar", "lopti")]
+        if others and self.args.actor.policy_loss_type == "gspo":
+            raise ValueError(f"token methods {', '.join(others)}: GSPO has one ratio for a sequence")
         # The passes share the experts' balancing loss.
         passes = len(self.token_weights.labels)
         self.aux_loss_coef = self.args.actor.aux_loss_coef / passes if self.aux_loss else None
