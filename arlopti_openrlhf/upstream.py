@@ -27,7 +27,7 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 # fmt: off
 RESTATED = (
     (_ACTOR, "ActorPPOTrainer.ppo_train", "f782e1b4ec1400ac", "update.trainer.TokenUpdateTrainer._train"),
-    (_ACTOR, "ActorPPOTrainer.training_step", "cdb65a04d3228649", "update.step.micro_batch_loss"),
+    (_ACTOR, "ActorPPOTrainer.training_step", "cdb65a04d3228649", "update.step.StepTrainer.training_step"),
     (_SAMPLES, "SamplesGenerator.generate_samples", "f3ca3638d4958b26",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
     (_SAMPLES, "SamplesGenerator._generate_vllm", "70e87d06408756c4",
