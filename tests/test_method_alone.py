@@ -53,7 +53,8 @@ class Run:
             --rollout.batch_size 1 --rollout.n_samples_per_prompt 1 --rollout.micro_batch_size 1
             --train.batch_size 1 --train.micro_batch_size 1 --vllm.num_engines 1 --train.colocate_all
             --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1
-            --vllm.enforce_eager --vllm.sync_backend gloo --algo.advantage.estimator reinforce --algo.advantage.gamma 0.9
+            --vllm.enforce_eager --vllm.sync_backend gloo
+            --algo.advantage.estimator reinforce --algo.advantage.gamma 0.9
             --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001
             --actor.adam.lr 1e-3 --ckpt.output_dir {folder}/final --ckpt.path {folder}/ckpt
             --logger.tensorboard_dir {folder}/tensorboard --logger.wandb.run_name run {flags}"""
