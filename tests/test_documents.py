@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "AGENTS.md", *PAGES)
 LINKED = (*DOCUMENTS, "CHANGELOG.md", "benchmarks/README.md")
-FOLDERS = ("arlopti_openrlhf", "benchmarks", "docs", "examples", "requirements", "study", "tests", r"\.ci")
+FOLDERS = ("arlopti_openrlhf", "benchmarks", "docs", "examples", "requirements", "rewards", "study", "tests", r"\.ci")
 
 
 def text_of(document: str) -> str:

@@ -16,11 +16,9 @@ import pyarrow.parquet
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from arlopti_openrlhf.grading import REWARD_FILES
-
 pytestmark = pytest.mark.whole_stack
 
-REWARD = REWARD_FILES["kk"]
+REWARD = str(Path(__file__).parents[1] / "rewards" / "kk_reward.py")
 GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001"
 
 

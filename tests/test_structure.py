@@ -1,4 +1,4 @@
-"""The code keeps its shape: limits on length, no circle of imports, no hooks in the update."""
+"""The code keeps its shape: limits on length, no circle of imports, no hooks in the update, `rewards/` no package."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -9,7 +9,9 @@ import grimp
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "arlopti_openrlhf"
 FILES = sorted(
-    path for folder in (PACKAGE, *(ROOT / name for name in ("study", "benchmarks"))) for path in folder.rglob("*.py")
+    path
+    for folder in (PACKAGE, *(ROOT / name for name in ("study", "benchmarks", "rewards")))
+    for path in folder.rglob("*.py")
 )
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
@@ -37,6 +39,11 @@ def test_no_circle_of_imports():
     assert len(graph.modules) > 100
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     TopologicalSorter(imports).prepare()  # raises CycleError, with the circle
+
+
+def test_rewards_is_no_package():
+    """A package of that name would hide, or be hidden by, a folder `rewards/` where the user trains."""
+    assert sorted(path.name for path in (ROOT / "rewards").glob("*.py")) == ["kk_reward.py", "math_reward.py"]
 
 
 def test_the_update_registers_no_hook():

@@ -1,4 +1,4 @@
-"""A wheel beside the stack trains away from the repository."""
+"""A wheel beside the stack trains away from the repository, in a folder that has our names."""
 
 import email
 import importlib.metadata
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("arlopti_openrlhf", "tests", "study", "benchmarks"):  # all that a wheel could take in
+    for name in ("arlopti_openrlhf", "rewards", "tests", "study", "benchmarks"):  # all that a wheel could take in
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
     done = subprocess.run(pip, cwd=source, capture_output=True, text=True, timeout=300)
@@ -53,6 +53,16 @@ def python(wheel, tmp_path_factory) -> str:
     return python
 
 
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Make a working directory with a package `rewards` of the user's own."""
+    rewards = tmp_path / "work" / "rewards"
+    rewards.mkdir(parents=True)
+    (rewards / "__init__.py").touch()
+    (rewards / "kk_reward.py").write_text("USEFUL = False\n", encoding="utf-8")
+    return tmp_path / "work"
+
+
 def run(command: list[str], folder: Path, timeout: float) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_ENABLED", "PYTHONPATH", "VIRTUAL_ENV"):
@@ -64,7 +74,7 @@ def run(command: list[str], folder: Path, timeout: float) -> subprocess.Complete
 
 ASK = """
 import importlib.metadata
-import arlopti_openrlhf
+import arlopti_openrlhf, rewards.kk_reward
 print(arlopti_openrlhf.__file__)
 [plugin] = [p for p in importlib.metadata.entry_points(group="vllm.general_plugins") if p.name == "arlopti_cpu"]
 print(plugin.dist.locate_file("arlopti_openrlhf/__init__.py"))
@@ -72,17 +82,18 @@ print(plugin.load().__qualname__)
 print([name.name for name in plugin.dist.files if name.parts[0] == ".."])
 print(sorted({name.parts[0] for name in plugin.dist.files if not name.parts[0].endswith((".dist-info", ".."))}))
 print(plugin.dist.locate_file("arlopti_openrlhf/py.typed").is_file())
+print(hasattr(rewards.kk_reward, "USEFUL"))
 """
 
 
-def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, tmp_path):
-    done = run([python, "-c", ASK], tmp_path, 120)
+def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, folder):
+    done = run([python, "-c", ASK], folder, 120)
     site = Path(python).parents[1] / "lib"
-    imported, described, plugin, commands, packages, is_typed = done.stdout.splitlines()[-6:]
+    imported, described, plugin, commands, packages, is_typed, has_own_rewards = done.stdout.splitlines()[-7:]
     assert imported == described and Path(imported).is_relative_to(site), done.stderr
     assert (plugin, commands, packages) == ("enable_in_vllm", "['arlopti']", "['arlopti_openrlhf']")
-    assert is_typed == "True"
-    done = run([str(Path(python).with_name("arlopti")), "--version"], tmp_path, 120)
+    assert is_typed == has_own_rewards == "True"
+    done = run([str(Path(python).with_name("arlopti")), "--version"], folder, 120)
     assert done.returncode == 0 and done.stdout.startswith("arlopti_openrlhf "), done.stderr
 
 
@@ -114,7 +125,7 @@ def test_only_the_gpu_extra_asks_for_flash_attn(wheel):
 
 
 @pytest.mark.long
-def test_two_steps_with_the_packages_reward(python, tmp_path, tiny_model, tiny_data):
+def test_two_steps_with_the_packages_reward_beside_a_rewards_folder(python, folder, tiny_model, tiny_data):
     command = f"""
         {python} -m arlopti_openrlhf.cli.train_ppo_ray --reward.remote_url kk
         --algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001
@@ -124,11 +135,11 @@ def test_two_steps_with_the_packages_reward(python, tmp_path, tiny_model, tiny_d
         --rollout.max_new_tokens 16 --rollout.batch_size 4 --rollout.n_samples_per_prompt 2
         --rollout.micro_batch_size 4 --train.batch_size 8 --train.micro_batch_size 4
         --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --train.colocate_all
-        --vllm.enforce_eager --vllm.sync_backend gloo --ckpt.output_dir {tmp_path}/final --ckpt.path {tmp_path}/ckpt
+        --vllm.enforce_eager --vllm.sync_backend gloo --ckpt.output_dir {folder}/final --ckpt.path {folder}/ckpt
     """
-    done = run(command.split(), tmp_path, 600)
+    done = run(command.split(), folder, 600)
     log = done.stdout + done.stderr
-    assert done.returncode == 0 and (tmp_path / "final" / "model.safetensors").exists(), log[-6000:]
+    assert done.returncode == 0 and (folder / "final" / "model.safetensors").exists(), log[-6000:]
     assert re.findall(r"Global step (\d+): \{", log) == ["1", "2"]
     # OpenRLHF's engine says which file it loads.
     [reward] = set(re.findall(r"from (\S+/kk_reward\.py)", log))

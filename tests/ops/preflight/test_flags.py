@@ -157,7 +157,7 @@ def known_to_work(folder: Path) -> dict[str, list[str]]:
         commands[f"quickstart {size}"] = quickstart.training_flags(folder, files, size, 0)
     for line in (ROOT / "study/results/ar_lopti.jsonl").read_text("utf-8").splitlines():
         run = json.loads(line)
-        commands[run["run"]] = run["configuration"]["flags"].replace("rewards/kk_reward.py", "kk").split()
+        commands[run["run"]] = run["configuration"]["flags"].replace("rewards/", f"{ROOT}/rewards/").split()
     source = (ROOT / "tests/test_full_stack.py").read_text()
     base = (
         re.search(r'-m arlopti_openrlhf.cli.train_ppo_ray(.*?)"""\.split', source, re.DOTALL)[1]
