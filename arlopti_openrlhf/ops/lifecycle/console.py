@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import ray
 from tqdm import tqdm
@@ -21,9 +21,6 @@ from tqdm import tqdm
 from arlopti_openrlhf.ops.lifecycle import progress, streams
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
 from arlopti_openrlhf.terminal import PREFIX, say
-
-if TYPE_CHECKING:
-    from arlopti_openrlhf.ops.lifecycle.driver import Driver
 
 LOG = "train.log"  # in --ckpt.path
 _POLL = 0.5  # seconds
@@ -38,8 +35,8 @@ _USUALLY = "usually one to two minutes, and more for large models"
 _LOGGED = re.compile(r"^(WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \w+\.py:\d+\] ")  # as OpenRLHF's loggers write
 
 
-def of_run(run: "Driver", args: SimpleNamespace) -> "Console | None":
-    """Return what shows a run's progress where that is wanted.
+def of_run(run: Any, args: SimpleNamespace) -> "Console | None":
+    """Return what shows the progress of a run (`driver.Driver`), if that is wanted.
 
     Raises:
         SystemExit: the log cannot be written.

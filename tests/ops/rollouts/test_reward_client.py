@@ -464,7 +464,7 @@ def test_samples_with_and_without_scores_and_metrics_make_a_batch(tmp_path, monk
     outputs = [output for label in "abab" for output in execute(executor, label=label)]
     flags = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.micro_batch_size 4"
     strategy = SimpleNamespace(args=hierarchize(parse(flags.split())))
-    generator = rollout_samples.SamplesGenerator(strategy, None, None, None, [], specs=[])
+    generator = rollout_samples.SamplesGenerator(strategy, None, None, None, [], sampling=[])
     samples = [generator._process_response_into_experience(output) for output in outputs]
     assert [sample.scores_are_rewards for sample in samples] == [True, False, True, False]
     assert len(lines) == 1 and "`scores` for some samples only" in lines[0]

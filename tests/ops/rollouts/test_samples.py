@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.evaluation.sampling import Sampling
-from arlopti_openrlhf.ops import controller
 from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.rollouts import samples
 from arlopti_openrlhf.ops.rollouts.prompts import Prompts
 from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator, compute_eval_metrics
+from arlopti_openrlhf.patching import plain_class
 
 N = 2  # samples per prompt
 
@@ -90,10 +90,10 @@ def generator(args, count: int, upstream: bool = False):
     if upstream:
         return samples_generator.SamplesGenerator(strategy, loader(count), None, None, [Engine(), Engine()])
     prompts = Prompts(loader(count), "digest of these", args)
-    return SamplesGenerator(strategy, prompts, None, None, [Engine(), Engine()], specs=[Sampling("*", 3, 1.0)])
+    return SamplesGenerator(strategy, prompts, None, None, [Engine(), Engine()], sampling=[Sampling("*", 3, 1.0)])
 
 
-class Trainer(controller._PPOTrainer):
+class Trainer(plain_class(ppo_trainer.PPOTrainer)):
     """Upstream's synchronous loop, whose steps only note their prompts and the state of a checkpoint."""
 
     def __init__(self, args, count: int, states: dict | None = None) -> None:
@@ -118,7 +118,7 @@ class Trainer(controller._PPOTrainer):
         self.steps.append((self.trained, pickle.loads(pickle.dumps(client_states))))
 
 
-class Generator(controller._GenerateSamplesActor):
+class Generator(plain_class(ppo_trainer_async.GenerateSamplesActor)):
     """Upstream's asynchronous generator. What it puts into the queue are its steps."""
 
     def __init__(self, args, count: int, states: dict | None = None) -> None:
@@ -274,7 +274,7 @@ def test_measures_are_those_of_the_scores():
     samples += [sample("p", "a", float(i == 2), **aime) for i in range(4)]
     samples += [sample("r", "d", 1.0, reward=1.0, source="None")]
     samples[-1].scores_are_rewards = True
-    logs = compute_eval_metrics(DATA, samples, 2, specs=SPECS)
+    logs = compute_eval_metrics(DATA, samples, 2, sampling=SPECS)
     # kk_2ppl: q is right once of 2, p twice; aime: once of 4.
     assert logs["kk_2ppl/accuracy"] == pytest.approx((0.5 + 1) / 2)
     assert logs["kk_2ppl/pass@2"] == 1 and logs["kk_2ppl/well_formed"] == pytest.approx(0.75)
@@ -288,7 +288,7 @@ def test_measures_are_those_of_the_scores():
     # Rewards in the place of scores tell nothing of accuracy.
     assert not any(name.startswith("None/") for name in logs) and logs["eval_None_pass1"] == 1
     # Scores that are more than right or wrong have a mean, too.
-    graded = compute_eval_metrics(DATA, [sample("p", "a", 2.0, **kk), sample("p", "a", 0.0, **kk)], 2, specs=SPECS)
+    graded = compute_eval_metrics(DATA, [sample("p", "a", 2.0, **kk), sample("p", "a", 0.0, **kk)], 2, sampling=SPECS)
     assert graded["kk_2ppl/accuracy"] == 1.0
 
 
@@ -303,7 +303,7 @@ def test_samples_are_drawn_as_each_source_says(monkeypatch):
 
     monkeypatch.setattr(SamplesGenerator, "_generate_vllm", generate)
     args = SimpleNamespace(vllm=SimpleNamespace(enable_sleep=False), rollout=SimpleNamespace(batch_size=16))
-    generator = SamplesGenerator(SimpleNamespace(args=args), None, DATA, None, [], specs=SPECS)
+    generator = SamplesGenerator(SimpleNamespace(args=args), None, DATA, None, [], sampling=SPECS)
     for _ in range(2):  # an evaluation leaves nothing behind
         calls.clear()
         samples = generator.generate_eval_samples(n_samples_per_prompt=9, temperature=0.1, top_p=0.9)
