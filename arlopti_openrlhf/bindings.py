@@ -56,9 +56,9 @@ TABLE = (
     Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.policy_actor:PolicyActor", "",
         "leaves log π_old to the update's first pass"),
     Row(_ACTOR, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
-        "computes the tokens that the policy's update needs, each prompt once"),
+        "computes the tokens that the update needs, each prompt once"),
     Row(_LAUNCHER, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
-        "the same for the reference"),
+        "computes the tokens that the update needs, each prompt once"),
     Row(_SYNC, "balance_experiences", REPLACES, "update.partition:balance_experiences", SELECTIVE,
         "gives each rank whole prompts, with dynamic batches"),
     # A machine without CUDA (see PORTS)
@@ -94,9 +94,9 @@ TABLE = (
     )),
     Row(_SYNC, "PPOTrainer", EXTENDS, "ops.controller:PPOTrainer", CARE,
         "leads the run: alarms, checkpoints, evaluations, signals"),
-    Row(_ASYNC, "PPOTrainerAsync", EXTENDS, "ops.controller:PPOTrainerAsync", CARE, "the same, asynchronous"),
-    Row(_ASYNC, "GenerateSamplesActor", EXTENDS, "ops.controller:GenerateSamplesActor", CARE, "its rollouts"),
-    Row(_ASYNC, "TrainingActor", EXTENDS, "ops.controller:TrainingActor", CARE, "its training"),
+    Row(_ASYNC, "PPOTrainerAsync", EXTENDS, "ops.controller:PPOTrainerAsync", CARE, "leads an asynchronous run"),
+    Row(_ASYNC, "GenerateSamplesActor", EXTENDS, "ops.controller:GenerateSamplesActor", CARE, "leads its rollouts"),
+    Row(_ASYNC, "TrainingActor", EXTENDS, "ops.controller:TrainingActor", CARE, "leads its training"),
     # These count the calls of all methods, so they come last.
     *(Row(module, name, EXTENDS, f"ops.lifecycle.heartbeat:of_{kind}", CARE, "gives it a heartbeat")
       for kind, module, name in (
@@ -152,7 +152,8 @@ PORTS = (
          "cpu.patches:_patch_deepspeed_comm", "gathers are complete when they return"),
     Port("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.step", "cpu.adam:_patch_cpu_adam",
          "a resumed run steps as an unbroken one"),
-    Port("deepspeed.ops.adam.fused_adam", "FusedAdam.step", "cpu.adam:_patch_fused_adam", "the same"),
+    Port("deepspeed.ops.adam.fused_adam", "FusedAdam.step", "cpu.adam:_patch_fused_adam",
+         "a resumed run steps as an unbroken one"),
     Port("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.target_device",
          "cpu.patches:_patch_replay_buffer", "batches stay on the CPU"),
     Port("openrlhf.utils.deepspeed.deepspeed", "init_device_mesh DeepspeedStrategy.moving_average",
@@ -167,7 +168,8 @@ PORTS = (
          "prompts of requests with a seed are computed in parts"),
     Port("openrlhf.models.ring_attn_utils", "", "cpu.patches:_flash_attn_stand_in", "imports without flash-attn"),
     Port("openrlhf.models.actor", "Actor.__init__", "cpu.patches:_patch_actor", "SDPA for flash attention"),
-    Port("openrlhf.models.model", "get_llm_for_sequence_regression", "cpu.patches:_patch_model", "the same"),
+    Port("openrlhf.models.model", "get_llm_for_sequence_regression", "cpu.patches:_patch_model",
+         "SDPA for flash attention"),
 )
 # fmt: on
 
