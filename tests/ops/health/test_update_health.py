@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from openrlhf.trainer.ray import ppo_actor
 from torch import distributed as dist
 
 from arlopti_openrlhf.ops.health.update_health import ActorPPOTrainer
@@ -15,14 +14,16 @@ def status(monkeypatch):
     """Return the status of an update on two ranks that have the same samples, in which a step is refused."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
 
-    def train(trainer, kl_ctl):
-        trainer.actor.model.skipped_steps += 1
-        return {"policy_loss": kl_ctl}
+    class Upstream:
+        def ppo_train(self, kl_ctl):
+            self.actor.model.skipped_steps += 1
+            return {"policy_loss": kl_ctl}
 
-    monkeypatch.setattr(ppo_actor.ActorPPOTrainer, "ppo_train", train)
+    class Trainer(ActorPPOTrainer, Upstream):
+        pass
 
     def of(*samples):
-        trainer = object.__new__(ActorPPOTrainer)
+        trainer = Trainer()
         trainer.actor = SimpleNamespace(model=SimpleNamespace(skipped_steps=3))
         trainer.replay_buffer = SimpleNamespace(items=samples)
         trainer.strategy = SimpleNamespace(ds_device_mesh={"dp": SimpleNamespace(get_group=lambda: None)})
