@@ -1,8 +1,9 @@
-"""How the package hooks into OpenRLHF: each upstream name that it replaces, by what, in which room, and what for.
+"""How the package hooks into OpenRLHF: each upstream name that it rebinds, by what, in which room, and what for.
 
-`bind` makes the replacements on the driver, before `openrlhf.cli.train_ppo_ray` is imported, which binds most of these
-names. Ray pickles actor classes by value, with the globals of their modules as they are on the driver. So what is
-rebound here reaches every worker.
+`bind` does so on the driver, before `openrlhf.cli.train_ppo_ray` is imported, which binds most of these names. Ray
+pickles upstream's actor classes by value, with the globals of their modules as they are on the driver. So what is
+rebound here reaches every worker. The base classes of the actors it pickles by name: what those read of their modules
+is upstream's, and our classes replace that for the time of a call (`update.partition`, `ops.controller`).
 
 A row replaces a name and is its only row, or extends what the rows above have left there. What extends a class is a
 subclass of upstream's, or a class that is put before it. What extends a function gets that function, and returns the
@@ -29,7 +30,7 @@ _SYNC, _ASYNC = "openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_as
 
 REPLACES, EXTENDS = "replaces", "extends"
 # What only some runs have. Care is what `--ops off` leaves out.
-CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE = "care", "selective", "lora", "policy is reference"
+CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE = "care", "selective", "LoRA, with care", "LoRA's reference, with care"
 
 
 class Row(NamedTuple):
@@ -50,6 +51,9 @@ class Row(NamedTuple):
 
 # fmt: off
 TABLE = (
+    # LoRA, before the method: its reference is computed by upstream's `forward`
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.lora:BaseModel", LORA,
+        "gives the base model's log-probs"),
     # The method
     Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.trainer:TokenUpdateTrainer", "",
         "trains in the passes of the token methods"),
@@ -59,16 +63,15 @@ TABLE = (
         "computes the tokens that the update needs, each prompt once"),
     Row(_LAUNCHER, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
         "computes the tokens that the update needs, each prompt once"),
-    Row(_SYNC, "balance_experiences", REPLACES, "update.partition:balance_experiences", SELECTIVE,
+    Row(_SYNC, "PPOTrainer", EXTENDS, "update.partition:WholePrompts", SELECTIVE,
         "gives each rank whole prompts, with dynamic batches"),
+    Row(_ASYNC, "TrainingActor", EXTENDS, "update.partition:WholePrompts", SELECTIVE,
+        "gives each rank whole prompts, with dynamic batches"),
+    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.lora:MergedSync", LORA,
+        "sends merged weights to vLLM"),
     # A machine without CUDA (see PORTS)
     Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:PolicyActor", "",
         "refuses what such a machine cannot do"),
-    # LoRA
-    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.lora:MergedSync", LORA,
-        "sends merged weights to vLLM"),
-    Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.lora:BaseModel", LORA,
-        "gives the base model's log-probs"),
     # Care for a run
     Row("openrlhf.utils.deepspeed", "DeepspeedStrategy", EXTENDS, "ops.checkpoints.saving:CheckpointStrategy", CARE,
         "refuses steps that are not finite; writes and loads whole checkpoints"),
@@ -123,6 +126,7 @@ class Around(NamedTuple):
 AROUND = (
     Around("ops.lifecycle.streams:of_run", "no write to the driver's output fails"),
     Around("ops.lifecycle.console:of_run", "a line of progress on a terminal, all output in train.log"),
+    Around("bindings:load", "imports what is rebound, while a signal still ends the command at once"),
     Around("ops.lifecycle.driver:of_run", "signals, an exit code, and one line with the cause"),
     Around("ops.lifecycle.reaper:of_run", "no process is left when the driver has ended"),
     Around("ops.lifecycle.cluster:of_run", "wraps ray.init: a cluster of the run's own, on this machine only"),
@@ -228,6 +232,14 @@ def surrounded(run: Any, args: SimpleNamespace) -> Iterator[None]:
             if context := resolve(row.ours)(run, args):
                 around.enter_context(context)
         yield
+
+
+def load(run: object, args: object) -> None:
+    """Import all that the table names, apart from the command, which would bind what stands there now."""
+    for row in TABLE:
+        if row.module != _CLI:
+            importlib.import_module(row.module)
+            resolve(row.ours)
 
 
 def resolve(ours: str) -> Any:

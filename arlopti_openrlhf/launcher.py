@@ -42,13 +42,18 @@ def install(
             raise ValueError(f"{name}={value!r}: must be {' or '.join(choices)}")
     if not methods:
         raise ValueError("install() needs a token method, such as 'ar'")
+    if scope != "batch" and "lopti" not in methods:
+        raise ValueError(f"scope={scope!r}: Lopti is off")
     # The workers, which load these files, have a working directory of their own.
     sources = [str(Path(method).absolute()) if method.endswith(".py") else method for method in methods]
     token_method.load(sources, arguments)
-    moved = [*upstream.check_versions(["openrlhf"]), *upstream.check_bodies(["update"])]
+    has = {bindings.SELECTIVE} if update == "selective" else set()
+    moved = list(upstream.check_versions(["openrlhf"]))
+    if not any(difference.is_fatal for difference in moved):
+        moved += upstream.check_bodies({row.room for row in bindings.rows(has)})
     if fatal := [str(difference) for difference in moved if difference.is_fatal]:
         raise RuntimeError("; ".join(fatal))
     cpu.enable()
 
     settings = Settings(tuple(sources), tuple(arguments), normalize, scope, statistics="off")
-    bindings.bind({bindings.SELECTIVE} if update == "selective" else set(), settings=settings)
+    bindings.bind(has, settings=settings)

@@ -12,7 +12,7 @@ import importlib.util
 import io
 import os
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,9 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 RESTATED = (
     (_ACTOR, "ActorPPOTrainer.ppo_train", "f782e1b4ec1400ac", "update.trainer.TokenUpdateTrainer._train"),
     (_ACTOR, "ActorPPOTrainer.training_step", "cdb65a04d3228649", "update.step.StepTrainer.training_step"),
+    ("openrlhf.models.actor", "Actor.forward", "2a71fd5bdccd9e43", "forward.selective_actor.SelectiveActor.forward"),
+    ("openrlhf.trainer.ppo_utils.experience", "balance_experiences", "63fec991255932f7",
+     "update.partition.balance_experiences"),
     (_SAMPLES, "SamplesGenerator.generate_samples", "f3ca3638d4958b26",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
     (_SAMPLES, "SamplesGenerator._generate_vllm", "70e87d06408756c4",
@@ -57,11 +60,14 @@ def check_versions(packages: Sequence[str] = tuple(TESTED)) -> Iterator[Differen
         yield from _compare_version(package)
 
 
-def check_bodies(rooms: Sequence[str]) -> Iterator[Difference]:
+def check_bodies(rooms: Collection[str]) -> Iterator[Difference]:
     """Yield a difference for each function that a room of ours restates and that has moved.
 
     Args:
         rooms: those that the run binds, such as "update" and "ops". What the others restate may be anything.
+
+    Raises:
+        LookupError: OpenRLHF is not installed.
     """
     (version,) = TESTED["openrlhf"]
     for module, name, expected, who in RESTATED:

@@ -5,13 +5,19 @@ import importlib.util
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from openrlhf.trainer import ppo_trainer
 
 from arlopti_openrlhf import bindings
 from arlopti_openrlhf.bindings import CARE, LORA, POLICY_IS_REFERENCE, REPLACES, SELECTIVE, TABLE, Row
 from arlopti_openrlhf.cpu import patches, vllm
+from arlopti_openrlhf.update import lora, partition
 
 PACKAGE = Path(bindings.__file__).parent
 EVERYTHING = {CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE}
@@ -45,7 +51,10 @@ def test_what_is_ported_to_the_cpu_is_listed():
     assert {port.module for port in bindings.PORTS} == on_import.keys() | at_once
     for port in bindings.PORTS:
         module, _, name = port.ours.partition(":")
+        source = PACKAGE.joinpath(*module.split("."))
+        text = (source / "__init__.py" if source.is_dir() else source.with_suffix(".py")).read_text("utf-8")
         assert name in defined(f"arlopti_openrlhf.{module}")
+        assert all(part.rpartition(".")[2] in text for part in port.names.split())
 
 
 def test_two_rows_that_replace_one_name_are_refused(monkeypatch):
@@ -54,6 +63,36 @@ def test_two_rows_that_replace_one_name_are_refused(monkeypatch):
     bindings.rows({SELECTIVE})  # one of the two is not made
     with pytest.raises(ValueError, match="partition:balance_experiences replaces .*, and so does another row"):
         bindings.rows(EVERYTHING)
+
+
+class FakePolicy:
+    def forward(self, *args):
+        return "upstream's"
+
+
+def test_a_lora_reference_is_computed_by_upstreams_forward(monkeypatch):
+    """And not by the method's, which leaves log π_old to the update's first pass."""
+    actor: Any = FakePolicy
+    for row in bindings.rows({SELECTIVE, LORA}):
+        if row.name == "PolicyModelActor":
+            actor = type("Policy", (bindings.resolve(row.ours), actor), {})
+    monkeypatch.setattr(lora, "without_adapters", lambda model: nullcontext())
+    policy = actor()
+    policy.trainer = SimpleNamespace(defers_old_log_probs=True)
+    policy.actor = SimpleNamespace(model=SimpleNamespace(module=None))
+    assert policy.forward_reference() == "upstream's"
+    assert policy.forward(None, torch.ones(1, 2)).isnan().all()
+
+
+def test_ranks_get_whole_prompts_while_a_step_is_trained():
+    class Upstream:
+        def train_step(self):
+            return ppo_trainer.balance_experiences
+
+    class Trainer(partition.WholePrompts, Upstream):
+        pass
+
+    assert Trainer().train_step() is partition.balance_experiences is not ppo_trainer.balance_experiences
 
 
 def test_heartbeats_come_after_all_that_extends_an_actor():
@@ -106,6 +145,18 @@ install({arguments})
 """
 
 
+def test_install_binds_the_method_with_its_settings():
+    code = LAUNCHER.format(first="", arguments="'ar', 'lopti', arguments=['ar.alpha=0.3', 'lopti.eta=0.5']")
+    code += """
+from openrlhf.trainer.ray import ppo_actor
+from openrlhf.utils import deepspeed
+print(ppo_actor.ActorPPOTrainer.settings.methods, ppo_actor.Actor.__name__, deepspeed.DeepspeedStrategy.__module__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected = "('ar', 'lopti') SelectiveActor openrlhf.utils.deepspeed.deepspeed"
+    assert done.stdout.splitlines()[-1:] == [expected], done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "first", "error"),
     [
@@ -117,6 +168,7 @@ install({arguments})
         ("'ra'", "", "ValueError: ra: there is no such token method"),
         ("'ar', arguments=['ar.alpha=2']", "", r"ValueError: ar: alpha must lie in \[-1, 1\], got 2"),
         ("", "", "ValueError: install.* needs a token method"),
+        ("'ar', scope='minibatch'", "", "ValueError: scope='minibatch': Lopti is off"),
         ("'lopti', scope='epoch'", "", "ValueError: scope='epoch': must be batch or minibatch"),
     ],
 )

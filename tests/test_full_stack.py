@@ -154,7 +154,7 @@ def test_lora_is_its_own_reference(train, noisy_reward, tmp_path):
     flags = f"{ONE_RANK} --ds.lora.rank 4 --algo.ar.alpha 0.3 --algo.advantage.estimator reinforce"
     flags += " --algo.kl.estimator k1 --algo.kl.init_coef 0.01"
     log = train(flags, reward=noisy_reward, saves="adapter_model.safetensors")
-    assert "no second model" in log and "ReferenceModelActor" not in log and "PolicyActor" in log
+    assert "no second model" in log and "ReferenceModelActor" not in log and "PolicyModelActor" in log
     kl = scalars(tmp_path, "train/kl")
     assert kl[1] == 0 and kl[2] != 0
 

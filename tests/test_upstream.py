@@ -131,10 +131,17 @@ UPDATE, ROLLOUTS = "ppo_actor.ActorPPOTrainer.ppo_train", "samples_generator.Sam
 def test_a_fork_is_refused_if_what_the_run_binds_restates_what_it_has_changed(tmp_path, module, old, new, moved, ops):
     """With `--ops off` only the method is bound. The start then gets as far as flags that are missing."""
     a_fork(tmp_path, module, old, new)
-    done = start(tmp_path, f"--ops {ops}")
+    done = start(tmp_path, f"--ops {ops} --algo.ar.alpha 0.3")
     refused = f"{moved} is not that of openrlhf 0.11.2, which our" in done.stderr
     assert done.returncode == 2 and refused == (ops == "on" or moved == UPDATE), done.stderr
     assert refused or "error: --" in done.stderr, done.stderr
+
+
+def test_a_start_without_openrlhf_says_so():
+    code = "import sys; sys.modules['openrlhf'] = None; import importlib.metadata as m; version = m.version\n"
+    code += "m.version = lambda name: version(name if name != 'openrlhf' else 'no-such-package')\n" + START
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "error: OpenRLHF is not installed; pip install" in done.stderr
 
 
 def test_an_openrlhf_that_is_not_installed_is_named(monkeypatch):

@@ -78,6 +78,11 @@ def _from_hub(names: str) -> str:
     return ",".join((os.path.abspath(name) if os.path.exists(name) else name) + at + rest for name, at, rest in parts)
 
 
+def ours() -> list[Flag]:
+    """Return the rows of the flags that are not OpenRLHF's."""
+    return [row for table in TABLES.values() for row in table]
+
+
 def refuse_care(flat: argparse.Namespace) -> list[Finding]:
     """Return a finding for each flag of what `--ops off` leaves out that has another value than its default."""
     value, findings = vars(flat), []
@@ -91,8 +96,8 @@ def refuse_care(flat: argparse.Namespace) -> list[Finding]:
 
 def without_ours(flat: argparse.Namespace) -> argparse.Namespace:
     """Return the flags that OpenRLHF's own parser knows."""
-    ours = {row.dest for table in TABLES.values() for row in table}
-    return argparse.Namespace(**{name: value for name, value in vars(flat).items() if name not in ours})
+    names = {row.dest for row in ours()}
+    return argparse.Namespace(**{name: value for name, value in vars(flat).items() if name not in names})
 
 
 def _number(range_: str, default: float | None = None) -> dict[str, Any]:
@@ -240,6 +245,4 @@ _OPENRLHF = (
     Flag("train.agent_func_path", path=program),
 )
 # fmt: on
-ROWS = {name: row for row in _OPENRLHF for name in row.name.split()} | {
-    row.dest: row for table in TABLES.values() for row in table
-}
+ROWS = {name: row for row in _OPENRLHF for name in row.name.split()} | {row.dest: row for row in ours()}

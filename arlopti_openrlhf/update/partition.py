@@ -8,14 +8,17 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import (
     Experience,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
 )
+
+from arlopti_openrlhf.patching import Upstream, replaced_attribute
 
 Item = TypeVar("Item", bound=Experience)
 
@@ -115,6 +118,17 @@ def describe(batches: Sequence[Sequence[Experience]], limit: int | str) -> str:
             f". {prompts} prompts are computed {prompts + divided} times, because some have more responses than that"
         )
     return said
+
+
+class WholePrompts(Upstream):
+    """A trainer whose ranks get whole prompts where upstream's `balance_experiences` would divide dynamic batches.
+
+    Ray pickles `BasePPOTrainer`, which calls that function, by name. So the name is replaced in the worker.
+    """
+
+    def train_step(self, *args, **kwargs) -> Any:
+        with replaced_attribute(ppo_trainer, "balance_experiences", balance_experiences):
+            return super().train_step(*args, **kwargs)
 
 
 def balance_experiences(experiences: list[Experience], args: SimpleNamespace) -> list[Experience]:

@@ -45,6 +45,12 @@ class StepTrainer(ppo_actor.ActorPPOTrainer):
         # The command has refused these. A launcher of one's own has not.
         if isinstance(self.actor, SelectiveActor) and (flag := needs_stock_update(self.args)):
             raise ValueError(f"--{flag} needs OpenRLHF's own update: --actor.update stock, or install(update='stock')")
+        batch, rollout = (
+            self.args.train.batch_size,
+            self.args.rollout.batch_size * self.args.rollout.n_samples_per_prompt,
+        )
+        if methods and batch > rollout:
+            raise ValueError(f"--train.batch_size {batch}: a rollout batch has {rollout} samples, so no step is taken")
         others = [method.name for method in methods if method.name not in ("ar", "lopti")]
         if others and self.args.actor.policy_loss_type == "gspo":
             raise ValueError(f"token methods {', '.join(others)}: GSPO has one ratio for a sequence")

@@ -32,7 +32,6 @@ class TokenUpdateTrainer(StepTrainer):
     2. A pass without a token on any rank takes no step.
     3. With a `SelectiveActor` a pass computes only the tokens that it updates. The samples of a prompt stay together,
        the first pass gives log π_old, and idle responses, which have no gradient, are not computed.
-    4. LoRA's weights are sent to vLLM merged.
 
     Without a method on upstream's actor, upstream's loop trains. With the statistics off too, nothing of ours runs.
     """

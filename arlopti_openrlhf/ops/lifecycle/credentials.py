@@ -125,6 +125,20 @@ def expand(url: str) -> str:
     return _NAME.sub(text, url)
 
 
+def revealed(value: str | None) -> str | None:
+    """Return the value of `--reward.remote_url` or a key with the variables that it names, for OpenRLHF itself.
+
+    Raises:
+        ValueError: a variable is not set.
+    """
+    if not value:
+        return value
+    value = f"${{{WANDB}}}" if value == WANDB else value
+    if unset := missing(value):
+        raise ValueError(f"{', '.join(unset)} is not set")
+    return expand(value)
+
+
 def mask(text: str, urls: str) -> str:
     """Return `text` with the names of the secrets of `urls` in place of the secrets, however they are escaped."""
     secrets = {os.environ.get(name, ""): name for name in _NAME.findall(urls)}

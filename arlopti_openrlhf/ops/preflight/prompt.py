@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import local_folder, read_json
 from arlopti_openrlhf.ops.preflight.rows import Row, upstream_names
+from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.ops.rollouts.prompt_text import as_it_is
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def renderer(args: SimpleNamespace, template: Callable[..., Any] | None) -> Call
 
     `template` takes the messages, if the run has a chat template.
     """
-    preprocess_data = _preprocess_data(is_vision_language(args) is not False)
+    preprocess_data = _preprocess_data(is_vision_language(args) is not False or not is_made("image_text", args))
     return lambda row: preprocess_data(row, args.data.input_template, args.data.input_key, None, template)[0]
 
 

@@ -36,8 +36,9 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
         `info` is for the logs, which show its mean over the batch. A sample without a metric gets the mean of those
         that have it, so the logs show that mean.
         """
-        is_repaired = is_made("extra_logs", self.args)
-        for name in dict.fromkeys(name for sample in rollout_samples for name in sample.info if is_repaired):
+        if not is_made("extra_logs", self.args):
+            return super().split_rollout_samples(rollout_samples)
+        for name in dict.fromkeys(name for sample in rollout_samples for name in sample.info):
             given = [sample.info[name] for sample in rollout_samples if name in sample.info]
             missing = len(rollout_samples) - len(given)
             if not missing:
