@@ -17,6 +17,7 @@ TABLES = {str(path.relative_to(ROOT)): path.name for path in sorted((ROOT / "stu
 _SOURCES = {page: file for file, page in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()(?!#|\w+:)([^)#\s]+)")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.M | re.S)
+_ON_GITHUB = re.compile(r"^.*\]\(\.\./\.\./actions/.*\n\n?", re.M)  # a line that only GitHub can show
 _LINKS_BY_PURPOSE = re.compile(r"^\| you want to \| read \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", re.M)
 
 
@@ -79,6 +80,7 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri == "flags.md":  # whoever types a flag looks for its row first, not for an error that names it
         page.meta["search"] = {"boost": 4}
     markdown = markdown.replace(" ± ", "\u00a0±\u00a0")  # figures stay on one line with their intervals
+    markdown = _ON_GITHUB.sub("", markdown)
     markdown = _LINKS_BY_PURPOSE.sub(lambda match: cards(match[1]), markdown)
     markdown = _BLOCK.sub(lambda match: match[0] if match[1] else tree(match[2]), markdown)
     return _LINK.sub(lambda match: page_link(match[1], page.file.src_uri), markdown)

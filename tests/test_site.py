@@ -72,6 +72,8 @@ def test_links_alone_are_rewritten(hooks):
     assert hooks.on_page_markdown(text, page, None, None) == (
         "[a](flags.md#x) [b](https://x.org/docs/y.md) [c](#here) ![d](quickstart.png) `docs/flags.md`"
     )
+    badge = "It passed: [![nightly](../../actions/n.yml/badge.svg)](../../actions/n.yml)"
+    assert hooks.on_page_markdown(f"a\n\n{badge}\n\nb\n", page, None, None) == "a\n\nb\n"
 
 
 def test_the_drawings_are_what_their_script_draws():
@@ -82,7 +84,7 @@ def test_the_drawings_are_what_their_script_draws():
 
 def test_the_home_page_begins_with_the_drawings():
     readme = (ROOT / "README.md").read_text("utf-8")
-    pictures = re.findall(r"!\[[^\]]+\]\((\S+)\)", readme)
+    pictures = re.findall(r"^!\[[^\]]+\]\((\S+)\)", readme, re.M)
     assert pictures == ["docs/methods.svg", "docs/update.svg"]
     assert readme.index(pictures[-1]) < readme.index("## Two commands")
 
