@@ -58,10 +58,10 @@ def test_what_is_ported_to_the_cpu_is_listed():
 
 
 def test_two_rows_that_replace_one_name_are_refused(monkeypatch):
-    other = Row("openrlhf.trainer.ppo_trainer", "balance_experiences", REPLACES, "ops.other:balance", CARE, "")
+    other = Row("openrlhf.trainer.ppo_trainer", "prepare_datasets", REPLACES, "ops.other:prepare", SELECTIVE, "")
     monkeypatch.setattr(bindings, "TABLE", (*TABLE, other))
-    bindings.rows({SELECTIVE})  # one of the two is not made
-    with pytest.raises(ValueError, match="partition:balance_experiences replaces .*, and so does another row"):
+    bindings.rows({SELECTIVE})  # the other is not made
+    with pytest.raises(ValueError, match="prompts:prepare_datasets replaces .*, and so does another row"):
         bindings.rows(EVERYTHING)
 
 

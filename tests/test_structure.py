@@ -15,21 +15,21 @@ FILES = sorted(
 )
 # Lines of each room. A change that needs more says in the changelog why, and raises the number here.
 BUDGETS = {
-    ".": 1411,
-    "cli": 2568,
+    ".": 1436,
+    "cli": 2626,
     "cpu": 676,
     "evaluation": 134,
     "forward": 1282,
     "grading": 2919,
     "lab": 3396,
     "methods": 563,
-    "update": 2041,
+    "update": 2060,
     "ops": 359,
     "ops/checkpoints": 994,
     "ops/health": 517,
-    "ops/lifecycle": 1603,
-    "ops/preflight": 2995,
-    "ops/rollouts": 1314,
+    "ops/lifecycle": 1614,
+    "ops/preflight": 2996,
+    "ops/rollouts": 1315,
 }
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 

@@ -36,7 +36,7 @@ def test_upstream_gets_the_arguments_of_its_own_parser(start):
 def test_the_method_reaches_the_trainer_apart(start):
     _, _, has, settings = start("--algo.ar.alpha 0.3 --algo.lopti.eta 0.5 --algo.lopti.scope minibatch")
     assert has == {"selective"} and settings.scope == "minibatch" and settings.statistics == "off"
-    assert settings.methods == ("ar", "lopti") and settings.arguments == ("ar.alpha=0.3", "lopti.eta=0.5")
+    assert set(settings.methods) == {"ar", "lopti"} and {"ar.alpha=0.3", "lopti.eta=0.5"} <= set(settings.arguments)
 
 
 def test_secrets_are_those_of_the_variables(start, monkeypatch):
@@ -46,12 +46,13 @@ def test_secrets_are_those_of_the_variables(start, monkeypatch):
     assert (args.reward.remote_url, args.logger.wandb.key) == (["http://host/abc"], "key")
 
 
-@pytest.mark.parametrize(("more", "gpus"), [("", 2), ("--train.colocate_all", 1)])
+@pytest.mark.parametrize(("more", "gpus"), [("", 3), ("--train.colocate_all", 1)])
 def test_a_lora_run_has_a_reference_of_its_own(start, more, gpus):
     """Stock loads one, and here nothing repairs that."""
-    flags = "--ds.lora.rank 4 --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --algo.kl.init_coef 0.1"
+    flags = "--algo.advantage.estimator reinforce --algo.kl.init_coef 0.1 --ds.lora.rank 4"
+    flags += " --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1"
     _, placed, *_ = start(f"{flags} --rollout.batch_size 8 --train.batch_size 8 {more}")
-    assert placed == gpus + (not more)  # and the engine
+    assert placed == gpus  # with one for the engine
 
 
 @pytest.mark.parametrize(
