@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import (
     Experience,
     make_experience_batch,
@@ -127,6 +126,8 @@ class WholePrompts(Upstream):
     """
 
     def train_step(self, *args, **kwargs) -> Any:
+        from openrlhf.trainer import ppo_trainer  # with vLLM, which the policy's ranks have no use for
+
         with replaced_attribute(ppo_trainer, "balance_experiences", balance_experiences):
             return super().train_step(*args, **kwargs)
 
