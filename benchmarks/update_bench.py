@@ -124,15 +124,12 @@ class Bench:
             self.add_trainer(variant, trainer_class, actor, self.method_flags(variant, eta))
 
     def take_lengths(self, scale: float, actor=None) -> float:
-        """Make the rollout batch, in K&K's lengths times `scale`, and return the η of its trainers."""
+        """Make the rollout batch, in K&K's lengths times `scale`, and return its median probability, as η."""
         self.args.scale = scale
         self.rollout = rollout(self.args, scale)
         self.lengths = [len(s.sequences[0]) for s in self.rollout]
         self.tokens = sum(self.lengths)
-        eta = self.prepare_log_probs(actor or self.actors["GRPO"])
-        for variant, its_trainer in self.trainers.items():
-            its_trainer.strategy.args.algo.lopti.eta = eta if "Lopti" in variant else None
-        return eta
+        return self.prepare_log_probs(actor or self.actors["GRPO"])
 
     def method_flags(self, variant: str, eta: float | None = None) -> SimpleNamespace:
         flags = copy.deepcopy(self.flags)

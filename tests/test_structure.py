@@ -80,6 +80,16 @@ def test_rewards_is_no_package():
     assert sorted(path.name for path in (ROOT / "rewards").glob("*.py")) == ["kk_reward.py", "math_reward.py"]
 
 
+def test_the_method_imports_nothing_of_what_surrounds_it():
+    """Not even through others. `launcher`, which gives it to somebody's own script, imports only the CPU port more."""
+    graph = grimp.build_graph("arlopti_openrlhf", cache_dir=None)
+    surroundings = ("ops", "lab", "cli", "grading", "evaluation")
+    for room in ("update", "forward", "methods", "token_method", "token_update", "launcher"):
+        for module in (f"arlopti_openrlhf.{room}", *graph.find_descendants(f"arlopti_openrlhf.{room}")):
+            imported = {name.split(".")[1] for name in graph.find_upstream_modules(module) if "." in name}
+            assert not imported & {*surroundings}, module
+
+
 def test_the_update_registers_no_hook():
     """What happens to a token stands in the step, in order, not in hooks of a model, a loss or an engine."""
     assert not [path for path in (PACKAGE / "update").rglob("*.py") if "register_forward" in path.read_text("utf-8")]
