@@ -124,7 +124,7 @@ class Bench:
             self.add_trainer(variant, trainer_class, actor, self.method_flags(variant, eta))
 
     def take_lengths(self, scale: float, actor=None) -> float:
-        """Make the rollout batch, in K&K's lengths times `scale`, and return its median probability, as η."""
+        """Make the rollout batch, in K&K's lengths times `scale`, and return the η of `prepare_log_probs`."""
         self.args.scale = scale
         self.rollout = rollout(self.args, scale)
         self.lengths = [len(s.sequences[0]) for s in self.rollout]

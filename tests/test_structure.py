@@ -23,7 +23,7 @@ BUDGETS = {
     "grading": 2919,
     "lab": 3396,
     "methods": 563,
-    "update": 2060,
+    "update": 2061,
     "ops": 359,
     "ops/checkpoints": 994,
     "ops/health": 517,
