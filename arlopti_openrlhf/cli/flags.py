@@ -166,8 +166,8 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "free on every GPU, else each layer. The log of the first update says which."),
 ), "care for the run": (
     Flag("--ops", _choice(["on", "off"], "on"),
-     "off leaves out all that this package does beside the method: the run is OpenRLHF's own, with the update of the "
-     "methods that are given. Nothing is checked beforehand but the methods and their flags (default: on)."),
+     "off: the run is OpenRLHF's own, with the update of the given methods and nothing else of this package. Only the "
+     "methods and their flags are checked beforehand (default: on)."),
     Flag("--without_repair", {"nargs": "+", "default": [], "choices": sorted(REPAIRS), "metavar": "NAME"},
      f"Repairs of OpenRLHF's defects to leave out: {', '.join(sorted(REPAIRS))}. docs/flags.md explains them."),
 ), "faults": (
