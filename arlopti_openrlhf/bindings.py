@@ -101,13 +101,10 @@ TABLE = (
     Row(_ASYNC, "GenerateSamplesActor", EXTENDS, "ops.controller:GenerateSamplesActor", CARE, "leads its rollouts"),
     Row(_ASYNC, "TrainingActor", EXTENDS, "ops.controller:TrainingActor", CARE, "leads its training"),
     # These count the calls of all methods, so they come last.
-    *(Row(module, name, EXTENDS, f"ops.lifecycle.heartbeat:of_{kind}", CARE, "gives it a heartbeat")
-      for kind, module, name in (
-        ("rank", _ACTOR, "PolicyModelActor"), ("rank", _CRITIC, "CriticModelActor"),
-        ("rank", _LAUNCHER, "ReferenceModelActor"), ("rank", _LAUNCHER, "RewardModelActor"),
-        ("engine", _ENGINE, "RolloutRayActor"), ("controller", _SYNC, "PPOTrainer"),
-        ("controller", _ASYNC, "PPOTrainerAsync"), ("controller", _ASYNC, "GenerateSamplesActor"),
-        ("controller", _ASYNC, "TrainingActor"),
+    *(Row(module, name, EXTENDS, "ops.lifecycle.heartbeat:give", CARE, "gives it a heartbeat") for module, name in (
+        (_ACTOR, "PolicyModelActor"), (_CRITIC, "CriticModelActor"), (_LAUNCHER, "ReferenceModelActor"),
+        (_LAUNCHER, "RewardModelActor"), (_ENGINE, "RolloutRayActor"), (_SYNC, "PPOTrainer"),
+        (_ASYNC, "PPOTrainerAsync"), (_ASYNC, "GenerateSamplesActor"), (_ASYNC, "TrainingActor"),
     )),
     # Its module binds the names above when it is imported.
     Row(_CLI, "RayActorGroup", EXTENDS, "ops.rollouts.experience_maker:without_reference", POLICY_IS_REFERENCE,

@@ -15,8 +15,8 @@ FILES = sorted(
 )
 # Lines of each room. A change that needs more says in the changelog why, and raises the number here.
 BUDGETS = {
-    ".": 1436,
-    "cli": 2626,
+    ".": 1433,
+    "cli": 2625,
     "cpu": 676,
     "evaluation": 134,
     "forward": 1282,
@@ -27,7 +27,7 @@ BUDGETS = {
     "ops": 359,
     "ops/checkpoints": 994,
     "ops/health": 517,
-    "ops/lifecycle": 1614,
+    "ops/lifecycle": 1604,
     "ops/preflight": 2996,
     "ops/rollouts": 1315,
 }

@@ -28,7 +28,9 @@ def run(flat: argparse.Namespace, differences: Sequence[upstream.Difference]) ->
     Raises:
         SystemExit: with status 2 where the method cannot run with these flags, and after `--dry-run` with status 0.
     """
-    value, given = vars(flat), command_line.hierarchize(flat)
+    # The workers, which load these files, have a working directory of their own.
+    vars(flat)["algo.token_method"] = flags.absolute("algo.token_method", vars(flat)["algo.token_method"])
+    given = command_line.hierarchize(flat)
     has = {bindings.SELECTIVE} if method_checks.is_selective(given) else set()
     is_bound = method_checks.trains_in_passes(given)
     findings = [*flags.refuse_care(flat), *method_checks.check_flags(given), *_check_values(flat)]
@@ -36,9 +38,6 @@ def run(flat: argparse.Namespace, differences: Sequence[upstream.Difference]) ->
         rooms = {row.room for row in bindings.rows(has)}
         findings += [Finding("", "", *found) for found in (*differences, *upstream.check_bodies(rooms))]
     check.refuse_if_fatal(findings)
-    # The workers, which load these files, have a working directory of their own.
-    value["algo.token_method"] = flags.absolute("algo.token_method", value["algo.token_method"])
-    given = command_line.hierarchize(flat)
     findings += method_checks.check_methods(given)
     args, of_upstream = command_line.check(flags.without_ours(flat))
     check.refuse_if_fatal([*findings, *of_upstream])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from openrlhf.datasets import prompts_dataset
+from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
@@ -52,11 +53,18 @@ def test_extra_logs(maker):
         assert ("length" in samples[1].info) == (not left_out)
 
 
-def test_equal_rewards(maker, monkeypatch):
-    """With the repair OpenRLHF's function is wrapped, which the missing `experiences` show."""
-    assert maker("equal_rewards").compute_advantages_and_returns([]) == "upstream's"
-    monkeypatch.setattr(RemoteExperienceMaker, "compute_advantages_and_returns", lambda self, given: [])
-    assert maker().compute_advantages_and_returns([]) == []
+@pytest.mark.parametrize("left_out", [[], ["equal_rewards"]])
+def test_equal_rewards(maker, monkeypatch, left_out):
+    """With the repair OpenRLHF applies our length penalties, which set equal rewards to 0 after its own."""
+    own, seen = upstream.apply_length_penalties, []
+
+    def compute(self, experiences):
+        seen.append(upstream.apply_length_penalties is own)
+        return experiences
+
+    monkeypatch.setattr(RemoteExperienceMaker, "compute_advantages_and_returns", compute)
+    maker(*left_out).compute_advantages_and_returns([])
+    assert seen == [bool(left_out)]
 
 
 @pytest.mark.parametrize("left_out", [[], ["image_text"]])

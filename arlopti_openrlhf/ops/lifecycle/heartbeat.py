@@ -36,35 +36,6 @@ WORKS = 0.05  # CPU seconds per second that a start takes at least. An idle acto
 _FRAMES = 5  # of a call that hangs, in the message
 
 
-# What an actor is, by OpenRLHF's name for its class.
-_WHO = {
-    "RolloutRayActor": "vLLM engine",
-    "PolicyModelActor": "policy",
-    "CriticModelActor": "critic",
-    "ReferenceModelActor": "reference model",
-    "RewardModelActor": "reward model",
-    "PPOTrainer": "controller",
-    "PPOTrainerAsync": "controller",
-    "GenerateSamplesActor": "rollout controller",
-    "TrainingActor": "training controller",
-}
-
-
-def of_controller(actor_class: Any) -> Any:
-    """Return a controller's Ray actor class with a heartbeat."""
-    return with_heartbeat(actor_class, Controller, _WHO[plain_class(actor_class).__name__])
-
-
-def of_rank(actor_class: Any) -> Any:
-    """Return a model's Ray actor class with a heartbeat."""
-    return with_heartbeat(actor_class, Rank, _WHO[plain_class(actor_class).__name__])
-
-
-def of_engine(actor_class: Any) -> Any:
-    """Return a vLLM engine's Ray actor class with a heartbeat."""
-    return with_heartbeat(actor_class, Engine, _WHO[plain_class(actor_class).__name__])
-
-
 def with_heartbeat(actor_class: Any, kind: type, who: str) -> Any:
     """Return the Ray actor class with a heartbeat, which counts the calls of all public methods.
 
@@ -79,6 +50,11 @@ def with_heartbeat(actor_class: Any, kind: type, who: str) -> Any:
         if not name.startswith("_"):
             setattr(derived, name, _counted(method))
     return ray.remote(derived)
+
+
+def give(actor_class: Any) -> Any:
+    """Return a Ray actor class of OpenRLHF's with the heartbeat of its kind."""
+    return with_heartbeat(actor_class, *_KINDS[plain_class(actor_class).__name__])
 
 
 def _counted(method: Callable) -> Callable:
@@ -159,6 +135,20 @@ class Engine(Upstream):
         before, self._tokens = self._tokens, sum(r.detokenizer.num_output_tokens() for r in requests)
         is_rewarding = isinstance(self.executor, Rewards) and self.executor.calls > 0
         self._heartbeat.done += self._tokens != before or is_rewarding
+
+
+# By OpenRLHF's name for an actor's class, its kind and what messages call it.
+_KINDS: dict[str, tuple[type, str]] = {
+    "RolloutRayActor": (Engine, "vLLM engine"),
+    "PolicyModelActor": (Rank, "policy"),
+    "CriticModelActor": (Rank, "critic"),
+    "ReferenceModelActor": (Rank, "reference model"),
+    "RewardModelActor": (Rank, "reward model"),
+    "PPOTrainer": (Controller, "controller"),
+    "PPOTrainerAsync": (Controller, "controller"),
+    "GenerateSamplesActor": (Controller, "rollout controller"),
+    "TrainingActor": (Controller, "training controller"),
+}
 
 
 def prefix() -> str:
