@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test long quickstart lint chaos modes fuzz upstream pythons docs clean
+.PHONY: help setup test long quickstart pretrained lint chaos modes fuzz upstream pythons docs clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -25,6 +25,7 @@ help:
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
 	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, runs survive five and eight faults, study.replicate as a toy"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
+	@echo "make pretrained  set up, then train SmolLM2-135M-Instruct to calculate; SEED=1 changes the seed"
 	@echo "make lint        set up, then ruff (rules and format), mypy, import-linter, and hadolint"
 	@echo "make chaos       set up, then inject faults into tiny trainings, one by one; ARGS=--nemesis SEED=1 draws eight for one run"
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
@@ -65,6 +66,9 @@ long: setup
 
 quickstart: setup
 	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --seed $(SEED) $(ARGS)
+
+pretrained: setup
+	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --task sums --seed $(SEED) $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff check .

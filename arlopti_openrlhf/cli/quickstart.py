@@ -1,6 +1,11 @@
-"""Run the whole stack on one machine, with or without a GPU: puzzles, a small policy, GRPO + AR + Lopti, curves.
+"""Run the whole stack on one machine, with or without a GPU: data, a policy, GRPO + AR + Lopti, curves.
 
-arlopti quickstart --seed 0
+    arlopti quickstart --seed 0
+    arlopti quickstart --task sums
+
+The task `puzzles` makes a tiny policy and trains it on Knights and Knaves. The task `sums` fetches a pretrained model
+of 135M parameters, SmolLM2-135M-Instruct, and trains it to calculate. The same command goes on with a run that ended
+early.
 """
 
 from arlopti_openrlhf import interrupts
@@ -16,40 +21,26 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
+from arlopti_openrlhf.lab.quickstart_tasks import EVAL_SAMPLES, SAMPLES_PER_PROMPT, TASKS, Size, Task
 from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
-PEOPLE = (2, 3)
-PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, EVAL_SAMPLES = 32, 8, 112, 8
-
-
-class Size(NamedTuple):
-    """How much of everything a quickstart does."""
-
-    warm_start_steps: int
-    steps: int  # of reinforcement learning, with PROMPTS_PER_STEP puzzles each
-    held_out: int  # puzzles for each number of people
-    eval_every: int  # steps
-    eval_puzzles: int  # held-out puzzles for each number of people in the evaluations during training
-
-
-FULL = Size(warm_start_steps=1200, steps=30, held_out=192, eval_every=10, eval_puzzles=32)
-REDUCED = Size(warm_start_steps=40, steps=4, held_out=8, eval_every=2, eval_puzzles=4)
 
 
 def main() -> None:
     """Run the command. A folder of something else ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args()
-    size, seed = REDUCED if args.reduced else FULL, args.seed
-    out = args.out or Path(f"outputs/quickstart-{seed}")  # so that another seed leaves this one's run alone
+    task, seed = TASKS[args.task], args.seed
+    # So that another task or seed leaves this one's run alone.
+    out = args.out or Path(f"outputs/{task.command.removeprefix('make ')}-{seed}")
     check_out(parser, out)
     if out.exists() and not (out / "quickstart.log").exists() and {path.name for path in out.iterdir()} - {_LOCK}:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
@@ -65,7 +56,7 @@ def main() -> None:
     except OSError as error:  # such as a full disk
         parser.error(f"argument --out: {out / _LOCK} cannot be written: {error.strerror}")
     try:
-        run(out, size, seed, args.reduced)
+        run(out, args.task, seed, args.reduced)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -73,34 +64,42 @@ def main() -> None:
     held.close()
 
 
-def run(out: Path, size: Size, seed: int, is_reduced: bool) -> None:
+def run(out: Path, name: str, seed: int, is_reduced: bool) -> None:
     """Train in the folder, measure, and say what came out."""
     start = time.time()
     memory = PeakMemory()
-    log = begin(out)
-    print(f"Knights and Knaves with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
+    task = TASKS[name]
+    size = task.reduced if is_reduced else task.full
+    log, goes_on = begin(out, {"task": name, "seed": seed, "reduced": is_reduced})
+    print(f"{task.title} with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
+    if goes_on:
+        print(f"Goes on with what an earlier command left in {out}. --force would begin anew.")
     if is_reduced:
         print("--reduced tests the set-up. Its few steps teach the policy nothing.")
 
     # Imports PyTorch and transformers, which takes seconds that a typing mistake should not cost.
     from arlopti_openrlhf.lab import quickstart_results
 
+    def evaluate(model: str, when: str, title: str) -> Path:
+        return evaluate_model(out / model, task, files.test, out / "evaluation" / when, log, title)
+
     # The five steps, each shown as it begins.
-    files = write_puzzles(out / "data", size, seed)
-    print(f"1/5 puzzles of {' and '.join(map(str, PEOPLE))} people: {files.train}, held out: {files.test}")
-    print("2/5 a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions")
-    make_policy(out / "model", size, seed)
-    first = evaluate_model(out / "model", files.test, out / "evaluation" / "before", log, "3/5 accuracy before")
-    train(out, files, size, seed, log)
-    last = evaluate_model(out / "checkpoint", files.test, out / "evaluation" / "after", log, "5/5 accuracy after")
+    files = write_problems(out / "data", task, size, seed)
+    print(f"1/5 {task.data}: {files.train}, held out: {files.test}")
+    print(f"2/5 {task.policy}")
+    make_policy(out / "model", task, size, seed)
+    first = evaluate("model", "before", "3/5 accuracy before")
+    train(out, files, task, size, seed, log)
+    last = evaluate("checkpoint", "after", "5/5 accuracy after")
 
     # What came out, as a picture, as JSON and as text.
     records = [quickstart_results.read_records(path) for path in (first, last)]
     before, after = map(quickstart_results.accuracies, records)
-    quickstart_results.plot(read_scalars(out / "tensorboard"), before, after, out / "curves.png")
+    quickstart_results.plot(read_scalars(out / "tensorboard"), before, after, task.rewards, out / "curves.png")
     summary = {
         "seed": seed,
         "minutes": round((time.time() - start) / 60, 2),
+        "goes_on": goes_on,
         "peak_rss_gib": round(memory.gib, 2),
         "before": {source: before[source] for source in before if source != "all"},
         "after": {source: after[source] for source in after if source != "all"},
@@ -108,67 +107,77 @@ def run(out: Path, size: Size, seed: int, is_reduced: bool) -> None:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(quickstart_results.sample_answers(*records))
-    print(quickstart_results.report(summary, out, f"pass@{EVAL_SAMPLES}", is_reduced))
+    print(quickstart_results.report(summary, out, f"pass@{EVAL_SAMPLES}", task.command, is_reduced))
 
 
 def make_parser() -> Parser:
     """Return the command's parser."""
     parser = command_parser("quickstart", __doc__)
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="seed of the puzzles, the weights and sampling (default: 0)")
-    add("--out", type=Path, help="folder for everything (default: outputs/quickstart-SEED)")
-    add("--force", action="store_true", help="replace a finished quickstart in that folder")
+    add("--task", choices=TASKS, default="puzzles", help="what to train (default: puzzles)")
+    add("--seed", type=int, default=0, help="seed of the data, the weights and sampling (default: 0)")
+    folder = "folder for everything (default: outputs/quickstart-SEED, for sums outputs/pretrained-SEED)"
+    add("--out", type=Path, help=folder)
+    add("--force", action="store_true", help="begin anew, in place of what is in that folder")
     add("--reduced", action="store_true", help="a few steps of everything, which test the set-up and teach nothing")
     return parser
 
 
-def begin(out: Path) -> Log:
-    """Empty the folder of an earlier quickstart, which evaluations and TensorBoard would continue. Return the log."""
-    for name in ("data", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
-        shutil.rmtree(out / name, ignore_errors=True)
-    for name in ("summary.json", "curves.png"):
-        (out / name).unlink(missing_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
-    return Log(out / "quickstart.log")
+def begin(out: Path, settings: dict[str, Any]) -> tuple[Log, bool]:
+    """Return the log, and whether the folder holds a part of the same quickstart, which can go on.
+
+    The folder of any other is emptied, because evaluations and TensorBoard would continue it.
+    """
+    kept = out / "settings.json"
+    goes_on = kept.exists() and json.loads(kept.read_text("utf-8")) == settings
+    if not goes_on:
+        for name in ("data", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
+            shutil.rmtree(out / name, ignore_errors=True)
+        for name in ("summary.json", "curves.png", "settings.json", "trained"):
+            (out / name).unlink(missing_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    return Log(out / "quickstart.log"), goes_on
 
 
 class Files(NamedTuple):
-    """Where the puzzles are."""
+    """Where the problems are."""
 
     train: Path
     test: Path
     during: Path  # the part of `test` for the evaluations during training
 
 
-def write_puzzles(folder: Path, size: Size, seed: int) -> Files:
-    """Write new training and held-out puzzles."""
-    from arlopti_openrlhf.lab.data import tiny_policy
-    from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
+def write_problems(folder: Path, task: Task, size: Size, seed: int) -> Files:
+    """Write training and held-out problems."""
+    from arlopti_openrlhf.lab.data.preparation import write_rows
 
     files = Files(*(folder / f"{name}.jsonl" for name in Files._fields))
-    count = size.steps * PROMPTS_PER_STEP // len(PEOPLE)
-    train_rows = generate_rows(PEOPLE, count, held_out=False, seed=seed, names=tiny_policy.NAMES)
-    test_rows = generate_rows(PEOPLE, size.held_out, held_out=True, seed=seed, names=tiny_policy.NAMES)
-    during = test_rows[: size.eval_puzzles * len(PEOPLE)]  # the sources alternate
-    for path, rows in zip(files, (train_rows, test_rows, during), strict=True):
+    train_rows = task.make_rows(size.steps * task.prompts_per_step, False, seed)
+    test_rows = task.make_rows(size.held_out, True, seed)
+    for path, rows in zip(files, (train_rows, test_rows, test_rows[: size.eval_problems]), strict=True):
         write_rows(rows, path)
     return files
 
 
-def make_policy(folder: Path, size: Size, seed: int) -> None:
-    """Make a policy of 1.0M parameters that has seen worked solutions."""
+def make_policy(folder: Path, task: Task, size: Size, seed: int) -> None:
+    """Make the task's policy, unless it is there."""
     from arlopti_openrlhf import cpu
-    from arlopti_openrlhf.lab.data import tiny_policy
 
+    if folder.exists():
+        return
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
-    tiny_policy.make_policy(folder, people=PEOPLE, seed=seed, steps=size.warm_start_steps)
+    partial = folder.with_name("model.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    task.make_policy(partial, size, seed)
+    partial.rename(folder)
 
 
-def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) -> Path:
+def evaluate_model(model: Path, task: Task, data: Path, folder: Path, log: Log, title: str) -> Path:
     """Evaluate a model with `cli.evaluate`, and return the file with its responses."""
     flags = [f"--model={model}", f"--data={data}", f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1"]
-    flags += ["--greedy", f"--max-new-tokens={MAX_NEW_TOKENS}"]
+    flags += ["--greedy", f"--max-new-tokens={task.max_new_tokens}"]
     with tqdm(total=100, desc=f"{title} (vLLM)", unit="%") as bar:
         bar.set_postfix_str("starting vLLM, usually a minute")
         _run("evaluate", flags, log, bar, r"Processed prompts: +(\d+)%")
@@ -176,12 +185,15 @@ def evaluate_model(model: Path, data: Path, folder: Path, log: Log, title: str) 
     return folder / f"{model.name}.responses.jsonl"
 
 
-def train(out: Path, files: Files, size: Size, seed: int, log: Log) -> None:
-    """Train the model in `out` with GRPO + AR + Lopti."""
+def train(out: Path, files: Files, task: Task, size: Size, seed: int, log: Log) -> None:
+    """Train the model in `out` with GRPO + AR + Lopti, from its newest checkpoint on."""
     with tqdm(total=size.steps, desc="4/5 GRPO + AR + Lopti", unit="step") as bar:
-        bar.set_postfix_str("starting Ray, vLLM and DeepSpeed, usually one to two minutes")
-        progress = r"Global step (\d+): .*'rollout/reward_mean': (?P<reward>-?[\d.]+)"
-        _run("train", training_flags(out, files, size, seed), log, bar, progress)
+        if not (out / "trained").exists():
+            bar.set_postfix_str("starting Ray, vLLM and DeepSpeed, usually one to two minutes")
+            progress = r"Global step (\d+): .*'rollout/reward_mean': (?P<reward>-?[\d.]+)"
+            _run("train", training_flags(out, files, task, size, seed), log, bar, progress)
+            (out / "trained").touch()
+        bar.update(bar.total - bar.n)
 
 
 def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> None:
@@ -196,32 +208,32 @@ def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> 
         log.run(f"arlopti {command}", [sys.executable, "-m", "arlopti_openrlhf", command, *flags], advance)
 
 
-def training_flags(out: Path, files: Files, size: Size, seed: int) -> list[str]:
+def training_flags(out: Path, files: Files, task: Task, size: Size, seed: int) -> list[str]:
     """Return the run's flags, as a user would type them: OpenRLHF's, and this project's two."""
     flags = f"""
         --algo.ar.alpha 0.3
         --algo.lopti.eta 0.5
         --algo.advantage.estimator group_norm
-        --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001
+        --algo.kl.use_loss --algo.kl.estimator k3
         --actor.eps_clip_low_high 0.2 0.24
         --actor.dual_clip 10
-        --actor.adam.lr 3e-4 --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
+        --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
         --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --train.colocate_all
         --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
         --ds.zero_stage 2 --ds.attn_implementation sdpa
-        --rollout.batch_size {PROMPTS_PER_STEP} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
-        --rollout.micro_batch_size 64 --rollout.temperature 1.0 --rollout.max_new_tokens {MAX_NEW_TOKENS}
-        --train.batch_size 128 --train.micro_batch_size 32 --train.seed {seed + 1}
-        --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len 512
+        --rollout.batch_size {task.prompts_per_step} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
+        --rollout.temperature 1.0 --rollout.max_new_tokens {task.max_new_tokens}
+        --train.seed {seed + 1}
+        --data.input_key prompt --data.label_key label --data.apply_chat_template
         --eval.steps {size.eval_every} --eval.temperature 1.0 --eval.n_samples_per_prompt 4
-        --ckpt.best_metric_key none
+        --ckpt.best_metric_key none --ckpt.save_steps {size.eval_every} --ckpt.max_num 1 --ckpt.load_enable
         --logger.wandb.run_name quickstart
+        {task.flags}
     """.split()
     return flags + [
         f"--actor.model_name_or_path={out / 'model'}",
         f"--data.prompt_dataset={files.train}",
         f"--eval.dataset={files.during}",
-        "--reward.remote_url=kk",
         f"--ckpt.output_dir={out / 'checkpoint'}",
         f"--ckpt.path={out / 'checkpoints'}",
         f"--logger.tensorboard_dir={out / 'tensorboard'}",

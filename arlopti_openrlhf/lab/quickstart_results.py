@@ -23,7 +23,7 @@ def read_records(responses: Path) -> list[dict]:
 def accuracies(records: Sequence[dict]) -> dict[str, dict[str, float]]:
     """Return the measures of an evaluation with `--greedy` by source, and of all sources together as "all".
 
-    Each has `n` puzzles, `accuracy` and its `ci95` (half-width), `pass@k` and `greedy` accuracy.
+    Each has `n` problems, `accuracy` and its `ci95` (half-width), `pass@k` and `greedy` accuracy.
     """
     groups: dict[tuple[str, bool], list] = defaultdict(list)
     for record in records:
@@ -41,19 +41,19 @@ def accuracies(records: Sequence[dict]) -> dict[str, dict[str, float]]:
 
 
 def sample_answers(before: Sequence[dict], after: Sequence[dict]) -> str:
-    """Return two puzzles with their greedy answers: the first that is solved since, and the first that is not."""
+    """Return two problems with their greedy answers: the first that is solved since, and the first that is not."""
     answers = [
         {record["prompt"]: record["responses"][0] for record in records if not record["temperature"]}
         for records in (before, after)
     ]
     lines = []
-    for title, wanted in (("A puzzle that it has learned to solve", [0, 1]), ("One that it does not solve", [0, 0])):
+    for title, wanted in (("A problem that it has learned to solve", [0, 1]), ("One that it does not solve", [0, 0])):
         for prompt in answers[0]:
             if [answer[prompt]["score"] for answer in answers] == wanted:
-                quiz = prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
-                lines += ["", f"{title}:", _wrapped(quiz)]
+                turn, _, begun = prompt.rpartition("<|im_end|>\n<|im_start|>assistant\n")
+                lines += ["", f"{title}:", _wrapped(turn.rpartition("<|im_start|>user\n")[2])]
                 for when, answer in zip(("before", "after"), answers, strict=True):
-                    lines.append(_wrapped(f"{when}: <think>{answer[prompt]['text']}"))
+                    lines.append(_wrapped(f"{when}: {begun}{answer[prompt]['text']}"))
                 break
     return "\n".join(lines)
 
@@ -62,10 +62,10 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(terminal.one_line(" ".join(text.split())), 110, initial_indent="  ", subsequent_indent="    ")
 
 
-def plot(curves: dict[str, Series], before: dict, after: dict, path: Path) -> None:
+def plot(curves: dict[str, Series], before: dict, after: dict, rewards: str, path: Path) -> None:
     """Draw a training's reward, accuracy, share of low-probability tokens and gradient norms over its steps, as PNG.
 
-    `before` and `after` are the `accuracies` on all held-out puzzles.
+    `before` and `after` are the `accuracies` on all held-out problems, and `rewards` says what a reward may be.
     """
     import matplotlib
 
@@ -75,7 +75,7 @@ def plot(curves: dict[str, Series], before: dict, after: dict, path: Path) -> No
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True, layout="constrained")
     (reward, accuracy), (share, norm) = axes
     _plot_series(reward, curves["train/rollout/reward_mean"], color="C0")
-    _title(reward, "mean reward of the rollouts (from −3 to 3)")
+    _title(reward, f"mean reward of the rollouts ({rewards})")
     _plot_accuracies(accuracy, curves, before, after, max(curves["train/rollout/reward_mean"]))
     _title(accuracy, "held-out accuracy, sampled, with 95% intervals")
     _plot_series(share, curves["train/lopti/low_share"], color="C3")
@@ -96,9 +96,9 @@ def plot(curves: dict[str, Series], before: dict, after: dict, path: Path) -> No
 
 
 def _plot_accuracies(axis, curves: dict[str, Series], before: dict, after: dict, last_step: int) -> None:
-    """Draw one accuracy per step: of all puzzles at both ends, and of some of them in between.
+    """Draw one accuracy per step: of all problems at both ends, and of some of them in between.
 
-    The evaluations during training see fewer puzzles. Their own accuracies at the ends would look like a second truth.
+    The evaluations during training see fewer problems. At the ends their accuracies would look like a second truth.
     """
     for i, source in enumerate(sorted(set(before) - {"all"})):
         name = f"eval/{source}/accuracy"
@@ -110,7 +110,7 @@ def _plot_accuracies(axis, curves: dict[str, Series], before: dict, after: dict,
         below = [value - curves[f"{name}/low"][step] for step, value in during.items()]
         above = [curves[f"{name}/high"][step] - value for step, value in during.items()]
         axis.errorbar(list(during), list(during.values()), [below, above], fmt=".", color=f"C{i}", alpha=0.5)
-    axis.plot([], [], "o", color="gray", label="all puzzles")
+    axis.plot([], [], "o", color="gray", label="all problems")
     axis.plot([], [], ".", color="gray", alpha=0.5, label="a part of them")
 
 
@@ -126,8 +126,8 @@ def _plot_series(axis, series: Series, **options) -> None:
     axis.plot(list(series), list(series.values()), **options)
 
 
-def report(summary: dict, out: Path, pass_k: str, is_reduced: bool = False) -> str:
-    """Return what summary.json holds as text, with `pass_k` next to the accuracy, and what to do next.
+def report(summary: dict, out: Path, pass_k: str, command: str, is_reduced: bool = False) -> str:
+    """Return what summary.json holds as text, with `pass_k` next to the accuracy, and what to do next with `command`.
 
     A reduced quickstart has learned nothing, so it says that the set-up works, and no difference.
     """
@@ -135,28 +135,30 @@ def report(summary: dict, out: Path, pass_k: str, is_reduced: bool = False) -> s
     before, after = (summary[when] | {"all": overall[when]} for when in ("before", "after"))
     lines = [
         "",
-        f"{'held out':<9} {'puzzles':>7}   {'sampled, before':>16} {'after':>14}   {'greedy':>13}   {pass_k:>13}",
+        f"{'held out':<9} {'problems':>8}   {'sampled, before':>16} {'after':>14}   {'greedy':>13}   {pass_k:>13}",
     ]
     for source in sorted(before, key=lambda s: (s == "all", s)):
         b, a = before[source], after[source]
         lines.append(
-            f"{source:<9} {b['n']:>7}   {b['accuracy']:>8.3f} ± {b['ci95']:.3f}"
+            f"{source:<9} {b['n']:>8}   {b['accuracy']:>8.3f} ± {b['ci95']:.3f}"
             f" {a['accuracy']:>6.3f} ± {a['ci95']:.3f}"
             f"   {b['greedy']:.3f} → {a['greedy']:.3f}   {b[pass_k]:.3f} → {a[pass_k]:.3f}"
         )
     rise = after["all"]["accuracy"] - before["all"]["accuracy"]
     standard_error = (before["all"]["ci95"] ** 2 + after["all"]["ci95"] ** 2) ** 0.5 / Z_95
     outcome = f"Sampled accuracy changed by {rise:+.3f}, {rise / max(standard_error, 1e-9):.1f} standard errors"
-    outcome += " (clustered by puzzle)"
+    outcome += " (clustered by problem)"
     if is_reduced:
         outcome = "The set-up works. So few steps teach nothing, whatever the accuracies"
+    since = " since it went on" if summary["goes_on"] else ""
     lines += [
         "",
-        f"{outcome}. It took {summary['minutes']:.1f} minutes and {summary['peak_rss_gib']:.1f} GiB.",
+        f"{outcome}. It took {summary['minutes']:.1f} minutes{since} and {summary['peak_rss_gib']:.1f} GiB.",
         f"Curves:  {out / 'curves.png'}",
         f"Trained: {out / 'checkpoint'}",
-        f"Next:    SEED={summary['seed'] + 1} make quickstart    # leaves this one as it is",
+        f"Next:    SEED={summary['seed'] + 1} {command}    # leaves this one as it is",
         f"         {os.path.relpath(Path(sys.executable).with_name('tensorboard'))} --logdir {out / 'tensorboard'}",
+        *(["         make pretrained    # a pretrained model learns to calculate"] if "quickstart" in command else []),
         "         examples/scripts/train_kk.sh    # the paper's run, on 4 GPUs",
     ]
     return "\n".join(lines)

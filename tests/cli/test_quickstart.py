@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -10,14 +12,17 @@ from matplotlib.figure import Figure
 
 from arlopti_openrlhf.cli import quickstart, train_ppo_ray
 from arlopti_openrlhf.lab.quickstart_results import accuracies, plot, read_records, report, sample_answers
+from arlopti_openrlhf.lab.quickstart_tasks import TASKS
 
 pytestmark = pytest.mark.whole_stack
 
 
-@pytest.mark.parametrize("size", [quickstart.FULL, quickstart.REDUCED])
-def test_the_real_command_parses_its_flags(tmp_path, size):
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("kind", ["full", "reduced"])
+def test_the_real_command_parses_its_flags(tmp_path, name, kind):
     files = quickstart.Files(*(tmp_path / f"{name}.jsonl" for name in quickstart.Files._fields))
-    flags = vars(train_ppo_ray.parse(quickstart.training_flags(tmp_path, files, size, seed=3)))
+    size = getattr(TASKS[name], kind)
+    flags = vars(train_ppo_ray.parse(quickstart.training_flags(tmp_path, files, TASKS[name], size, seed=3)))
     assert (flags["algo.ar.alpha"], flags["algo.lopti.eta"], flags["train.seed"]) == (0.3, 0.5, 4)
     assert flags["eval.dataset"] == str(files.during) and size.steps % flags["eval.steps"] == 0
 
@@ -26,7 +31,7 @@ def test_a_disk_that_fills_ends_it_in_one_line(tmp_path, monkeypatch, capsys):
     def fill(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here/train.jsonl")
 
-    monkeypatch.setattr(quickstart, "write_puzzles", fill)
+    monkeypatch.setattr(quickstart, "write_problems", fill)
     monkeypatch.setattr(sys, "argv", ["quickstart", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as end:
         quickstart.main()
@@ -52,15 +57,15 @@ def test_results_as_numbers_text_and_picture(tmp_path):
     assert {source: found["n"] for source, found in before.items()} == {"all": 3, "kk_2ppl": 2, "kk_3ppl": 1}
     assert before["all"]["accuracy"] == 0.25 and after["all"]["accuracy"] == 0.5 and after["all"]["greedy"] == 0
     assert before["all"]["ci95"] == 0  # every puzzle has the same share of right answers
-    summary = {"seed": 4, "minutes": 1.0, "peak_rss_gib": 2.0, "before": before, "after": after}
+    summary = {"seed": 4, "minutes": 1.0, "goes_on": False, "peak_rss_gib": 2.0, "before": before, "after": after}
     whole = summary | {"overall": {"before": before["all"], "after": after["all"]}}
-    text = report(whole, tmp_path, "pass@8")
-    assert "Sampled accuracy changed by +0.250" in text and "kk_3ppl         1" in text
+    text = report(whole, tmp_path, "pass@8", "make quickstart")
+    assert "Sampled accuracy changed by +0.250" in text and "kk_3ppl          1" in text
     assert "SEED=5 make quickstart" in text
-    reduced = report(whole, tmp_path, "pass@8", is_reduced=True)
+    reduced = report(whole, tmp_path, "pass@8", "make quickstart", is_reduced=True)
     assert "The set-up works. So few steps teach nothing" in reduced and "standard errors" not in reduced
     curves = {"train/rollout/reward_mean": {1: -1.0, 2: 1.0}, "train/lopti/low_share": {1: 0.1, 2: 0.1}}
-    plot(curves, before, after, tmp_path / "curves.png")  # a short run may have no other curve
+    plot(curves, before, after, "from −3 to 3", tmp_path / "curves.png")  # a short run may have no other curve
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
@@ -75,7 +80,7 @@ def test_one_accuracy_per_step_and_no_legend_on_the_curves(tmp_path, monkeypatch
     for name, value in (("", 0.4), ("/low", 0.3), ("/high", 0.5)):
         curves[f"eval/kk_2ppl/accuracy{name}"] = {0: value, 10: value, 20: value}  # of fewer puzzles
     before, after = ({"all": {}, "kk_2ppl": {"accuracy": accuracy, "ci95": 0.1}} for accuracy in (0.2, 0.6))
-    plot(curves, before, after, tmp_path / "curves.png")
+    plot(curves, before, after, "from −3 to 3", tmp_path / "curves.png")
     [figure] = drawn
     line = next(line for line in figure.axes[1].lines if line.get_label() == "kk_2ppl")
     assert list(zip(*line.get_data(), strict=True)) == [(0, 0.2), (10, 0.4), (20, 0.6)]
@@ -96,7 +101,7 @@ def test_answers_are_shown_of_a_puzzle_solved_since_and_of_one_that_is_not():
         ]
         for name, solved in (("before", {0}), ("after", {0, 2}))
     )
-    shown = ["A puzzle that it has learned to solve:", "Puzzle 2?", r"before: <think>before\x1b[2J 2</think>"]
+    shown = ["A problem that it has learned to solve:", "Puzzle 2?", r"before: <think>before\x1b[2J 2</think>"]
     shown += [r"after: <think>after\x1b[2J 2</think>", "One that it does not solve:", "Puzzle 1?"]
     shown += [rf"{when}: <think>{when}\x1b[2J 1</think>" for when in ("before", "after")]
     assert [line.strip() for line in sample_answers(before, after).splitlines() if line] == shown
@@ -116,3 +121,49 @@ def test_each_seed_has_a_folder(tmp_path, monkeypatch):
         with pytest.raises(SystemExit):
             quickstart.main()
     assert made[0].parent != made[1].parent
+
+
+def test_the_same_command_goes_on_and_another_begins_anew(tmp_path):
+    settings = {"task": "puzzles", "seed": 0, "reduced": False}
+    (tmp_path / "data").mkdir()  # of an earlier version, which kept no settings
+    assert not quickstart.begin(tmp_path, settings)[1] and not (tmp_path / "data").exists()
+    (tmp_path / "data").mkdir()
+    assert quickstart.begin(tmp_path, settings)[1] and (tmp_path / "data").exists()
+    (tmp_path / "trained").touch()
+    assert not quickstart.begin(tmp_path, settings | {"seed": 1})[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"settings.json", "quickstart.log"}
+
+
+def test_a_policy_that_is_there_is_not_made_again_and_half_of_one_is_none(tmp_path):
+    made = []
+
+    def make(folder, size, seed):
+        folder.mkdir()
+        made.append(folder)
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    task = TASKS["puzzles"]._replace(make_policy=make)
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.make_policy(tmp_path / "model", task, task.full, seed=0)
+    assert not (tmp_path / "model").exists()
+    for _ in range(2):
+        quickstart.make_policy(tmp_path / "model", task, task.full, seed=0)
+    assert (tmp_path / "model").exists() and len(made) == 2
+
+
+@pytest.mark.long
+def test_a_pretrained_model_trains_and_what_is_done_stays(tmp_path, smollm2):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "arlopti_openrlhf.cli.quickstart", "--task=sums", "--reduced", f"--out={out}"]
+    subprocess.run(command, check=True)
+    first = json.loads((out / "summary.json").read_text("utf-8"))
+    assert not first["goes_on"] and first["before"]["math"]["n"] == first["after"]["math"]["n"] == 8
+    assert (out / "checkpoint" / "model.safetensors").stat().st_size > 2 * 134e6  # bf16, and the head is the embedding
+    # As if it had been ended in the last evaluation.
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "evaluation" / "after")
+    subprocess.run(command, check=True)
+    second = json.loads((out / "summary.json").read_text("utf-8"))
+    assert second["goes_on"] and second["before"] == first["before"]
+    assert "Global step" not in (out / "quickstart.log").read_text("utf-8")

@@ -1,0 +1,110 @@
+"""What `arlopti quickstart` trains: the data, the policy, the reward and the flags of each task."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from arlopti_openrlhf.lab.scoring.inputs import Row
+
+_PEOPLE = (2, 3)
+
+
+class Size(NamedTuple):
+    """How much of everything a quickstart does."""
+
+    steps: int  # of reinforcement learning
+    held_out: int  # problems
+    eval_every: int  # steps
+    eval_problems: int  # held-out problems in the evaluations during training
+    warm_start_steps: int = 0
+
+
+class Task(NamedTuple):
+    """What one kind of quickstart does."""
+
+    title: str
+    data: str  # what its problems are
+    policy: str  # where its policy comes from
+    make_rows: Callable[[int, bool, int], list[Row]]  # (count, held_out, seed)
+    make_policy: Callable[[Path, Size, int], None]  # (folder, size, seed)
+    full: Size
+    reduced: Size
+    prompts_per_step: int
+    max_new_tokens: int
+    rewards: str  # what they range over
+    command: str  # of make
+    flags: str  # of the training, beside those of all tasks
+
+
+SAMPLES_PER_PROMPT = EVAL_SAMPLES = 8
+
+
+def _puzzles(count: int, held_out: bool, seed: int) -> list[Row]:
+    from arlopti_openrlhf.lab.data import tiny_policy
+    from arlopti_openrlhf.lab.data.preparation import generate_rows
+
+    of_each = count // len(_PEOPLE)
+    return generate_rows(_PEOPLE, of_each, held_out=held_out, seed=seed, names=tiny_policy.NAMES)
+
+
+def _tiny_policy(folder: Path, size: Size, seed: int) -> None:
+    from arlopti_openrlhf.lab.data import tiny_policy
+
+    tiny_policy.make_policy(folder, people=_PEOPLE, seed=seed, steps=size.warm_start_steps)
+
+
+def _sums(count: int, held_out: bool, seed: int) -> list[Row]:
+    from arlopti_openrlhf.lab.data import sums
+
+    return sums.generate_rows(count, held_out=held_out, seed=seed)
+
+
+def _smollm2(folder: Path, size: Size, seed: int) -> None:
+    from arlopti_openrlhf.lab import pretrained
+
+    pretrained.make_smollm2(folder)
+
+
+TASKS = {
+    "puzzles": Task(
+        title="Knights and Knaves",
+        data="puzzles of 2 and 3 people",
+        policy="a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions",
+        make_rows=_puzzles,
+        make_policy=_tiny_policy,
+        full=Size(steps=30, held_out=384, eval_every=10, eval_problems=64, warm_start_steps=1200),
+        reduced=Size(steps=4, held_out=16, eval_every=2, eval_problems=8, warm_start_steps=40),
+        prompts_per_step=32,
+        max_new_tokens=112,
+        rewards="from −3 to 3",
+        command="make quickstart",
+        flags="""
+            --reward.remote_url kk
+            --algo.kl.init_coef 0.001
+            --actor.adam.lr 3e-4
+            --rollout.micro_batch_size 64 --train.batch_size 128 --train.micro_batch_size 32
+            --data.max_len 512
+        """,
+    ),
+    # Without a reference model, which would take a sixth of a step. KL changes nothing in so few steps.
+    "sums": Task(
+        title="Sums of small numbers",
+        data="sums, differences and products of numbers from 1 to 12",
+        policy="SmolLM2-135M-Instruct, pretrained",
+        make_rows=_sums,
+        make_policy=_smollm2,
+        full=Size(steps=24, held_out=122, eval_every=8, eval_problems=32),
+        reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4),
+        prompts_per_step=8,
+        max_new_tokens=24,
+        rewards="0 or 1",
+        command="make pretrained",
+        flags="""
+            --reward.remote_url math
+            --algo.kl.init_coef 0
+            --actor.adam.lr 3e-5
+            --rollout.micro_batch_size 64 --train.batch_size 64 --train.micro_batch_size 64
+            --data.max_len 128
+        """,
+    ),
+}
