@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import rotate_half
 
 _TIDY_EVERY = 8  # tokens between two looks at which answers have ended
@@ -17,7 +18,7 @@ _TIDY_EVERY = 8  # tokens between two looks at which answers have ended
 
 @torch.no_grad()
 def sample(
-    model: Qwen2ForCausalLM,
+    model: Qwen2ForCausalLM | LlamaForCausalLM,
     prompts: Sequence[Sequence[int]],
     uniform: Tensor,
     *,
@@ -30,7 +31,7 @@ def sample(
     give hardly different answers, where they are given the same numbers.
 
     Args:
-        model: the policy, on the CPU.
+        model: the policy, on any device.
         prompts: P prompts of token ids.
         uniform: (P, S, T) numbers in [0, 1), one for each token. An answer has T tokens at most.
         stop: the token that ends an answer.
@@ -38,14 +39,10 @@ def sample(
 
     Returns:
         The S answers of each prompt: their token ids, with `stop` where they have ended.
-
-    Raises:
-        ValueError: several heads of the policy share keys and values.
     """
-    if model.config.num_key_value_heads != model.config.num_attention_heads:
-        raise ValueError("the study's sampler knows no grouped-query attention")
     longest = uniform.shape[-1]
-    answers = torch.full(uniform.shape, stop)
+    uniform = uniform.to(model.device)
+    answers = torch.full(uniform.shape, stop, device=model.device)
     logits, batch = _begin(model, prompts, *uniform.shape[1:])
     for t in range(longest):
         place = (batch.prompt, batch.sample, t)
@@ -68,9 +65,9 @@ class _Batch:
         prompt, sample: (G, S), which answer each of them is.
         goes_on: (G, S).
         lengths: (G,), of the prompts.
-        prompt_keys, prompt_values: for each layer (G, H, L, D).
-        padding: (G, 1, 1, L), -inf after each prompt's end, and 0 elsewhere.
-        keys, values: for each layer (G, S, H, T, D), of the answers, as far as they have got.
+        prompt_keys, prompt_values: for each layer (G, K, L, D), with K heads of keys and values.
+        padding: (G, 1, 1, 1, L), -inf after each prompt's end, and 0 elsewhere.
+        keys, values: for each layer (G, S, K, T, D), of the answers, as far as they have got.
     """
 
     prompt: Tensor
@@ -111,27 +108,25 @@ class _Batch:
 
 
 def _begin(
-    model: Qwen2ForCausalLM, prompts: Sequence[Sequence[int]], samples: int, longest: int
+    model: Qwen2ForCausalLM | LlamaForCausalLM, prompts: Sequence[Sequence[int]], samples: int, longest: int
 ) -> tuple[Tensor, _Batch]:
     """Return the logits (P, S, V) of the first tokens, and the batch. The model itself reads the prompts."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(model.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     output = model(ids, use_cache=True)  # what follows a prompt does not change it
-    first = output.logits[torch.arange(len(prompts)), lengths - 1]
+    first = output.logits[torch.arange(len(prompts), device=model.device), lengths - 1]
     cache = output.past_key_values.layers
     heads, size = cache[0].keys.shape[1], cache[0].keys.shape[3]
-    is_padding = torch.arange(ids.shape[1]) >= lengths[:, None]
+    is_padding = torch.arange(ids.shape[1], device=model.device) >= lengths[:, None]
     grid = (len(prompts), samples)
     return first[:, None].expand(-1, samples, -1), _Batch(
-        prompt=torch.arange(grid[0])[:, None].expand(grid),
-        sample=torch.arange(grid[1]).expand(grid),
-        goes_on=torch.ones(grid, dtype=torch.bool),
+        prompt=torch.arange(grid[0], device=model.device)[:, None].expand(grid),
+        sample=torch.arange(grid[1], device=model.device).expand(grid),
+        goes_on=torch.ones(grid, dtype=torch.bool, device=model.device),
         lengths=lengths,
         prompt_keys=[layer.keys for layer in cache],
         prompt_values=[layer.values for layer in cache],
-        padding=torch.zeros(is_padding.shape).masked_fill(is_padding, -torch.inf)[:, None, None],
+        padding=first.new_zeros(is_padding.shape).masked_fill(is_padding, -torch.inf)[:, None, None, None],
         keys=[first.new_empty(*grid, heads, longest, size) for _ in cache],
         values=[first.new_empty(*grid, heads, longest, size) for _ in cache],
     )
@@ -147,8 +142,10 @@ def _choose(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
     return passed[..., 0].clamp(max=logits.shape[-1] - 1)
 
 
-def _next(model: Qwen2ForCausalLM, token: Tensor, batch: _Batch, t: int) -> Tensor:
-    """Compute one more token of each answer: transformers' Qwen2, with attention to prompt and answer in two parts.
+def _next(model: Qwen2ForCausalLM | LlamaForCausalLM, token: Tensor, batch: _Batch, t: int) -> Tensor:
+    """Compute one more token of each answer: transformers' Qwen2 or Llama, with attention in two parts.
+
+    One part is to the prompt, the other to the answer. R = H / K heads share the keys and values of one.
 
     Args:
         model: the policy.
@@ -170,12 +167,14 @@ def _next(model: Qwen2ForCausalLM, token: Tensor, batch: _Batch, t: int) -> Tens
         keys[..., t, :] = key * cos + rotate_half(key) * sin
         values[..., t, :] = attention.v_proj(normed).view(shape)
         query = (query * cos + rotate_half(query) * sin) * attention.scaling
-        to_prompt = query.transpose(1, 2) @ batch.prompt_keys[i].transpose(2, 3) + batch.padding  # (G, H, S, L)
-        to_answer = (keys @ query[..., None])[..., 0].transpose(1, 2)  # (G, H, S, t + 1)
+        query = query.unflatten(2, (key.shape[2], -1))  # (G, S, K, R, D)
+        by_head = query.permute(0, 2, 1, 3, 4)  # (G, K, S, R, D)
+        to_prompt = by_head @ batch.prompt_keys[i].transpose(2, 3)[:, :, None] + batch.padding  # (G, K, S, R, L)
+        to_answer = (query @ keys.transpose(3, 4)).transpose(1, 2)  # (G, K, S, R, t + 1)
         weights = torch.cat([to_prompt, to_answer], dim=-1).softmax(dim=-1)
         in_prompt, in_answer = weights.split([to_prompt.shape[-1], t + 1], dim=-1)
-        mixed = (in_prompt @ batch.prompt_values[i]).transpose(1, 2)  # (G, S, H, D)
-        mixed = mixed + (in_answer.transpose(1, 2)[..., None, :] @ values)[..., 0, :]
+        mixed = (in_prompt @ batch.prompt_values[i][:, :, None]).transpose(1, 2)  # (G, S, K, R, D)
+        mixed = mixed + in_answer.transpose(1, 2) @ values
         hidden = hidden + attention.o_proj(mixed.flatten(2))
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return model.lm_head(model.model.norm(hidden))

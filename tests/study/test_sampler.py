@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from study import sampler
 
@@ -10,7 +10,12 @@ STOP, VOCABULARY, LONGEST = 0, 13, 40
 PROMPTS = [[5, 6, 7, 8, 9, 10], [3], [1, 2, 3, 4], [12, 11]]
 
 
-def policy(**more) -> Qwen2ForCausalLM:
+KINDS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM, 4), "llama with grouped queries": (LlamaConfig, LlamaForCausalLM, 2)}
+
+
+@pytest.fixture(params=KINDS)
+def model(request) -> Qwen2ForCausalLM | LlamaForCausalLM:
+    config, kind, heads = KINDS[request.param]
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCABULARY,
@@ -18,13 +23,14 @@ def policy(**more) -> Qwen2ForCausalLM:
         "intermediate_size": 48,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": heads,
         "initializer_range": 0.4,
     }
-    model = Qwen2ForCausalLM(Qwen2Config(**shape | more)).eval()
-    for layer in model.model.layers:  # biases start at 0
+    model = kind(config(**shape)).eval()
+    for layer in model.model.layers:  # biases start at 0, and Llama has none
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
-            torch.nn.init.normal_(projection.bias)
+            if projection.bias is not None:
+                torch.nn.init.normal_(projection.bias)
     return model
 
 
@@ -34,9 +40,8 @@ def answers(model, samples=6, seed=1, **more):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_each_token_is_where_the_cumulative_distribution_passes_the_given_number(temperature):
+def test_each_token_is_where_the_cumulative_distribution_passes_the_given_number(model, temperature):
     """Each answer is looked at alone: neither the others of its batch, nor those that ended, change it."""
-    model = policy()
     uniform, drawn = answers(model, temperature=temperature)
     lengths = [len(answer) for of_prompt in drawn for answer in of_prompt]
     assert len(lengths) == 24 and min(lengths) < 9 < 20 < max(lengths)  # the batch was tidied on the way
@@ -51,8 +56,7 @@ def test_each_token_is_where_the_cumulative_distribution_passes_the_given_number
             assert (lower.gather(1, token) - 1e-5 <= u).all() and (u <= upper.gather(1, token) + 1e-5).all()
 
 
-def test_temperature_0_is_greedy_generation():
-    model = policy()
+def test_temperature_0_is_greedy_generation(model):
     _, drawn = answers(model, samples=1, temperature=0)
     for prompt, (answer,) in zip(PROMPTS, drawn, strict=True):
         expected = model.generate(
@@ -66,8 +70,3 @@ def test_a_cumulative_distribution_that_ends_below_1_still_has_a_token_for_each_
     highest = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))
     assert sampler._choose(logits, torch.full((1, 1), highest), 1.0).item() == 8
     assert sampler._choose(logits, torch.zeros(1, 1), 1.0).item() == 0
-
-
-def test_shared_keys_and_values_are_refused():
-    with pytest.raises(ValueError, match="grouped-query"):
-        answers(policy(num_key_value_heads=2))
