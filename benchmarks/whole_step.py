@@ -20,6 +20,9 @@ from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli import quickstart
 from arlopti_openrlhf.cli.processes import Log
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
+from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
+
+TASK = TASKS["puzzles"]
 
 # What a run logs -> what it is called here.
 PHASES = {
@@ -36,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2, help="runs of each variant (default: 2)")
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first does not count (default: 8)")
-    parser.add_argument("--warm-start", type=int, default=quickstart.FULL.warm_start_steps, help="steps of the policy")
+    parser.add_argument("--warm-start", type=int, default=TASK.full.warm_start_steps, help="steps of the policy")
     parser.add_argument("--variants", nargs="+", choices=[STOCK, OURS], default=[STOCK, OURS])
     parser.add_argument("--out", type=Path, default=Path("outputs/whole_step"), help="folder; a policy in it is kept")
     parser.add_argument("--json", type=Path)
@@ -45,15 +48,17 @@ def main() -> None:
     if args.steps < 2:
         parser.error("argument --steps: the first step does not count, so give at least 2")
     args.out.mkdir(parents=True, exist_ok=True)
-    size = quickstart.FULL._replace(steps=args.steps)
-    make_policy(args.out / "model", args.warm_start)
-    files = quickstart.write_puzzles(args.out / "data", size, seed=0)
+    size = TASK.full._replace(steps=args.steps, warm_start_steps=args.warm_start)
+    plan = Plan(args.out, TASK, size, seed=0)
+    quickstart.make_policy(plan)
+    files = quickstart.write_problems(plan)
     runs: dict[str, list[dict]] = {variant: [] for variant in args.variants}
     for number in range(args.rounds):
         for variant in args.variants:
             folder = args.out / f"{variant.replace(' ', '')}-{time.strftime('%H%M%S')}"
             folder.mkdir()
-            flags = [*flags_of(variant, quickstart.training_flags(args.out, files, size, seed=0)), "--eval.steps=-1"]
+            flags = flags_of(variant, quickstart.training_flags(plan, files))
+            flags += ["--eval.steps=-1", "--ckpt.save_steps=-1"]
             flags += [f"--logger.tensorboard_dir={folder}", f"--ckpt.output_dir={folder}/checkpoint"]
             flags += [f"--ckpt.path={folder}/checkpoints", *args.flags]
             start = time.monotonic()
@@ -67,17 +72,6 @@ def main() -> None:
     if args.json:
         record = {"cores": os.cpu_count(), "on_cpu": cpu.uses_cpu(), "flags": args.flags, "seconds": runs}
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def make_policy(folder: Path, steps: int) -> None:
-    """Make the quickstart's policy, unless it is there."""
-    if (folder / "config.json").exists():
-        return
-    if cpu.uses_cpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the Trainer imports DeepSpeed, which would warn
-    from arlopti_openrlhf.lab.data import tiny_policy
-
-    tiny_policy.make_policy(folder, people=quickstart.PEOPLE, seed=0, steps=steps)
 
 
 def flags_of(variant: str, flags: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ def test_its_cells_are_the_stages_of_the_quickstart():
         if vars(node).get("name") == "run"
     )
     stages = [name for name in calls(ast.unparse(run)) if name not in ("PeakMemory", "read_scalars")]
-    mine = [name for name in calls("\n".join(CODE)) if name not in ("training_flags", "read_scalars")]
+    mine = [name for name in calls("\n".join(CODE)) if name not in ("Plan", "training_flags", "read_scalars")]
     assert mine == stages and len(stages) == 6
     assert all(
         not cell["outputs"] and cell["execution_count"] is None for cell in CELLS if cell["cell_type"] == "code"
@@ -41,8 +41,8 @@ def test_its_cells_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for source in CODE:
-        exec(compile(source.replace("quickstart.FULL", "quickstart.REDUCED"), str(NOTEBOOK), "exec"), names)
-    assert names["size"] == quickstart.REDUCED
+        exec(compile(source.replace("task.full", "task.reduced"), str(NOTEBOOK), "exec"), names)
+    assert names["plan"].size == names["task"].reduced
     said = capsys.readouterr().out
     assert "arlopti train --algo.ar.alpha 0.3 --algo.lopti.eta 0.5" in said
     assert (tmp_path / "outputs/notebook/curves.png").read_bytes().startswith(b"\x89PNG")

@@ -13,6 +13,7 @@ import yaml
 from arlopti_openrlhf.cli import prepare_data, quickstart, train_ppo_ray
 from arlopti_openrlhf.evaluation.sampling import sampling_of
 from arlopti_openrlhf.grading import REWARDS
+from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples/scripts").glob("train_*.sh"))
@@ -78,8 +79,8 @@ def parse_example(name: str, *flags: str) -> dict:
 
 
 def test_the_example_for_a_cpu_is_the_quickstart():
-    files = quickstart.Files(*map(Path, quickstart.Files._fields))
-    words = quickstart.training_flags(Path("out"), files, quickstart.FULL, seed=0)
+    plan = Plan(Path("out"), TASKS["puzzles"], TASKS["puzzles"].full, seed=0)
+    words = quickstart.training_flags(plan, quickstart.problem_files(plan))
     theirs, mine = vars(train_ppo_ray.parse(words)), parse_example("cpu.yaml", "--train.seed", "1")
     assert {name for name in mine if mine[name] != theirs[name]} <= YOURS | SIZES | KEPT | NO_GPU
 

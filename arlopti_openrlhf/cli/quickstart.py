@@ -21,14 +21,14 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
-from arlopti_openrlhf.lab.quickstart_tasks import EVAL_SAMPLES, SAMPLES_PER_PROMPT, TASKS, Size, Task
+from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
@@ -38,9 +38,9 @@ def main() -> None:
     """Run the command. A folder of something else ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args()
-    task, seed = TASKS[args.task], args.seed
+    task = TASKS[args.task]
     # So that another task or seed leaves this one's run alone.
-    out = args.out or Path(f"outputs/{task.command.removeprefix('make ')}-{seed}")
+    out = args.out or Path(f"outputs/{task.command.removeprefix('make ')}-{args.seed}")
     check_out(parser, out)
     if out.exists() and not (out / "quickstart.log").exists() and {path.name for path in out.iterdir()} - {_LOCK}:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
@@ -56,7 +56,7 @@ def main() -> None:
     except OSError as error:  # such as a full disk
         parser.error(f"argument --out: {out / _LOCK} cannot be written: {error.strerror}")
     try:
-        run(out, args.task, seed, args.reduced)
+        run(Plan(out, task, task.reduced if args.reduced else task.full, args.seed))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -64,14 +64,14 @@ def main() -> None:
     held.close()
 
 
-def run(out: Path, name: str, seed: int, is_reduced: bool) -> None:
+def run(plan: Plan) -> None:
     """Train in the folder, measure, and say what came out."""
     start = time.time()
     memory = PeakMemory()
-    task = TASKS[name]
-    size = task.reduced if is_reduced else task.full
-    log, goes_on = begin(out, {"task": name, "seed": seed, "reduced": is_reduced})
-    print(f"{task.title} with GRPO + AR + Lopti, seed {seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
+    out, task = plan.out, plan.task
+    log, goes_on = begin(plan)
+    is_reduced = plan.size == task.reduced
+    print(f"{task.title} with GRPO + AR + Lopti, seed {plan.seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
     if goes_on:
         print(f"Goes on with what an earlier command left in {out}. --force would begin anew.")
     if is_reduced:
@@ -80,24 +80,21 @@ def run(out: Path, name: str, seed: int, is_reduced: bool) -> None:
     # Imports PyTorch and transformers, which takes seconds that a typing mistake should not cost.
     from arlopti_openrlhf.lab import quickstart_results
 
-    def evaluate(model: str, when: str, title: str) -> Path:
-        return evaluate_model(out / model, task, files.test, out / "evaluation" / when, log, title)
-
     # The five steps, each shown as it begins.
-    files = write_problems(out / "data", task, size, seed)
+    files = write_problems(plan)
     print(f"1/5 {task.data}: {files.train}, held out: {files.test}")
     print(f"2/5 {task.policy}")
-    make_policy(out / "model", task, size, seed)
-    first = evaluate("model", "before", "3/5 accuracy before")
-    train(out, files, task, size, seed, log)
-    last = evaluate("checkpoint", "after", "5/5 accuracy after")
+    make_policy(plan)
+    first = evaluate_model(plan, "model", log, "3/5 accuracy before")
+    train(plan, files, log)
+    last = evaluate_model(plan, "checkpoint", log, "5/5 accuracy after")
 
     # What came out, as a picture, as JSON and as text.
     records = [quickstart_results.read_records(path) for path in (first, last)]
     before, after = map(quickstart_results.accuracies, records)
     quickstart_results.plot(read_scalars(out / "tensorboard"), before, after, task.rewards, out / "curves.png")
     summary = {
-        "seed": seed,
+        "seed": plan.seed,
         "minutes": round((time.time() - start) / 60, 2),
         "goes_on": goes_on,
         "peak_rss_gib": round(memory.gib, 2),
@@ -107,7 +104,7 @@ def run(out: Path, name: str, seed: int, is_reduced: bool) -> None:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(quickstart_results.sample_answers(*records))
-    print(quickstart_results.report(summary, out, f"pass@{EVAL_SAMPLES}", task.command, is_reduced))
+    print(quickstart_results.report(summary, out, f"pass@{task.eval_samples}", task.command, is_reduced))
 
 
 def make_parser() -> Parser:
@@ -123,12 +120,13 @@ def make_parser() -> Parser:
     return parser
 
 
-def begin(out: Path, settings: dict[str, Any]) -> tuple[Log, bool]:
+def begin(plan: Plan) -> tuple[Log, bool]:
     """Return the log, and whether the folder holds a part of the same quickstart, which can go on.
 
     The folder of any other is emptied, because evaluations and TensorBoard would continue it.
     """
-    kept = out / "settings.json"
+    out, kept = plan.out, plan.out / "settings.json"
+    settings = {"task": plan.task.name, "seed": plan.seed} | plan.size._asdict()
     goes_on = kept.exists() and json.loads(kept.read_text("utf-8")) == settings
     if not goes_on:
         for name in ("data", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
@@ -148,51 +146,58 @@ class Files(NamedTuple):
     during: Path  # the part of `test` for the evaluations during training
 
 
-def write_problems(folder: Path, task: Task, size: Size, seed: int) -> Files:
+def write_problems(plan: Plan) -> Files:
     """Write training and held-out problems."""
     from arlopti_openrlhf.lab.data.preparation import write_rows
 
-    files = Files(*(folder / f"{name}.jsonl" for name in Files._fields))
-    train_rows = task.make_rows(size.steps * task.prompts_per_step, False, seed)
-    test_rows = task.make_rows(size.held_out, True, seed)
+    task, size, files = plan.task, plan.size, problem_files(plan)
+    train_rows = task.make_rows(size.steps * task.prompts_per_step, False, plan.seed)
+    test_rows = task.make_rows(size.held_out, True, plan.seed)
     for path, rows in zip(files, (train_rows, test_rows, test_rows[: size.eval_problems]), strict=True):
         write_rows(rows, path)
     return files
 
 
-def make_policy(folder: Path, task: Task, size: Size, seed: int) -> None:
+def problem_files(plan: Plan) -> Files:
+    """Return where the problems are, or will be."""
+    return Files(*(plan.out / "data" / f"{name}.jsonl" for name in Files._fields))
+
+
+def make_policy(plan: Plan) -> None:
     """Make the task's policy, unless it is there."""
     from arlopti_openrlhf import cpu
 
+    folder, partial = plan.out / "model", plan.out / "model.partial"
     if folder.exists():
         return
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
-    partial = folder.with_name("model.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    task.make_policy(partial, size, seed)
+    plan.task.make_policy(partial, plan.size, plan.seed)
     partial.rename(folder)
 
 
-def evaluate_model(model: Path, task: Task, data: Path, folder: Path, log: Log, title: str) -> Path:
-    """Evaluate a model with `cli.evaluate`, and return the file with its responses."""
-    flags = [f"--model={model}", f"--data={data}", f"--out={folder}", f"--sampling=*:n={EVAL_SAMPLES},t=1"]
-    flags += ["--greedy", f"--max-new-tokens={task.max_new_tokens}"]
+def evaluate_model(plan: Plan, model: str, log: Log, title: str) -> Path:
+    """Evaluate "model" or "checkpoint" with `cli.evaluate`, and return the file with its responses."""
+    task, folder = plan.task, plan.out / "evaluation"
+    flags = [f"--model={plan.out / model}", f"--data={problem_files(plan).test}", f"--out={folder}", "--greedy"]
+    flags += [f"--sampling=*:n={task.eval_samples},t=1", f"--max-new-tokens={task.max_new_tokens}"]
     with tqdm(total=100, desc=f"{title} (vLLM)", unit="%") as bar:
         bar.set_postfix_str("starting vLLM, usually a minute")
         _run("evaluate", flags, log, bar, r"Processed prompts: +(\d+)%")
         bar.update(bar.total - bar.n)
-    return folder / f"{model.name}.responses.jsonl"
+    return folder / f"{model}.responses.jsonl"
 
 
-def train(out: Path, files: Files, task: Task, size: Size, seed: int, log: Log) -> None:
-    """Train the model in `out` with GRPO + AR + Lopti, from its newest checkpoint on."""
-    with tqdm(total=size.steps, desc="4/5 GRPO + AR + Lopti", unit="step") as bar:
-        if not (out / "trained").exists():
+def train(plan: Plan, files: Files, log: Log) -> None:
+    """Train "model" into "checkpoint" with GRPO + AR + Lopti, from the newest of the run's checkpoints on."""
+    trained = plan.out / "trained"
+    with tqdm(total=plan.size.steps, desc="4/5 GRPO + AR + Lopti", unit="step") as bar:
+        if not trained.exists():
             bar.set_postfix_str("starting Ray, vLLM and DeepSpeed, usually one to two minutes")
             progress = r"Global step (\d+): .*'rollout/reward_mean': (?P<reward>-?[\d.]+)"
-            _run("train", training_flags(out, files, task, size, seed), log, bar, progress)
-            (out / "trained").touch()
+            _run("train", training_flags(plan, files), log, bar, progress)
+            trained.touch()
         bar.update(bar.total - bar.n)
 
 
@@ -208,8 +213,9 @@ def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> 
         log.run(f"arlopti {command}", [sys.executable, "-m", "arlopti_openrlhf", command, *flags], advance)
 
 
-def training_flags(out: Path, files: Files, task: Task, size: Size, seed: int) -> list[str]:
+def training_flags(plan: Plan, files: Files) -> list[str]:
     """Return the run's flags, as a user would type them: OpenRLHF's, and this project's two."""
+    out, task, every = plan.out, plan.task, plan.size.eval_every
     flags = f"""
         --algo.ar.alpha 0.3
         --algo.lopti.eta 0.5
@@ -221,12 +227,12 @@ def training_flags(out: Path, files: Files, task: Task, size: Size, seed: int) -
         --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --train.colocate_all
         --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
         --ds.zero_stage 2 --ds.attn_implementation sdpa
-        --rollout.batch_size {task.prompts_per_step} --rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT}
+        --rollout.batch_size {task.prompts_per_step} --rollout.n_samples_per_prompt 8
         --rollout.temperature 1.0 --rollout.max_new_tokens {task.max_new_tokens}
-        --train.seed {seed + 1}
+        --train.seed {plan.seed + 1}
         --data.input_key prompt --data.label_key label --data.apply_chat_template
-        --eval.steps {size.eval_every} --eval.temperature 1.0 --eval.n_samples_per_prompt 4
-        --ckpt.best_metric_key none --ckpt.save_steps {size.eval_every} --ckpt.max_num 1 --ckpt.load_enable
+        --eval.steps {every} --eval.temperature 1.0 --eval.n_samples_per_prompt 4
+        --ckpt.best_metric_key none --ckpt.save_steps {every} --ckpt.max_num 1 --ckpt.load_enable
         --logger.wandb.run_name quickstart
         {task.flags}
     """.split()

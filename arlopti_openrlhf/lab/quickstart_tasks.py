@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from arlopti_openrlhf.lab.scoring.inputs import Row
 
-_PEOPLE = (2, 3)
+PEOPLE = (2, 3)
 
 
 class Size(NamedTuple):
@@ -22,6 +22,7 @@ class Size(NamedTuple):
 class Task(NamedTuple):
     """What one kind of quickstart does."""
 
+    name: str
     title: str
     data: str  # what its problems are
     policy: str  # where its policy comes from
@@ -31,26 +32,24 @@ class Task(NamedTuple):
     reduced: Size
     prompts_per_step: int
     max_new_tokens: int
+    eval_samples: int  # per problem, before and after
     rewards: str  # what they range over
     command: str  # of make
     flags: str  # of the training, beside those of all tasks
-
-
-SAMPLES_PER_PROMPT = EVAL_SAMPLES = 8
 
 
 def _puzzles(count: int, held_out: bool, seed: int) -> list[Row]:
     from arlopti_openrlhf.lab.data import tiny_policy
     from arlopti_openrlhf.lab.data.preparation import generate_rows
 
-    of_each = count // len(_PEOPLE)
-    return generate_rows(_PEOPLE, of_each, held_out=held_out, seed=seed, names=tiny_policy.NAMES)
+    of_each = count // len(PEOPLE)
+    return generate_rows(PEOPLE, of_each, held_out=held_out, seed=seed, names=tiny_policy.NAMES)
 
 
 def _tiny_policy(folder: Path, size: Size, seed: int) -> None:
     from arlopti_openrlhf.lab.data import tiny_policy
 
-    tiny_policy.make_policy(folder, people=_PEOPLE, seed=seed, steps=size.warm_start_steps)
+    tiny_policy.make_policy(folder, people=PEOPLE, seed=seed, steps=size.warm_start_steps)
 
 
 def _sums(count: int, held_out: bool, seed: int) -> list[Row]:
@@ -65,8 +64,9 @@ def _smollm2(folder: Path, size: Size, seed: int) -> None:
     pretrained.make_smollm2(folder)
 
 
-TASKS = {
-    "puzzles": Task(
+_TASKS = (
+    Task(
+        name="puzzles",
         title="Knights and Knaves",
         data="puzzles of 2 and 3 people",
         policy="a policy of 1.0M parameters, warm-started by supervised fine-tuning on worked solutions",
@@ -76,6 +76,7 @@ TASKS = {
         reduced=Size(steps=4, held_out=16, eval_every=2, eval_problems=8, warm_start_steps=40),
         prompts_per_step=32,
         max_new_tokens=112,
+        eval_samples=8,
         rewards="from −3 to 3",
         command="make quickstart",
         flags="""
@@ -87,7 +88,8 @@ TASKS = {
         """,
     ),
     # Without a reference model, which would take a sixth of a step. KL changes nothing in so few steps.
-    "sums": Task(
+    Task(
+        name="sums",
         title="Sums of small numbers",
         data="sums, differences and products of numbers from 1 to 12",
         policy="SmolLM2-135M-Instruct, pretrained",
@@ -97,6 +99,7 @@ TASKS = {
         reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4),
         prompts_per_step=8,
         max_new_tokens=24,
+        eval_samples=4,
         rewards="0 or 1",
         command="make pretrained",
         flags="""
@@ -107,4 +110,14 @@ TASKS = {
             --data.max_len 128
         """,
     ),
-}
+)
+TASKS = {task.name: task for task in _TASKS}
+
+
+class Plan(NamedTuple):
+    """What one quickstart does, and where."""
+
+    out: Path
+    task: Task
+    size: Size
+    seed: int

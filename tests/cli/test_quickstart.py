@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from arlopti_openrlhf.cli import quickstart, train_ppo_ray
 from arlopti_openrlhf.lab.quickstart_results import accuracies, plot, read_records, report, sample_answers
-from arlopti_openrlhf.lab.quickstart_tasks import TASKS
+from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
 
 pytestmark = pytest.mark.whole_stack
 
@@ -20,9 +20,10 @@ pytestmark = pytest.mark.whole_stack
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("kind", ["full", "reduced"])
 def test_the_real_command_parses_its_flags(tmp_path, name, kind):
-    files = quickstart.Files(*(tmp_path / f"{name}.jsonl" for name in quickstart.Files._fields))
     size = getattr(TASKS[name], kind)
-    flags = vars(train_ppo_ray.parse(quickstart.training_flags(tmp_path, files, TASKS[name], size, seed=3)))
+    plan = Plan(tmp_path, TASKS[name], size, seed=3)
+    files = quickstart.problem_files(plan)
+    flags = vars(train_ppo_ray.parse(quickstart.training_flags(plan, files)))
     assert (flags["algo.ar.alpha"], flags["algo.lopti.eta"], flags["train.seed"]) == (0.3, 0.5, 4)
     assert flags["eval.dataset"] == str(files.during) and size.steps % flags["eval.steps"] == 0
 
@@ -124,13 +125,13 @@ def test_each_seed_has_a_folder(tmp_path, monkeypatch):
 
 
 def test_the_same_command_goes_on_and_another_begins_anew(tmp_path):
-    settings = {"task": "puzzles", "seed": 0, "reduced": False}
+    plan = Plan(tmp_path, TASKS["puzzles"], TASKS["puzzles"].full, seed=0)
     (tmp_path / "data").mkdir()  # of an earlier version, which kept no settings
-    assert not quickstart.begin(tmp_path, settings)[1] and not (tmp_path / "data").exists()
+    assert not quickstart.begin(plan)[1] and not (tmp_path / "data").exists()
     (tmp_path / "data").mkdir()
-    assert quickstart.begin(tmp_path, settings)[1] and (tmp_path / "data").exists()
+    assert quickstart.begin(plan)[1] and (tmp_path / "data").exists()
     (tmp_path / "trained").touch()
-    assert not quickstart.begin(tmp_path, settings | {"seed": 1})[1]
+    assert not quickstart.begin(plan._replace(seed=1))[1]
     assert {path.name for path in tmp_path.iterdir()} == {"settings.json", "quickstart.log"}
 
 
@@ -145,10 +146,10 @@ def test_a_policy_that_is_there_is_not_made_again_and_half_of_one_is_none(tmp_pa
 
     task = TASKS["puzzles"]._replace(make_policy=make)
     with pytest.raises(KeyboardInterrupt):
-        quickstart.make_policy(tmp_path / "model", task, task.full, seed=0)
+        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0))
     assert not (tmp_path / "model").exists()
     for _ in range(2):
-        quickstart.make_policy(tmp_path / "model", task, task.full, seed=0)
+        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0))
     assert (tmp_path / "model").exists() and len(made) == 2
 
 

@@ -56,7 +56,7 @@ def generate_rows(
             prompt = make_prompt(puzzle.quiz)
             row = {"prompt": prompt, "label": puzzle.solution_text, "datasource": puzzle.datasource}
             if solutions:
-                row["response"] = knights_knaves.worked_solution(puzzle, random.Random(puzzle.quiz))
+                row["response"] = knights_knaves.explained_solution(puzzle, random.Random(puzzle.quiz))
             chosen[puzzle.quiz] = row
             bar.update(len(chosen) - bar.n)
         bar.close()

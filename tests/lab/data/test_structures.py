@@ -13,6 +13,7 @@ from arlopti_testing.published_wording import read_puzzle
 from arlopti_openrlhf.cli import quickstart
 from arlopti_openrlhf.lab.data import knights_knaves
 from arlopti_openrlhf.lab.data.structures import canonical_form
+from arlopti_openrlhf.lab.quickstart_tasks import PEOPLE, TASKS, Plan
 
 KNIGHT, KNAVE = "telling-truth", "lying"
 
@@ -154,7 +155,7 @@ def test_eight_people_of_the_generator():
 
 
 def test_the_quickstarts_puzzles_are_on_their_sides_of_the_split(tmp_path):
-    files = quickstart.write_puzzles(tmp_path, quickstart.FULL, seed=0)
+    files = quickstart.write_problems(Plan(tmp_path, TASKS["puzzles"], TASKS["puzzles"].full, seed=0))
     for path, is_test in ((files.train, False), (files.test, True), (files.during, True)):
         forms: dict[str, set] = {"kk_2ppl": set(), "kk_3ppl": set()}
         rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
@@ -173,7 +174,7 @@ def test_the_quickstarts_puzzles_are_on_their_sides_of_the_split(tmp_path):
 
 @pytest.mark.parametrize(
     "num_people",
-    [*quickstart.PEOPLE, 4, pytest.param(5, marks=pytest.mark.long)],
+    [*PEOPLE, 4, pytest.param(5, marks=pytest.mark.long)],
 )
 def test_no_held_out_structure_in_training_whatever_the_seeds(num_people):
     count = {4: 1000, 5: 300}.get(num_people, 4000)

@@ -9,6 +9,7 @@ from arlopti_testing.preflight_command import FITTING, arguments, findings
 from test_scripts import SCRIPTS, launch
 
 from arlopti_openrlhf.cli import quickstart
+from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.ops.preflight import values
 
 ROOT = Path(__file__).parents[3]
@@ -152,9 +153,9 @@ def known_to_work(folder: Path) -> dict[str, list[str]]:
             done = launch(script, folder, **variables)
             assert done.returncode == 0
             commands[f"{script.name} {variables}"] = (folder / "argv").read_text().split("\0")[2:-1]
-    for size in (quickstart.FULL, quickstart.REDUCED):
-        files = quickstart.Files(folder / "a", folder / "b", folder / "c")
-        commands[f"quickstart {size}"] = quickstart.training_flags(folder, files, size, 0)
+    for task in TASKS.values():
+        plan = Plan(folder, task, task.full, seed=0)
+        commands[f"quickstart {task.name}"] = quickstart.training_flags(plan, quickstart.problem_files(plan))
     for line in (ROOT / "study/results/ar_lopti.jsonl").read_text("utf-8").splitlines():
         run = json.loads(line)
         commands[run["run"]] = run["configuration"]["flags"].replace("rewards/", f"{ROOT}/rewards/").split()
