@@ -1,8 +1,10 @@
-"""Gives the tests OpenRLHF on the CPU, a tiny model and tiny data, all made here."""
+"""Gives the tests OpenRLHF on the CPU, a tiny model and tiny data, all made here, and one pretrained model."""
 
+import fcntl
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -83,3 +85,18 @@ def tiny_data(tmp_path_factory) -> str:
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def smollm2(request) -> Path:
+    """Return a folder with SmolLM2-135M-Instruct, which pytest's cache keeps. Skip the test without a network."""
+    from arlopti_openrlhf.lab import pretrained
+
+    place = request.config.cache.mkdir("smollm2")
+    with open(place / "lock", "w") as lock:  # `make test` runs two processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            pretrained.make_smollm2(place / "model")
+        except pretrained.DownloadError as error:
+            pytest.skip(str(error))
+    return place / "model"

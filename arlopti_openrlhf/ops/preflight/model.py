@@ -221,9 +221,8 @@ def _foreign_form(path: Path) -> tuple[str, str] | None:
         return "it is a file", f"give the folder of a model, as {path.parent} may be"
     gguf = path.name if path.is_file() else next((file.name for file in sorted(path.glob("*.gguf"))), None)
     if gguf and (path.is_file() or not (path / "config.json").exists()):
-        folder = path.parent if path.is_file() else path
-        load = f"from_pretrained({str(folder)!r}, gguf_file={gguf!r})"
-        remedy = f"convert it: AutoModelForCausalLM.{load} and AutoTokenizer.{load}, then save_pretrained of both"
+        file = path if path.is_file() else path / gguf
+        remedy = f"convert it: arlopti model --from {file} --out FOLDER"
         return f"{gguf} is a GGUF file, which cannot be trained", remedy
     if (path / "adapter_config.json").exists():
         try:

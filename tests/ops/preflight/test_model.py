@@ -234,7 +234,7 @@ def test_a_gguf_file_is_no_model(tmp_path, folder):
             found.startswith("!--actor")
             and "model.Q4.gguf is a GGUF file, which cannot be trained; convert it" in found
         )
-        assert f"from_pretrained('{tmp_path}', gguf_file='model.Q4.gguf')" in found
+        assert f"arlopti model --from {tmp_path / 'model.Q4.gguf'} --out FOLDER" in found
     (folder / "model.gguf").write_bytes(b"GGUF")  # beside the model itself
     assert check(folder) == []
     [found] = check(folder / "model.safetensors")
