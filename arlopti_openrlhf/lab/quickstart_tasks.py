@@ -61,7 +61,10 @@ def _sums(count: int, held_out: bool, seed: int) -> list[Row]:
 def _smollm2(folder: Path, size: Size, seed: int) -> None:
     from arlopti_openrlhf.lab import pretrained
 
-    pretrained.make_smollm2(folder)
+    try:
+        pretrained.make_smollm2(folder)
+    except pretrained.ModelError as error:  # such as no network
+        raise SystemExit(f"arlopti quickstart: error: {error}") from None
 
 
 _TASKS = (
@@ -95,7 +98,7 @@ _TASKS = (
         policy="SmolLM2-135M-Instruct, pretrained",
         make_rows=_sums,
         make_policy=_smollm2,
-        full=Size(steps=24, held_out=122, eval_every=8, eval_problems=32),
+        full=Size(steps=20, held_out=122, eval_every=5, eval_problems=32),
         reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4),
         prompts_per_step=8,
         max_new_tokens=24,
