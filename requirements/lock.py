@@ -8,9 +8,8 @@ sources if it has no such wheel. A lock for one Python names it: `# Python 3.12`
 import re
 import subprocess
 import sys
-from pathlib import Path
-
 import tomllib
+from pathlib import Path
 
 HERE = Path(__file__).parent
 PYTHONS = ("3.11", "3.12", "3.13")
