@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test long quickstart lint chaos modes fuzz upstream docs release-check clean
+.PHONY: help setup test long quickstart lint chaos modes fuzz upstream docs dist clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -30,7 +30,7 @@ help:
 	@echo "make fuzz        set up, then look for inputs that break graders, server, data or maths; EXAMPLES=10000 SEED=1"
 	@echo "make upstream    set up, then say what the newest OpenRLHF, vLLM, Ray, ... move of what the code depends on"
 	@echo "make docs        build the documentation into site/ (its packages go into .venv-docs)"
-	@echo "make release-check  set up, build dist/, check it, and train with its wheel beside stock OpenRLHF"
+	@echo "make dist        set up, build dist/, check it, and train with its wheel beside stock OpenRLHF"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
 setup: $(PROJECT)
@@ -101,10 +101,10 @@ $(DOCS): requirements/docs.txt
 	touch $@
 
 # What is uploaded is what trains: the wheel of dist/, which is built from the sdist there.
-release-check: export DIST := $(CURDIR)/dist
-release-check: setup
+dist: export DIST := $(CURDIR)/dist
+dist: setup
 	@rm -rf dist
-	uv tool run --system-certs --from build==1.6.1 python -m build --outdir dist >.venv/build.log 2>&1 || { cat .venv/build.log; exit 1; }
+	uv tool run --system-certs --from build==1.6.1 python -m build >.venv/build.log 2>&1 || { cat .venv/build.log; exit 1; }
 	uv tool run --system-certs twine@7.0.0 check --strict dist/*
 	.venv/bin/python -m pytest tests/test_wheel.py
 

@@ -145,8 +145,8 @@ def test_a_tag_publishes_what_release_check_has_built():
     starts, jobs = workflow("release")
     assert starts == {"push": {"tags": ["v*"]}}
     check, names, publish = commands(jobs)
-    assert check == "make release-check PYTHON=python3.12" and publish.startswith(".venv/bin/uv publish ")
-    assert "\nrelease-check: setup\n" in (ROOT / "Makefile").read_text("utf-8")
+    assert check == "make dist PYTHON=python3.12" and publish.startswith(".venv/bin/uv publish ")
+    assert "\ndist: setup\n" in (ROOT / "Makefile").read_text("utf-8")
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert "CHANGELOG.md" in names and f"## [{__version__}] - " in changelog
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
-    """Return the folder with the sdist and the wheel: what `make release-check` has built, or one built from a copy.
+    """Return the folder with the sdist and the wheel: what `make dist` has built, or one built from a copy.
 
     From a copy, because a build leaves its folders behind.
     """
@@ -111,16 +111,12 @@ def test_the_sdist_holds_the_package_and_what_builds_and_explains_it(dist):
     [sdist] = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    files = {name for name in names if "/" not in name and "." in name} - {""}
-    described = {"CHANGELOG.md", "CITATION.cff", "MANIFEST.in", "PKG-INFO", "README.md"}
-    assert files == described | {"arlopti_openrlhf.egg-info", "pyproject.toml", "setup.cfg", "setup.py"}
-    assert {name.partition("/")[0] for name in names} - files - {""} == {"LICENSE", "PKG-INFO", "arlopti_openrlhf"}
-    assert {Path(name).suffix for name in names if name.startswith("arlopti_openrlhf/")} == {
-        "",
-        ".py",
-        ".j2",
-        ".typed",
-    }
+    about = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md"}
+    builds = {"MANIFEST.in", "pyproject.toml", "setup.cfg", "setup.py"}
+    folders = {"arlopti_openrlhf", "arlopti_openrlhf.egg-info"}
+    assert {name.partition("/")[0] for name in names} - {""} == about | builds | folders
+    package = {Path(name).suffix for name in names if name.startswith("arlopti_openrlhf/")}
+    assert package == {"", ".py", ".j2", ".typed"}
 
 
 def needs(requirements: list[str], extra: str) -> set[str]:
