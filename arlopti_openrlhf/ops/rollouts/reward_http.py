@@ -1,6 +1,5 @@
 """Asks a reward server for the reward of one sample, and trusts it with neither memory nor where the sample goes."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -46,7 +45,7 @@ async def post(url: str, query: str, prompt: str, label: Any) -> Any:
                     if not 300 <= response.status < 400:
                         return await _read(response, url, about(query, label))
                     target = _redirected(response, target, url)
-    except asyncio.TimeoutError:  # which has no text
+    except TimeoutError:  # which has no text
         raise OSError(f"no whole answer in {SECONDS} s") from None
     raise OSError("it redirects without end")
 
