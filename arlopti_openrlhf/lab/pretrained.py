@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,7 +99,7 @@ def _make(folder: Path, source: str, fetch: Callable[[Path], Path], check: Calla
         import gguf  # noqa: F401
     except ImportError:
         raise ModelError('gguf is not installed: pip install "arlopti_openrlhf[gguf]"') from None
-    if (folder / _RECORD).exists():
+    with suppress(OSError, ValueError, TypeError):  # no record, or another version's
         made = Made(**json.loads((folder / _RECORD).read_text("utf-8")))
         if made.source == source:
             print(f"{folder} holds the model already")
@@ -145,18 +146,18 @@ def _convert(file: Path, folder: Path) -> Made:
     """Write the model of a GGUF file into a new folder, and check what was written."""
     import torch
     from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
     print(f"converting {file.name}")
     where: dict[str, Any] = dict(pretrained_model_name_or_path=file.absolute().parent, gguf_file=file.name)
     facts = {key: field.contents() for key, field in GGUFReader(file).fields.items()}
     # The tokenizer first, which may be refused.
-    config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
+    config, tokenizer = AutoConfig.from_pretrained(**where), PreTrainedTokenizerFast.from_pretrained(**where)
     _mend(tokenizer, facts)
     _check(tokenizer, facts, config.vocab_size)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
-    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.model_max_length = facts[f"{facts['general.architecture']}.context_length"]
     read, info = AutoModelForCausalLM.from_pretrained(
         **where, config=copy.deepcopy(config), dtype=torch.bfloat16, output_loading_info=True
     )
@@ -201,7 +202,7 @@ def _mend(tokenizer: "PreTrainedTokenizerBase", facts: dict[str, Any]) -> None:
         steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     elif pre not in _RIGHT:
-        print(f"warning: the file's pre-tokenizer is {pre}, and transformers may split text in another way")
+        print(one_line(f"warning: the file's pre-tokenizer is {pre}, and transformers may split text in another way"))
     tokenizer.clean_up_tokenization_spaces = False  # it would remove blanks before punctuation
     names = {"bos": "bos", "unk": "unknown", "eos": "eos", "pad": "padding"}
     ids = {ours: facts.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()}
@@ -210,7 +211,7 @@ def _mend(tokenizer: "PreTrainedTokenizerBase", facts: dict[str, Any]) -> None:
     eos = end or token["eos"]
     if eos is None:
         raise ModelError("neither the chat template nor the file's metadata name a token that ends an answer")
-    print(f"answers end with {eos}, according to the {'chat template' if end else 'metadata'}")
+    print(one_line(f"answers end with {eos}, according to the {'chat template' if end else 'metadata'}"))
     tokenizer.bos_token, tokenizer.unk_token = token["bos"], token["unk"]
     tokenizer.eos_token, tokenizer.pad_token = eos, token["pad"] or eos
 
@@ -239,11 +240,11 @@ def _check(tokenizer: "PreTrainedTokenizerBase", facts: dict[str, Any], rows: in
     problem, again = "", tokenizer.decode(tokenizer(_TEXT, add_special_tokens=False)["input_ids"])
     if len(tokenizer) > rows:
         problem = f"it has {len(tokenizer):,} tokens, and the model {rows:,}"
+    elif len(split) > _MOST_SPLIT * len(normal):
+        pieces = " ".join(token.value for token in tokenize(names[split[0]] or ""))
+        problem = f"it splits {len(split):,} of its {len(normal):,} tokens, as {names[split[0]]} into {pieces}"
     elif lost := [i for i, name in enumerate(names) if name is None or tokenizer.convert_tokens_to_ids(name) != i]:
         problem = f"id {lost[0]}, token {names[lost[0]]!r}, is not the token's id"
-    elif len(split) > _MOST_SPLIT * len(normal):
-        pieces = " ".join(token.value for token in tokenize(names[split[0]]))
-        problem = f"it splits {len(split):,} of its {len(normal):,} tokens, as {names[split[0]]} into {pieces}"
     elif tokenizer("".join(names[i] for i in special), add_special_tokens=False)["input_ids"] != special:
         problem = "it does not find its special tokens in text"
     elif again != _TEXT:
