@@ -19,10 +19,10 @@ from pathlib import Path
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli import quickstart
 from arlopti_openrlhf.cli.processes import Log
+from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
-from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
 
-TASK = TASKS["puzzles"]
+TASK = TASKS["tiny"]
 
 # What a run logs -> what it is called here.
 PHASES = {
@@ -50,7 +50,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     size = TASK.full._replace(steps=args.steps, warm_start_steps=args.warm_start)
     plan = Plan(args.out, TASK, size, seed=0)
-    quickstart.make_policy(plan)
+    quickstart.make_policy(plan, Log(args.out / "policy.log"))
     files = quickstart.write_problems(plan)
     runs: dict[str, list[dict]] = {variant: [] for variant in args.variants}
     for number in range(args.rounds):

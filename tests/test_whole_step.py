@@ -7,9 +7,9 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from arlopti_openrlhf.cli import command_line, method_checks, quickstart
+from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
-from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
 
 spec = importlib.util.spec_from_file_location("whole_step", Path(__file__).parents[1] / "benchmarks" / "whole_step.py")
 whole_step = importlib.util.module_from_spec(spec)
@@ -18,7 +18,7 @@ spec.loader.exec_module(whole_step)
 
 @pytest.mark.parametrize("variant, is_ours", [(whole_step.STOCK, False), (whole_step.OURS, True)])
 def test_the_variants_differ_in_the_methods_and_the_update_alone(variant, is_ours, tmp_path):
-    plan = Plan(tmp_path, TASKS["puzzles"], TASKS["puzzles"].full, seed=0)
+    plan = Plan(tmp_path, TASKS["tiny"], TASKS["tiny"].full, seed=0)
     flags = quickstart.training_flags(plan, quickstart.problem_files(plan))
     parsed = parse(whole_step.flags_of(variant, flags))
     assert method_checks.is_selective(command_line.hierarchize(parsed)) == is_ours

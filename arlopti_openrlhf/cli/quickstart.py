@@ -3,9 +3,9 @@
     arlopti quickstart --seed 0
     arlopti quickstart --task sums
 
-The task `puzzles` makes a tiny policy and trains it on Knights and Knaves. The task `sums` fetches a pretrained model
-of 135M parameters, SmolLM2-135M-Instruct, and trains it to calculate. The same command goes on with a run that ended
-early.
+The task `tiny` makes a policy of 1.0M parameters and trains it on Knights and Knaves. The others fetch a pretrained
+model of 135M parameters, SmolLM2-135M-Instruct. `sums` trains it to calculate, and `puzzles`, after a warm start, on
+Knights and Knaves. The same command goes on with a run that ended early.
 """
 
 from arlopti_openrlhf import interrupts
@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
+from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
-from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     task = TASKS[args.task]
     # So that another task or seed leaves this one's run alone.
-    out = args.out or Path(f"outputs/{task.command.removeprefix('make ')}-{args.seed}")
+    out = args.out or Path(f"outputs/{task.folder}-{args.seed}")
     check_out(parser, out)
     if out.exists() and not (out / "quickstart.log").exists() and {path.name for path in out.iterdir()} - {_LOCK}:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
@@ -84,7 +84,7 @@ def run(plan: Plan) -> None:
     files = write_problems(plan)
     print(f"1/5 {task.data}: {files.train}, held out: {files.test}")
     print(f"2/5 {task.policy}")
-    make_policy(plan)
+    make_policy(plan, log)
     first = evaluate_model(plan, "model", log, "3/5 accuracy before")
     train(plan, files, log)
     last = evaluate_model(plan, "checkpoint", log, "5/5 accuracy after")
@@ -111,9 +111,9 @@ def make_parser() -> Parser:
     """Return the command's parser."""
     parser = command_parser("quickstart", __doc__)
     add = parser.add_argument
-    add("--task", choices=TASKS, default="puzzles", help="what to train (default: puzzles)")
+    add("--task", choices=TASKS, default="tiny", help="what to train (default: tiny)")
     add("--seed", type=int, default=0, help="seed of the data, the weights and sampling (default: 0)")
-    folder = "folder for everything (default: outputs/quickstart-SEED, for sums outputs/pretrained-SEED)"
+    folder = "folder for everything (default: outputs/quickstart-SEED, or TASK-SEED for the other tasks)"
     add("--out", type=Path, help=folder)
     add("--force", action="store_true", help="begin anew, in place of what is in that folder")
     add("--reduced", action="store_true", help="a few steps of everything, which test the set-up and teach nothing")
@@ -129,7 +129,7 @@ def begin(plan: Plan) -> tuple[Log, bool]:
     settings = {"task": plan.task.name, "seed": plan.seed} | plan.size._asdict()
     goes_on = kept.exists() and json.loads(kept.read_text("utf-8")) == settings
     if not goes_on:
-        for name in ("data", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
+        for name in ("data", "pretrained", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("summary.json", "curves.png", "settings.json", "trained"):
             (out / name).unlink(missing_ok=True)
@@ -163,7 +163,7 @@ def problem_files(plan: Plan) -> Files:
     return Files(*(plan.out / "data" / f"{name}.jsonl" for name in Files._fields))
 
 
-def make_policy(plan: Plan) -> None:
+def make_policy(plan: Plan, log: Log) -> None:
     """Make the task's policy, unless it is there."""
     from arlopti_openrlhf import cpu
 
@@ -173,7 +173,7 @@ def make_policy(plan: Plan) -> None:
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
     shutil.rmtree(partial, ignore_errors=True)
-    plan.task.make_policy(partial, plan.size, plan.seed)
+    plan.task.make_policy(plan, partial, log)
     partial.rename(folder)
 
 

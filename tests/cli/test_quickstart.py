@@ -11,8 +11,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from arlopti_openrlhf.cli import quickstart, train_ppo_ray
+from arlopti_openrlhf.cli.processes import Log
+from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.quickstart_results import accuracies, plot, read_records, report, sample_answers
-from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
 
 pytestmark = pytest.mark.whole_stack
 
@@ -125,7 +126,7 @@ def test_each_seed_has_a_folder(tmp_path, monkeypatch):
 
 
 def test_the_same_command_goes_on_and_another_begins_anew(tmp_path):
-    plan = Plan(tmp_path, TASKS["puzzles"], TASKS["puzzles"].full, seed=0)
+    plan = Plan(tmp_path, TASKS["tiny"], TASKS["tiny"].full, seed=0)
     (tmp_path / "data").mkdir()  # of an earlier version, which kept no settings
     assert not quickstart.begin(plan)[1] and not (tmp_path / "data").exists()
     (tmp_path / "data").mkdir()
@@ -138,18 +139,18 @@ def test_the_same_command_goes_on_and_another_begins_anew(tmp_path):
 def test_a_policy_that_is_there_is_not_made_again_and_half_of_one_is_none(tmp_path):
     made = []
 
-    def make(folder, size, seed):
+    def make(plan, folder, log):
         folder.mkdir()
         made.append(folder)
         if len(made) == 1:
             raise KeyboardInterrupt
 
-    task = TASKS["puzzles"]._replace(make_policy=make)
+    task = TASKS["tiny"]._replace(make_policy=make)
     with pytest.raises(KeyboardInterrupt):
-        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0))
+        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0), Log(tmp_path / "log"))
     assert not (tmp_path / "model").exists()
     for _ in range(2):
-        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0))
+        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0), Log(tmp_path / "log"))
     assert (tmp_path / "model").exists() and len(made) == 2
 
 

@@ -9,7 +9,7 @@ from arlopti_testing.preflight_command import FITTING, arguments, findings
 from test_scripts import SCRIPTS, launch
 
 from arlopti_openrlhf.cli import quickstart
-from arlopti_openrlhf.lab.quickstart_tasks import TASKS, Plan
+from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.ops.preflight import values
 
 ROOT = Path(__file__).parents[3]
