@@ -238,13 +238,13 @@ def _check(tokenizer: "PreTrainedTokenizerBase", facts: dict[str, Any], rows: in
     special = [i for i, kind in enumerate(types) if kind == _CONTROL]
     split = [i for i in normal if [token.id for token in tokenize(names[i] or "")] != [i]]
     problem, again = "", tokenizer.decode(tokenizer(_TEXT, add_special_tokens=False)["input_ids"])
-    if len(tokenizer) > rows:
-        problem = f"it has {len(tokenizer):,} tokens, and the model {rows:,}"
-    elif len(split) > _MOST_SPLIT * len(normal):
+    if len(split) > _MOST_SPLIT * len(normal):
         pieces = " ".join(token.value for token in tokenize(names[split[0]] or ""))
         problem = f"it splits {len(split):,} of its {len(normal):,} tokens, as {names[split[0]]} into {pieces}"
     elif lost := [i for i, name in enumerate(names) if name is None or tokenizer.convert_tokens_to_ids(name) != i]:
         problem = f"id {lost[0]}, token {names[lost[0]]!r}, is not the token's id"
+    elif len(tokenizer) > rows:
+        problem = f"it has {len(tokenizer):,} tokens, and the model {rows:,}"
     elif tokenizer("".join(names[i] for i in special), add_special_tokens=False)["input_ids"] != special:
         problem = "it does not find its special tokens in text"
     elif again != _TEXT:

@@ -4,19 +4,16 @@ import torch
 from arlopti_testing.forward_models import actors
 from transformers import AutoTokenizer
 
-from arlopti_openrlhf.lab.data.preparation import generate_rows
 from arlopti_openrlhf.lab.scoring.inputs import encode
 
-ANSWERS = [
-    ["Zoey is a knight.<|im_end|>", "Let us suppose that she lies.\n\n1. Then"],
-    ["No one tells the truth.<|im_end|>"],
-]
+PROMPTS = ["What is 17 + 25?", "Who lies?"]
+ANSWERS = [["The answer is 42.<|im_end|>", "Let us add them up.\n\n1. First"], ["Zoey is a knave.<|im_end|>"]]
 
 
 def test_smollm2_equals_upstream(smollm2):
-    """Log-probs and entropies of puzzles' answers, and the gradient of the embedding, which is the head too."""
+    """Log-probs and entropies of answers, and the gradient of the embedding, which is the head too."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    _, prompts = encode(tokenizer, [row["prompt"] for row in generate_rows([2], 2, held_out=False, seed=0)])
+    _, prompts = encode(tokenizer, [[{"role": "user", "content": text}] for text in PROMPTS])
     pairs = [(p, tokenizer.encode(a)) for p, answers in zip(prompts, ANSWERS, strict=True) for a in answers]
     length = max(len(prompt) + len(answer) for prompt, answer in pairs)
     sequences = torch.full((len(pairs), length), tokenizer.pad_token_id)
