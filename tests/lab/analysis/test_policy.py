@@ -90,9 +90,7 @@ def test_learning_rate_gives_the_change_that_is_asked_for(policy, batch, tokens,
     moments = policy.zeros()
     gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask, moments)
     rate = policy.learning_rate_of(batch, tokens.log_probs, gradient, moments, 0.01)
-    after = policy.log_probs_after_update(
-        batch, tokens.log_probs, batch.advantages, [batch.action_mask], rate, moments
-    )
+    after = policy.log_probs_after_update(batch, tokens.log_probs, batch.advantages, [batch.action_mask], rate)
     change = (after - tokens.log_probs)[batch.action_mask]
     assert change.square().mean().sqrt().item() == pytest.approx(0.01, rel=0.1)
     # The objective rises.
