@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from arlopti_openrlhf.evaluation.measures import Z_95
-from arlopti_openrlhf.lab.analysis.policy import BACKWARD, Policy, Tokens, Update, padded_pieces
+from arlopti_openrlhf.lab.analysis.policy import PREFIX, Policy, Tokens, Update, padded_pieces
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 from arlopti_openrlhf.token_update import advantage_weights, low_probability_mask, token_probabilities
 from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
@@ -89,6 +89,7 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, update: Update) -> di
         }
     return {
         "edges": list(EDGES),
+        "learning_rate": update.learning_rate,
         "histogram": torch.histc(probabilities[mask], _HISTOGRAM, 0, 1).long().tolist(),
         "tokens": int(mask.sum()),
         "groups": groups,
@@ -196,7 +197,7 @@ def activation_gradient_norms(
         for name, gradient in zip(norms, gradients, strict=True):
             norms[name].append(gradient.flatten(1).norm(dim=1).cpu())
         outputs.clear()
-        policy.progress(BACKWARD * int(stops[piece].max()) * len(piece))
+        policy.progress(PREFIX * int(stops[piece].max()) * len(piece))
     for handle in handles:
         handle.remove()
     # Back to the order of the chosen tokens.
@@ -214,7 +215,7 @@ def figure_3(
 ) -> dict:
     """Compute the share of positive tokens whose probability rises in one update, by probability and method.
 
-    Every update starts from the same weights and the same batch, and has the learning rate of `grpo`. Shares have a 95%
+    Every update starts from the same weights and batch, and has the learning rate of `grpo`. Shares have a 95%
     interval, clustered by prompt. The rounding of log π is returned too: the median difference between two passes with
     other micro-batches.
     """
@@ -229,7 +230,7 @@ def figure_3(
         low = low_probability_mask(tokens.log_probs, batch.action_mask, eta)
         stages = [low, batch.action_mask & ~low]
         variants.append((f"Lopti η={eta:g}", batch.advantages, [stage for stage in stages if stage.any()]))
-    # Log-probs are compared with those of the same micro-batches: all tokens' with all, the positive with the positive.
+    # Both log-probs of a comparison come from the same micro-batches, which round alike.
     rises = {"GRPO": grpo.log_probs > tokens.log_probs}
     before = policy.log_probs(batch, positive)
     for name, advantages, stages in variants:
@@ -243,6 +244,7 @@ def figure_3(
     rounding = (before - tokens.log_probs)[positive].abs().median().item()
     return {
         "edges": list(DIRECTION_EDGES),
+        "learning_rate": grpo.learning_rate,
         "bins": [*bin_names(DIRECTION_EDGES), "all"],
         "positive_tokens": [int(selected.sum()) for selected in selections],
         "right_direction": results,

@@ -16,7 +16,9 @@ from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 
 MINI_BATCHES = 4  # whose gradients give AdamW's second moments
-FORWARD, BACKWARD = 1, 3  # work of a token in a forward pass, and in one with its backward pass
+SEARCHES = 2  # for a learning rate: the change is linear in the step only near the one that is wanted
+# The work of a token: in a forward pass, in one with its backward pass, and in one without gradients of weights.
+FORWARD, BACKWARD, PREFIX = 1, 3, 2
 _EPSILON = 1e-8  # AdamW's
 
 
@@ -135,7 +137,7 @@ class Policy:
             loss.backward()
 
     def _take_gradient(self) -> list[Tensor]:
-        """Return the parameters' `grad`, and leave none. It is 0 where nothing was selected: an expert without tokens."""
+        """Return the parameters' `grad`, and leave none. An expert without tokens has 0."""
         gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -227,8 +229,7 @@ class Policy:
         size = sum(self.direction(g, v).square().sum().item() for g, v in zip(gradient, moments, strict=True))
         weights = sum(p.detach().square().sum().item() for p in self.parameters)
         learning_rate = 1e-4 * (weights / size) ** 0.5
-        # Twice, as the change is linear in the step only near the one that is wanted.
-        for _ in range(2):
+        for _ in range(SEARCHES):
             after = self.log_probs_after_step(batch, gradient, moments, learning_rate)
             moved = (after - old_log_probs)[batch.action_mask].square().mean().sqrt().item()
             learning_rate *= change / moved
@@ -245,7 +246,11 @@ class Policy:
         pieces = shared_micro_batches if shares else padded_micro_batches
         for piece, tokens in pieces(batch, rows, self.micro_batch_tokens):
             length = int(lengths[piece].max())
-            inputs = batch.sequences[piece, :length], selected[piece, : length - 1], batch.attention_mask[piece, :length]
+            inputs = (
+                batch.sequences[piece, :length],
+                selected[piece, : length - 1],
+                batch.attention_mask[piece, :length],
+            )
             yield piece, *(tensor.to(self.device) for tensor in inputs)
             self.progress(work * tokens)
 
