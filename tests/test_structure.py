@@ -16,12 +16,12 @@ FILES = sorted(
 # Lines of each room. A change that needs more says in the changelog why, and raises the number here.
 BUDGETS = {
     ".": 1433,
-    "cli": 2625,
+    "cli": 2632,
     "cpu": 676,
     "evaluation": 134,
     "forward": 1282,
     "grading": 2919,
-    "lab": 3396,
+    "lab": 3861,
     "methods": 563,
     "update": 2061,
     "ops": 359,

@@ -24,8 +24,8 @@ class Fit(NamedTuple):
     bytes: int  # that the analysis takes then, at most
 
 
-def fit(size: ModelSize, most: int, longest: int, samples: int) -> Fit:
-    """Return the largest micro-batches, of at most `most` tokens, that fit into the free memory.
+def fit(size: ModelSize, most: int, longest: int, samples: int) -> Fit | None:
+    """Return the largest micro-batches, of at most `most` tokens, that fit into the free memory, or None if unknown.
 
     Args:
         size: of the model.
@@ -37,7 +37,9 @@ def fit(size: ModelSize, most: int, longest: int, samples: int) -> Fit:
         ValueError: the longest response does not fit.
     """
     config, on_cpu = size.config, cpu.uses_cpu()
-    free = psutil.virtual_memory().available if on_cpu else gpu_memory() or 0
+    free = psutil.virtual_memory().available if on_cpu else gpu_memory()
+    if free is None:
+        return None
     # Heads that share keys and values get copies. Float32 on a GPU also copies the prompt's for each response.
     heads = config.num_attention_heads
     keys = heads / (getattr(config, "num_key_value_heads", None) or heads) * (1 if on_cpu else samples)

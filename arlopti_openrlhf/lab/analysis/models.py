@@ -23,7 +23,7 @@ from arlopti_openrlhf.lab.analysis.policy import (
     Policy,
     Tokens,
     Update,
-    shared_micro_batches,
+    micro_batches,
 )
 from arlopti_openrlhf.lab.analysis.progress import Progress
 from arlopti_openrlhf.lab.scoring import offline
@@ -40,18 +40,18 @@ _DEFAULTS: dict[str, Any] = {
     "samples": 8,
     "max_new_tokens": 1024,
     "tokens": None,
-    "figures": ("fig1", "fig2", "fig3", "agreement"),
-    "alpha": (0.1, 0.3, 0.5),
-    "eta": (0.3, 0.5, 0.7),
+    "figures": ["fig1", "fig2", "fig3", "agreement"],
+    "alpha": [0.1, 0.3, 0.5],
+    "eta": [0.3, 0.5, 0.7],
     "layer_tokens": 300,
     "micro_batch_tokens": 4096,
 }
 _CPU_DEFAULTS: dict[str, Any] = {
     "samples": 4,
     "max_new_tokens": 256,
-    "figures": ("fig1", "fig2", "fig3"),
-    "alpha": (0.3,),
-    "eta": (0.5,),
+    "figures": ["fig1", "fig2", "fig3"],
+    "alpha": [0.3],
+    "eta": [0.5],
     "layer_tokens": 100,
     "micro_batch_tokens": 1024,
 }
@@ -87,14 +87,19 @@ def check_layers(model: str, layers: Sequence[int]) -> None:
 
 
 def set_defaults(args: argparse.Namespace, models: Sequence[str]) -> None:
-    """Give the flags that are unset their values for the largest of the models on this machine."""
-    sizes = [size.parameters for size in map(model_size, models) if size]
-    values = _DEFAULTS
-    if cpu.uses_cpu() and sizes and max(sizes) > _SMALL:
-        values = _CPU_DEFAULTS | {"tokens": int(_WORK / max(sizes))}
-    for name, value in values.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    """Give the flags that are unset their values for the largest of the models on this machine. Print smaller ones."""
+    largest = max((size.parameters for size in map(model_size, models) if size), default=0)
+    is_slow = cpu.uses_cpu() and largest > _SMALL
+    values = _CPU_DEFAULTS | {"tokens": int(_WORK / largest)} if is_slow else _DEFAULTS
+    unset = {name: value for name, value in values.items() if getattr(args, name) is None}
+    for name, value in unset.items():
+        setattr(args, name, value)
+    if is_slow and unset:
+        words = {
+            name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in unset.items()
+        }
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in words.items())
+        print(f"{largest / 1e6:.0f}M parameters on a CPU: {flags}", flush=True)
 
 
 def fit_memory(model: str, rows: Sequence[Row], settings: Settings) -> memory.Fit | None:
@@ -143,7 +148,7 @@ def analyze_model(
         "fig1": update,
         "fig2": [settings.layers, settings.layer_tokens],
         "fig3": [*update, settings.alpha, settings.eta],
-        "agreement": [settings.cells],
+        "agreement": [settings.cells, settings.seed],
     }
     kept = Kept(folder, [*offline.version_of(model), settings.temperature], batch, depends)
     _make(policy, batch, tokens, settings, kept, kept.missing(wanted), progress)
@@ -226,7 +231,10 @@ def _make(
     phases = [*missing, *(["update"] if {"fig1", "fig3"} & set(missing) else [])]
     minutes = sum(work[phase] for phase in phases) / progress.rate / 60
     done = [figure for figure in work if figure not in phases and figure in settings.figures]
-    print(f"about {minutes:.0f} minutes" + (f"; {', '.join(done)}: done earlier" if done else ""), flush=True)
+    if done:
+        print(f"{', '.join(done)}: done earlier", flush=True)
+    if phases:
+        print(f"{', '.join(missing)}: about {max(1, minutes):.0f} minutes", flush=True)
 
     if "fig2" in missing:
         with progress.phase("Fig. 2", work["fig2"]):
@@ -250,7 +258,7 @@ def _make(
 def _work(batch: rollouts.Batch, selected: Tensor) -> int:
     """Return the tokens of a forward pass over the rows with selected tokens."""
     rows = selected.any(dim=1).nonzero()[:, 0]
-    return sum(tokens for _, tokens in shared_micro_batches(batch, rows, batch.sequences.numel()))
+    return sum(tokens for _, tokens in micro_batches(batch, rows, batch.sequences.numel()))
 
 
 def _update(policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: Settings) -> Update:

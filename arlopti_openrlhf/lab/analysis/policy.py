@@ -113,11 +113,11 @@ class Policy:
         selected = selected & batch.action_mask & (advantages != 0)
         if moments is None:
             self._backward(batch, old_log_probs, advantages, selected)
-            return self._take_gradient()
+            return take_gradient(self.parameters)
         total = self.zeros()
         for prompts in batch.prompts.unique().tensor_split(MINI_BATCHES):
             self._backward(batch, old_log_probs, advantages, selected & torch.isin(batch.prompts, prompts)[:, None])
-            for all_of_it, part, moment in zip(total, self._take_gradient(), moments, strict=True):
+            for all_of_it, part, moment in zip(total, take_gradient(self.parameters), moments, strict=True):
                 all_of_it += part
                 # Divided by its own tokens alone, a mini-batch's gradient would be MINI_BATCHES times as large.
                 moment.addcmul_(part, part, value=MINI_BATCHES)
@@ -135,13 +135,6 @@ class Policy:
                 batch_num_tokens=batch.action_mask.sum().item(),
             )
             loss.backward()
-
-    def _take_gradient(self) -> list[Tensor]:
-        """Return the parameters' `grad`, and leave none. An expert without tokens has 0."""
-        gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        for p in self.parameters:
-            p.grad = None
-        return gradient
 
     def zeros(self) -> list[Tensor]:
         """Return one tensor of zeros per parameter."""
@@ -179,14 +172,8 @@ class Policy:
     ) -> Tensor:
         """Return (B, A) log π after one update, which takes one optimizer step per stage. Then undo the update.
 
-        AdamW's second moments are those of a training that always makes this update: the mean over its stages.
-
-        Args:
-            batch: what the policy sampled at the start.
-            old_log_probs, advantages: (B, A).
-            stages: (B, A) masks of the tokens that each step sees.
-            learning_rate: of every step.
-            selected: (B, A) tokens whose log π is wanted; all if not given.
+        `old_log_probs`, `advantages`, each stage's mask and `selected`, as in `log_probs`, are (B, A). AdamW's second
+        moments are those of a training that always makes this update: the mean over its stages.
         """
         # The moments are of all stages at the start. The first one comes last, since its gradient is the first step's.
         moments, gradient = self.zeros(), None
@@ -243,8 +230,7 @@ class Policy:
         lengths = batch.attention_mask.sum(dim=1)
         shares = self.actor.check(batch.sequences, batch.attention_mask).reason_not_to_share is None
         rows = selected.any(dim=1).nonzero()[:, 0]
-        pieces = shared_micro_batches if shares else padded_micro_batches
-        for piece, tokens in pieces(batch, rows, self.micro_batch_tokens):
+        for piece, tokens in micro_batches(batch, rows, self.micro_batch_tokens, shares):
             length = int(lengths[piece].max())
             inputs = (
                 batch.sequences[piece, :length],
@@ -255,16 +241,24 @@ class Policy:
             self.progress(work * tokens)
 
 
-def shared_micro_batches(batch: Batch, rows: Tensor, max_tokens: int) -> Iterator[tuple[Tensor, int]]:
+def take_gradient(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the parameters' `grad`, and leave none. An expert without tokens has 0."""
+    gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return gradient
+
+
+def micro_batches(batch: Batch, rows: Tensor, max_tokens: int, shares: bool = True) -> Iterator[tuple[Tensor, int]]:
     """Yield rows (N,), in order, in pieces of at most `max_tokens` tokens or of one row, and the tokens of each piece.
 
-    A prompt counts once for its neighbouring responses, as the selective forward pass computes it.
+    If the forward pass `shares` prompts, a prompt counts once for its neighbouring responses.
     """
     responses = batch.action_mask.sum(dim=1).tolist()
     lengths, prompts = batch.attention_mask.sum(dim=1).tolist(), batch.prompts.tolist()
     start, total, numbers = 0, 0, rows.tolist()
     for i, row in enumerate(numbers):
-        is_neighbour = i > start and prompts[row] == prompts[numbers[i - 1]]
+        is_neighbour = shares and i > start and prompts[row] == prompts[numbers[i - 1]]
         cost = responses[row] if is_neighbour else lengths[row]
         if i > start and total + cost > max_tokens:
             yield rows[start:i], total
@@ -272,13 +266,6 @@ def shared_micro_batches(batch: Batch, rows: Tensor, max_tokens: int) -> Iterato
         total += cost
     if numbers:
         yield rows[start:], total
-
-
-def padded_micro_batches(batch: Batch, rows: Tensor, max_tokens: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield rows (N,), in order, in pieces of at most `max_tokens` padded tokens or of one row, and their tokens."""
-    lengths = batch.attention_mask.sum(dim=1)
-    for piece in padded_pieces(rows, lengths, max_tokens):
-        yield piece, len(piece) * int(lengths[piece].max())
 
 
 def padded_pieces(rows: Tensor, lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:

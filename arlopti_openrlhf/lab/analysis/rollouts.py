@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -80,16 +81,17 @@ def answer(path: Path, model: str, rows: Sequence[Row], asked: Asked, most_token
     ]
     done = {record.pop("key"): Sampled(**record) for record in offline.kept_records(path)}
     open_rows = [(key, row) for key, row in zip(keys, rows, strict=True) if key not in done]
-    room = most_tokens and most_tokens - sum(_tokens(done[key]) for key in keys if key in done)
+    room = most_tokens and most_tokens - sum(_tokens(done[key]) for key in takewhile(done.__contains__, keys))
     if len(open_rows) < len(rows):
         print(f"{path}: has the responses to {len(rows) - len(open_rows)} of {len(rows)} prompts", flush=True)
     if open_rows and (room is None or room > 0):
         done |= sample(path, model, open_rows, asked, room)
     # In the order of the rows, and no more than there is room for.
     answered: list[Sampled] = []
-    for key in keys:
-        total = sum(map(_tokens, answered)) + (_tokens(done[key]) if key in done else 0)
-        if key not in done or (answered and most_tokens and total > most_tokens):
+    total = 0
+    for key in takewhile(done.__contains__, keys):
+        total += _tokens(done[key])
+        if answered and most_tokens and total > most_tokens:
             break
         answered.append(done[key])
     return answered

@@ -7,7 +7,7 @@ import torch
 from arlopti_testing.analysis_fakes import flat
 
 from arlopti_openrlhf.lab.analysis import figures
-from arlopti_openrlhf.lab.analysis.policy import MINI_BATCHES, shared_micro_batches
+from arlopti_openrlhf.lab.analysis.policy import MINI_BATCHES, micro_batches
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 from arlopti_openrlhf.token_update import low_probability_mask
 
@@ -102,10 +102,11 @@ def test_a_prompt_counts_once_for_its_neighbours(batch):
     rows = torch.arange(len(batch.sequences))
     lengths, responses = batch.attention_mask.sum(dim=1), batch.action_mask.sum(dim=1)
     whole = int(lengths[0] + responses[1] + responses[2])
-    pieces = list(shared_micro_batches(batch, rows, whole))
+    pieces = list(micro_batches(batch, rows, whole))
     assert torch.equal(torch.cat([piece for piece, _ in pieces]), rows)
     assert pieces[0][0].tolist() == [0, 1, 2] and pieces[0][1] == whole
-    apart = list(shared_micro_batches(batch, rows[[0, 3]], whole))
+    apart = list(micro_batches(batch, rows[[0, 3]], whole))
     assert sum(tokens for _, tokens in apart) == lengths[0] + lengths[3]
-    assert [len(piece) for piece, _ in shared_micro_batches(batch, rows, 1)] == [1] * len(rows)
-    assert not list(shared_micro_batches(batch, rows[:0], 1))
+    assert sum(tokens for _, tokens in micro_batches(batch, rows, whole, shares=False)) == lengths.sum()
+    assert [len(piece) for piece, _ in micro_batches(batch, rows, 1)] == [1] * len(rows)
+    assert not list(micro_batches(batch, rows[:0], 1))
