@@ -7,6 +7,9 @@
 between prompts, and which token methods lower the others) and fig5 (words); --runs gives fig6-fig8 (training curves).
 Each figure is a picture (fig1.png) and its data (fig1.json). Several models, or a folder that holds several
 checkpoints, all get the same prompts. Each then has a folder of its own, and fig5 shows them together.
+
+Responses and figures are kept as they are done: the same command goes on where it was stopped. On a CPU, the defaults
+for a model of more than 20M parameters are smaller. The command prints them.
 """
 
 from arlopti_openrlhf import interrupts
@@ -16,7 +19,6 @@ if __name__ == "__main__":
 
 import argparse
 import importlib.metadata
-import json
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +31,8 @@ from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, comm
 from arlopti_openrlhf.lab.analysis import curves
 from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
+
+FIGURES = ("fig1", "fig2", "fig3", "agreement")
 
 
 def main() -> None:
@@ -55,40 +59,39 @@ def main() -> None:
 
         cpu.enable()
         # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
-        from arlopti_openrlhf.lab.analysis import models, plots, report, rollouts
+        from arlopti_openrlhf.lab.analysis import models, report, rollouts
+        from arlopti_openrlhf.lab.analysis.kept import write_figure, write_json
 
+        drawn = rollouts.draw(rows, args.prompts, args.seed)
+        models.set_defaults(args, list(named.values()))
+        settings = models.Settings(**{name: getattr(args, name) for name in models.Settings._fields})
         for model in named.values():
             models.check_layers(model, args.layers or ())
+            models.fit_memory(model, drawn, settings)
     except (OSError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
     # Models come one after the other. Each leaves its figures before the next one is loaded.
     start = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
-    drawn = rollouts.draw(rows, args.prompts, args.seed)
-    settings = models.Settings(**{name: getattr(args, name) for name in models.Settings._fields})
     summaries: dict[str, dict] = {}
     figures: dict[str, dict[str, Any]] = {"": {}}
     words: dict[str, dict] = {}
 
-    def write(data: dict[str, Any], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, values in data.items():
-            (folder / f"{name}.png").write_bytes(plots.png(name, values))
-            write_json(values, folder / f"{name}.json")
-
     reward = reward_source.load(parser, args)
     for name, model in named.items():
+        folder = args.out / name if len(named) > 1 else args.out
         try:
-            summaries[name], figures[name], words[name] = models.analyze_model(name, model, drawn, settings, reward)
+            found = models.analyze_model(name, model, drawn, settings, folder, reward)
         except RewardError as error:
             parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
-        write(figures[name], args.out / name if len(named) > 1 else args.out)
+        summaries[name], figures[name], words[name] = found
     # Figures of all models and of the training runs.
     if words:
         figures[""]["fig5"] = words
     if runs:
         figures[""] |= curves.curves(runs)
-    write(figures[""], args.out)
+    for name, values in figures[""].items():
+        write_figure(name, values, args.out)
     write_json(summaries, args.out / "summary.json")
     # The summary, for the terminal and, if asked for, as a page.
     for name, summary in summaries.items():
@@ -107,15 +110,23 @@ def make_parser() -> Parser:
     add("--data", nargs="+", default=[], help="files that prepare_data wrote")
     reward_source.add_flag(parser)
     add("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
-    add("--samples", type=integer(2), default=8, help="responses per prompt (default: 8)")
+    add("--samples", type=integer(2), help="responses per prompt (default: 8, or 4 on a CPU)")
     positive = number("(0, inf)")
     add("--temperature", type=positive, default=1.0, help="temperature of sampling and update (default: 1)")
-    add("--max-new-tokens", type=integer(1), default=1024, help="longest response in tokens (default: 1024)")
+    add("--max-new-tokens", type=integer(1), help="longest response in tokens (default: 1024, or 256 on a CPU)")
+    most = (
+        "most tokens of prompts and responses. Prompts beyond are left out (default: any number, or on a CPU 1.6e12 "
+        "divided by the parameters)"
+    )
+    add("--tokens", type=integer(1), help=most)
     add("--seed", type=int, default=0, help="seed of the draw and of sampling (default: 0)")
     add = parser.add_argument_group("the update").add_argument
-    alphas, etas = [0.1, 0.3, 0.5], [0.3, 0.5, 0.7]
-    add("--alpha", type=number("(0, 1]"), nargs="+", default=alphas, help="values of AR's α (default: 0.1 0.3 0.5)")
-    add("--eta", type=number("(0, 1)"), nargs="+", default=etas, help="values of Lopti's η (default: 0.3 0.5 0.7)")
+    which = "what to show in addition to fig5 (default: all, on a CPU without agreement)"
+    add("--figures", choices=FIGURES, nargs="+", help=which)
+    of_alpha = "values of AR's α (default: 0.1 0.3 0.5, or 0.3 on a CPU)"
+    add("--alpha", type=number("(0, 1]"), nargs="+", help=of_alpha)
+    of_eta = "values of Lopti's η (default: 0.3 0.5 0.7, or 0.5 on a CPU)"
+    add("--eta", type=number("(0, 1)"), nargs="+", help=of_eta)
     add(
         "--optimizer",
         choices=("adamw", "sgd"),
@@ -132,8 +143,9 @@ def make_parser() -> Parser:
     )
     layers = "decoder layers that Fig. 2 shows, from 1 (default: first, middle, last)"
     add("--layers", type=int, nargs="+", help=layers)
-    size = "tokens of one forward and backward pass; fewer take less memory (default: 4096)"
-    add("--micro-batch-tokens", type=integer(1), default=4096, help=size)
+    add("--layer-tokens", type=integer(10), help="tokens that Fig. 2 shows (default: 300, or 100 on a CPU)")
+    size = "most tokens of one forward and backward pass, as far as memory allows (default: 4096, or 1024 on a CPU)"
+    add("--micro-batch-tokens", type=integer(1), help=size)
     cells = (
         "what divides the tokens, in addition to the sign of the advantage, where it is asked whose gradients agree "
         "between prompts (default: probability)"
@@ -152,11 +164,6 @@ def _labelled(text: str) -> tuple[str, list[str]]:
     if not label or not separator or not all(folders.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LABEL=DIR or LABEL=DIR,DIR")
     return label, folders.split(",")
-
-
-def write_json(data: Any, path: Path) -> None:
-    """Write data as JSON. ValueError for a number that is not finite, which JSON cannot express."""
-    path.write_text(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def configuration(args: argparse.Namespace, summaries: dict[str, dict], seconds: float) -> dict[str, str]:

@@ -12,16 +12,24 @@ RIGHT = " Since Zoey's statement is so, check it.</think><answer>(1) Zoey is a k
 WRONG = " Thus so.</think><answer>(1) Zoey is a knave\n(2) Oliver is a knave</answer>"
 
 
+def fake_answers(model, rows, texts):
+    """Return the same responses to every prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sampled = []
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, *texts)]
+        sampled.append(rollouts.Sampled(prompt, ids[0], list(zip(texts, ids[1:], strict=True))))
+    return sampled
+
+
 def fake_sample(texts):
     """Return a stand-in for vLLM, which answers every prompt with the same texts."""
 
-    def sample(model, rows, n, temperature, max_new_tokens, seed, with_end=False):
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        sampled = []
-        for row in rows:
-            prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-            ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, *texts)]
-            sampled.append(rollouts.Sampled(prompt, ids[0], list(zip(texts, ids[1:], strict=True))))
+    def sample(path, model, rows, asked, room):
+        keys, rows = zip(*rows, strict=True)
+        sampled = dict(zip(keys, fake_answers(model, rows, texts), strict=True))
+        rollouts.append(path, sampled)
         return sampled
 
     return sample

@@ -1,14 +1,18 @@
 """The command writes every figure and its data, and a page for any browser. It refuses mistakes in one line."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_logs
 from arlopti_testing.browser import CHROMIUM, chromium
 
 from arlopti_openrlhf.cli import analyze
-from arlopti_openrlhf.lab.analysis import report, rollouts
+from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, memory, models, report, rollouts
+from arlopti_openrlhf.lab.analysis.policy import Policy
+from arlopti_openrlhf.ops.preflight.model import ModelSize
 
 FIGURES = ["agreement", "fig1", "fig2", "fig3", "fig5", "fig6", "fig7", "fig8"]
 
@@ -31,10 +35,17 @@ def analysis(tiny_model, tiny_data, logs, tmp_path_factory) -> Path:
         monkeypatch.setattr(rollouts, "sample", fake_sample([RIGHT, WRONG, "no"]))
         run(
             monkeypatch,
-            *("--model", tiny_model, "--data", tiny_data, "--out", out, "--prompts", 8, "--samples", 3, "--report"),
-            *("--alpha", 0.3, "--eta", 0.1, "--runs", f"GRPO={logs[0]},{logs[1]}", f"<Lopti>={logs[2]}"),
+            *asked(tiny_model, tiny_data, out),
+            "--runs",
+            f"GRPO={logs[0]},{logs[1]}",
+            f"<Lopti>={logs[2]}",
         )
     return out
+
+
+def asked(model, data, out) -> list[object]:
+    of_update = ["--alpha", 0.3, "--eta", 0.1, "--report"]
+    return ["--model", model, "--data", data, "--out", out, "--prompts", 8, "--samples", 3, *of_update]
 
 
 def test_every_figure_is_a_picture_and_its_data(analysis):
@@ -51,6 +62,56 @@ def test_every_figure_is_a_picture_and_its_data(analysis):
     assert words["Causal indicator"]["correlation"] > 0.9  # only the right responses say "since"
     (summary,) = json.loads((analysis / "summary.json").read_text(encoding="utf-8")).values()
     assert summary["accuracy"] == pytest.approx(1 / 3) and summary["responses"] == 24
+
+
+def test_the_same_command_keeps_responses_and_figures(analysis, tiny_model, tiny_data, tmp_path, monkeypatch, capsys):
+    out = shutil.copytree(analysis, tmp_path / "out")
+    (out / "fig3.json").unlink()
+    monkeypatch.setattr(rollouts, "sample", lambda *args: pytest.fail("sampled again"))
+    for module, name in ((figures, "figure_1"), (figures, "figure_2"), (gradient_agreement, "analyze")):
+        monkeypatch.setattr(module, name, lambda *args: pytest.fail("computed again"))
+    # The figure that is not there is made again, and one whose flag has changed.
+    run(monkeypatch, *asked(tiny_model, tiny_data, out))
+    assert json.loads((out / "fig3.json").read_text("utf-8")) == json.loads(
+        (analysis / "fig3.json").read_text("utf-8")
+    )
+    assert "fig2, fig1, agreement: done earlier" in capsys.readouterr().out
+    run(monkeypatch, *asked(tiny_model, tiny_data, out), "--eta", 0.2)
+    assert "Lopti η=0.2" in json.loads((out / "fig3.json").read_text("utf-8"))["right_direction"]
+    # Nothing is left to do.
+    monkeypatch.setattr(Policy, "gradient", lambda *args: pytest.fail("computed again"))
+    run(monkeypatch, *asked(tiny_model, tiny_data, out), "--eta", 0.2)
+
+
+def test_what_is_done_before_an_interruption_is_there(tiny_model, tiny_data, tmp_path, monkeypatch):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rollouts, "sample", fake_sample([RIGHT, WRONG, "no"]))
+    monkeypatch.setattr(figures, "figure_3", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, *asked(tiny_model, tiny_data, tmp_path / "out"), "--figures", "fig1", "fig3")
+    there = {path.name for path in (tmp_path / "out").iterdir()}
+    assert there == {"responses.jsonl", "fig1.json", "fig1.png", "kept.json"}
+
+
+def test_a_large_model_on_a_cpu_gets_less(monkeypatch):
+    monkeypatch.setattr(models, "model_size", lambda model: ModelSize(int(model), None))
+    flags = dict.fromkeys(models._DEFAULTS) | {"samples": 16}
+    small, large = (SimpleNamespace(**flags) for _ in range(2))
+    models.set_defaults(small, ["1000000"])
+    models.set_defaults(large, ["1000000", "160000000"])
+    assert (small.samples, small.max_new_tokens, small.tokens) == (16, 1024, None)
+    assert (large.samples, large.max_new_tokens, large.tokens) == (16, 256, 10_000)
+
+
+def test_memory_is_looked_at_first(tiny_model, tiny_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rollouts, "sample", lambda *args: pytest.fail("sampling began"))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**31))
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, *asked(tiny_model, tiny_data, tmp_path), "--max-new-tokens", 1_000_000)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and "argument --max-new-tokens: this takes" in line and "2.0 GiB free" in line
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from arlopti_openrlhf.evaluation.measures import Z_95
-from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, micro_batches
+from arlopti_openrlhf.lab.analysis.policy import PREFIX, Policy, Tokens, Update, padded_pieces
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 from arlopti_openrlhf.token_update import advantage_weights, low_probability_mask, token_probabilities
 from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
@@ -40,26 +40,38 @@ def _quantiles(values: Tensor) -> dict[str, float] | None:
     return at | {"mean": values.mean().item()}
 
 
-def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float, moments: Sequence[Tensor]) -> dict:
+def figure_1(policy: Policy, batch: Batch, tokens: Tokens, update: Update) -> dict:
     """Compute probabilities, advantages, gradient norms and changes by one update, by quarter of the range of π.
 
-    There are three updates: by all tokens, by the lowest quarter, and by the highest. All have the second moments of a
-    training that updates all tokens, one per parameter. The policy has the weights that the batch was sampled from.
+    There are three updates: by all tokens, by the lowest quarter, and by the highest. All have the second moments and
+    the learning rate of `update`, whose gradient is used up. The policy has the weights that the batch was sampled
+    from.
     """
     probabilities, mask = token_probabilities(tokens.log_probs), batch.action_mask
     quarters = bins(probabilities, mask, EDGES)
     norm = logit_gradient_norm(batch.advantages, tokens.log_probs, tokens.squared_rest)
-    # The gradient of each quarter alone, by a backward pass, and its share at the logits, by Eq. 15.
-    groups = []
-    for name, quarter in zip(bin_names(EDGES), quarters, strict=True):
-        gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, quarter)
+    groups, after = [], {"all": update.log_probs}
+    rest = update.gradient
+    for i, (name, quarter) in enumerate(zip(bin_names(EDGES), quarters, strict=True)):
+        # The gradient of each quarter alone, by a backward pass. The highest, with most tokens, has what is left.
+        if i < len(quarters) - 1:
+            gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, quarter)
+            for all_of_it, part in zip(rest, gradient, strict=True):
+                all_of_it -= part
+        else:
+            gradient = rest if (quarter & (batch.advantages != 0)).any() else policy.zeros()
+        # One update each by the lowest quarter and by the highest.
+        if i in (0, len(quarters) - 1):
+            after["highest" if i else "lowest"] = policy.log_probs_after_step(
+                batch, gradient, update.moments, update.learning_rate
+            )
         groups.append(
             {
                 "name": name,
                 "tokens": int(quarter.sum()),
                 "advantages": _quantiles(batch.advantages[quarter]),
                 "gradient_norm": sum(g.square().sum().item() for g in gradient) ** 0.5,
-                # The mean over the tokens of their own gradients' norms at the logits, by Eq. 15.
+                # The mean over the tokens of their own gradients' norms at the logits, by Eq. 15, and their share.
                 "logit_gradient_norm": norm[quarter].mean().item() if quarter.any() else None,
                 "logit_gradient_share": (norm[quarter].sum() / norm[mask].sum()).item(),
             }
@@ -68,19 +80,16 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, learning_rate: float,
     chosen = mask.nonzero()
     chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))[:_POINTS]]
     rows, columns = chosen.unbind(dim=1)
-    # One update each by all tokens, by the lowest quarter and by the highest.
     changes = {}
-    for name, selected in (("all", mask), ("lowest", quarters[0]), ("highest", quarters[-1])):
-        after = policy.log_probs_after_update(
-            batch, tokens.log_probs, batch.advantages, [selected], learning_rate, moments
-        )
-        change = token_probabilities(after) - probabilities
+    for name, log_probs in after.items():
+        change = token_probabilities(log_probs) - probabilities
         changes[name] = {
             "points": change[rows, columns].tolist(),
             "mean_absolute": [change[q].abs().mean().item() if q.any() else None for q in quarters],
         }
     return {
         "edges": list(EDGES),
+        "learning_rate": update.learning_rate,
         "histogram": torch.histc(probabilities[mask], _HISTOGRAM, 0, 1).long().tolist(),
         "tokens": int(mask.sum()),
         "groups": groups,
@@ -171,7 +180,7 @@ def activation_gradient_norms(
     # Rows of like length share a micro-batch.
     stops = chosen[:, 1] + 1
     order = stops.argsort()
-    for piece in micro_batches(order, stops, policy.micro_batch_tokens):
+    for piece in padded_pieces(order, stops, policy.micro_batch_tokens):
         prefixes = [batch.sequences[row, :stop] for row, stop in zip(chosen[piece, 0], stops[piece], strict=True)]
         # Padded on the left, so the last position of each row predicts its token.
         attention_mask = pad_sequence([torch.ones_like(p) for p in prefixes], True, padding_side="left")
@@ -188,6 +197,7 @@ def activation_gradient_norms(
         for name, gradient in zip(norms, gradients, strict=True):
             norms[name].append(gradient.flatten(1).norm(dim=1).cpu())
         outputs.clear()
+        policy.progress(PREFIX * int(stops[piece].max()) * len(piece))
     for handle in handles:
         handle.remove()
     # Back to the order of the chosen tokens.
@@ -199,19 +209,20 @@ def figure_3(
     policy: Policy,
     batch: Batch,
     tokens: Tokens,
-    learning_rate: float,
+    grpo: Update,
     alphas: Sequence[float],
     etas: Sequence[float],
 ) -> dict:
     """Compute the share of positive tokens whose probability rises in one update, by probability and method.
 
-    Every update starts from the same weights and the same batch. Shares have a 95% interval, clustered by prompt. The
-    rounding of log π is returned too: the median difference between two passes with other micro-batches.
+    Every update starts from the same weights and batch, and has the learning rate of `grpo`. Shares have a 95%
+    interval, clustered by prompt. The rounding of log π is returned too: the median difference between two passes with
+    other micro-batches.
     """
     positive = batch.action_mask & (batch.advantages > 0)
     selections = [*bins(token_probabilities(tokens.log_probs), positive, DIRECTION_EDGES), positive]
     # Every method is one update. AR changes the advantages, Lopti takes two stages.
-    variants = [("GRPO", batch.advantages, [batch.action_mask])]
+    variants = []
     for alpha in alphas:
         advantages = advantage_weights(tokens.log_probs, alpha) * batch.advantages
         variants.append((f"AR α={alpha:g}", advantages, [batch.action_mask]))
@@ -219,15 +230,21 @@ def figure_3(
         low = low_probability_mask(tokens.log_probs, batch.action_mask, eta)
         stages = [low, batch.action_mask & ~low]
         variants.append((f"Lopti η={eta:g}", batch.advantages, [stage for stage in stages if stage.any()]))
-    before = policy.log_probs(batch)
-    results = {}
+    # Both log-probs of a comparison come from the same micro-batches, which round alike.
+    rises = {"GRPO": grpo.log_probs > tokens.log_probs}
+    before = policy.log_probs(batch, positive)
     for name, advantages, stages in variants:
-        after = policy.log_probs_after_update(batch, tokens.log_probs, advantages, stages, learning_rate)
-        results[name] = [_share(after > before, selected, batch.prompts) for selected in selections]
-    # The two differ only in their micro-batches, so their difference is rounding.
-    rounding = (before - tokens.log_probs)[batch.action_mask].abs().median().item()
+        after = policy.log_probs_after_update(
+            batch, tokens.log_probs, advantages, stages, grpo.learning_rate, positive
+        )
+        rises[name] = after > before
+    results = {
+        name: [_share(right, selected, batch.prompts) for selected in selections] for name, right in rises.items()
+    }
+    rounding = (before - tokens.log_probs)[positive].abs().median().item()
     return {
         "edges": list(DIRECTION_EDGES),
+        "learning_rate": grpo.learning_rate,
         "bins": [*bin_names(DIRECTION_EDGES), "all"],
         "positive_tokens": [int(selected.sum()) for selected in selections],
         "right_direction": results,

@@ -117,8 +117,10 @@ def sketch(gradient: Sequence[Tensor], size: int) -> Tensor:
         # In pieces, so the signs and places take little memory next to the gradient.
         for piece in tensor.flatten().split(size):
             signs = torch.randint(2, piece.shape, generator=generator, device=device, dtype=torch.int8) * 2 - 1
-            places = (torch.arange(len(piece), device=device) + start) % size
-            total.index_add_(0, places, piece * signs)
+            # The places follow each other, and begin again behind the last.
+            signed, place = piece * signs, start % size
+            total[place : place + len(piece)] += signed[: size - place]
+            total[: max(0, place + len(piece) - size)] += signed[size - place :]
             start += len(piece)
     return total.cpu()
 

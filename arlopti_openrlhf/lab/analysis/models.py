@@ -1,20 +1,62 @@
-"""Analyse models one by one: sample and grade responses, then compute what the figures show of them."""
+"""Analyse models one by one: sample and grade responses, then compute what the figures show of them.
 
+Responses and figures are written as they are done, so an analysis that was interrupted continues where it stopped.
+"""
+
+import argparse
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
 
-from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, method_effects, rollouts, words
-from arlopti_openrlhf.lab.analysis.policy import Policy
-from arlopti_openrlhf.lab.scoring.inputs import Row
+from arlopti_openrlhf import cpu
+from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, memory, method_effects, rollouts, words
+from arlopti_openrlhf.lab.analysis.kept import Kept
+from arlopti_openrlhf.lab.analysis.policy import (
+    BACKWARD,
+    PREFIX,
+    SEARCHES,
+    Policy,
+    Tokens,
+    Update,
+    micro_batches,
+)
+from arlopti_openrlhf.lab.analysis.progress import Progress
+from arlopti_openrlhf.lab.scoring import offline
+from arlopti_openrlhf.lab.scoring.inputs import Row, encode
 from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
+from arlopti_openrlhf.ops.preflight.finding import in_words
+from arlopti_openrlhf.ops.preflight.model import model_size
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
-LAYER_TOKENS = 300  # of Fig. 2
 _FEW = 30  # positive tokens in a bin of Fig. 3
+_OF_CELLS = 6  # what the cells of the agreement cost in all, in passes over the batch, about
+# What an unset flag is. On a CPU, a model of more than _SMALL parameters gets what takes two cores 20 minutes.
+_DEFAULTS: dict[str, Any] = {
+    "samples": 8,
+    "max_new_tokens": 1024,
+    "tokens": None,
+    "figures": ["fig1", "fig2", "fig3", "agreement"],
+    "alpha": [0.1, 0.3, 0.5],
+    "eta": [0.3, 0.5, 0.7],
+    "layer_tokens": 300,
+    "micro_batch_tokens": 4096,
+}
+_CPU_DEFAULTS: dict[str, Any] = {
+    "samples": 4,
+    "max_new_tokens": 256,
+    "figures": ["fig1", "fig2", "fig3"],
+    "alpha": [0.3],
+    "eta": [0.5],
+    "layer_tokens": 100,
+    "micro_batch_tokens": 1024,
+}
+_SMALL = 20_000_000
+_WORK = 1.6e12  # parameters times tokens
 
 
 class Settings(NamedTuple):
@@ -23,12 +65,15 @@ class Settings(NamedTuple):
     samples: int  # per prompt
     temperature: float
     max_new_tokens: int
+    tokens: int | None  # of prompts and responses, at most; None stands for any number
     seed: int
+    figures: Sequence[str]
     alpha: Sequence[float]
     eta: Sequence[float]
     optimizer: str  # "adamw" or "sgd"
     learning_rate: float | None  # None stands for the one at which GRPO's update changes log π by STEP
     layers: Sequence[int] | None  # of Fig. 2, from 1; None stands for first, middle and last
+    layer_tokens: int  # of Fig. 2
     micro_batch_tokens: int
     cells: str  # of the agreement: "probability" or "entropy"
 
@@ -41,59 +86,79 @@ def check_layers(model: str, layers: Sequence[int]) -> None:
         raise ValueError(f"--layers {wrong[0]}: {model} has the layers 1 to {number}")
 
 
+def set_defaults(args: argparse.Namespace, models: Sequence[str]) -> None:
+    """Give the flags that are unset their values for the largest of the models on this machine. Print smaller ones."""
+    largest = max((size.parameters for size in map(model_size, models) if size), default=0)
+    is_slow = cpu.uses_cpu() and largest > _SMALL
+    values = _CPU_DEFAULTS | {"tokens": int(_WORK / largest)} if is_slow else _DEFAULTS
+    unset = {name: value for name, value in values.items() if getattr(args, name) is None}
+    for name, value in unset.items():
+        setattr(args, name, value)
+    if is_slow and unset:
+        words = {
+            name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in unset.items()
+        }
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in words.items())
+        print(f"{largest / 1e6:.0f}M parameters on a CPU: {flags}", flush=True)
+
+
+def fit_memory(model: str, rows: Sequence[Row], settings: Settings) -> memory.Fit | None:
+    """Return how large micro-batches can be; None for a model that is not on this machine. ValueError if none fits."""
+    size = model_size(model)
+    if size is None:
+        return None
+    _, prompts = encode(AutoTokenizer.from_pretrained(model), [row["prompt"] for row in rows])
+    longest = max(map(len, prompts)) + settings.max_new_tokens
+    return memory.fit(size, settings.micro_batch_tokens, longest, settings.samples)
+
+
 def analyze_model(
-    name: str, model: str, rows: list[Row], settings: Settings, reward: OwnReward | None = None
+    name: str, model: str, rows: list[Row], settings: Settings, folder: Path, reward: OwnReward | None = None
 ) -> tuple[dict, dict, dict]:
-    """Analyse one model's responses to the rows.
+    """Analyse one model's responses to the rows. The folder gets the responses, and each figure once it is done.
 
     Returns:
         The model's summary, {figure: data} for Fig. 1-3 and the agreement, and the data of Fig. 5.
     """
-    print(f"{name}: {len(rows)} prompts, {settings.samples} responses each", flush=True)
-    asked = (settings.samples, settings.temperature, settings.max_new_tokens, settings.seed)
-    sampled = rollouts.sample(model, rows, *asked, with_end=reward is not None)
+    limit = f", at most {settings.tokens:,} tokens in all (--tokens)" if settings.tokens else ""
+    print(f"{name}: {settings.samples} responses to each of {len(rows)} prompts{limit}", flush=True)
+    fit = fit_memory(model, rows, settings)
+    if fit:
+        print(f"{name}: micro-batches of {fit.tokens:,} tokens, at most {in_words(fit.bytes)} of memory", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with_end = reward is not None
+    asked = rollouts.Asked(settings.samples, settings.temperature, settings.max_new_tokens, settings.seed, with_end)
+    sampled = rollouts.answer(folder / "responses.jsonl", model, rows, asked, settings.tokens)
     # Grade the responses, and look at them with the weights that gave them.
-    graded = rollouts.grade(rows, sampled, reward)
-    scores = [g.score for g in graded if g.score is not None]
+    graded = rollouts.grade(rows[: len(sampled)], sampled, reward)
     batch = rollouts.make_batch(graded)
-    policy = Policy(model, settings.temperature, settings.micro_batch_tokens, settings.optimizer)
-    tokens = policy.tokens(batch)
-    summary: dict[str, Any] = {
-        "responses": len(graded),
-        "reward": sum(g.reward for g in graded) / len(graded),
-        "accuracy": sum(scores) / len(scores) if len(scores) == len(graded) else None,
-        "length": sum(len(g.response_ids) for g in graded) / len(graded),
-        "entropy": tokens.entropy[batch.action_mask].mean().item(),
-        "low_tokens": None,
-        "low_gradient": None,
-        "learning_rate": settings.learning_rate,
-        "parameters": sum(p.numel() for p in policy.parameters),
-        "shares": None,
-        "agreement": None,
-        "notices": [],
+    progress = Progress()
+    micro_batch_tokens = fit.tokens if fit else settings.micro_batch_tokens
+    policy = Policy(model, settings.temperature, micro_batch_tokens, settings.optimizer, progress.advance)
+    with progress.phase("probabilities", _work(batch, batch.action_mask)):
+        tokens = policy.tokens(batch)
+    summary = _summarize(graded, batch, tokens) | {"parameters": sum(p.numel() for p in policy.parameters)}
+    if len(sampled) < len(rows):
+        summary["notices"].append(f"Shown are the first {len(sampled)} of {len(rows)} prompts, which fill --tokens.")
+    wanted, notices = _possible(settings, batch)
+    summary["notices"] += notices
+    # What an earlier run has made of the same batch is kept.
+    update = [settings.optimizer, settings.learning_rate]
+    depends: dict[str, Sequence] = {
+        "fig1": update,
+        "fig2": [settings.layers, settings.layer_tokens],
+        "fig3": [*update, settings.alpha, settings.eta],
+        "agreement": [settings.cells, settings.seed],
     }
-    # Fig. 2 needs no advantage. The rest needs an update, and so some prompt whose rewards differ.
-    data = {"fig2": figures.figure_2(policy, batch, tokens, LAYER_TOKENS, settings.layers)}
-    if batch.advantages.any():
-        summary["shares"] = method_effects.gradient_by_probability(batch, tokens)
-        summary |= {key: summary["shares"][key] for key in ("low_tokens", "low_gradient")}
-        agreement = gradient_agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
-        if agreement:
-            data["agreement"] = agreement
-            summary["agreement"] = method_effects.sentences(agreement)
-        else:
-            summary["notices"].append(
-                f"Fewer than {gradient_agreement.LEAST_PROMPTS} prompts have responses of different reward, too few "
-                "to ask whether their gradients agree. More --prompts would help."
-            )
-        summary["learning_rate"], updated = _analyze_update(policy, batch, tokens, settings)
-        data |= updated
-        summary["notices"] += empty_bins(data)
-    else:
-        summary["notices"].append(
-            f"All {settings.samples} responses to each prompt earned the same reward. No token has an advantage, so "
-            "there is no update to analyse (Fig. 1, Fig. 3). More prompts, or easier or harder ones, may help."
-        )
+    kept = Kept(folder, [*offline.version_of(model), settings.temperature], batch, depends)
+    _make(policy, batch, tokens, settings, kept, kept.missing(wanted), progress)
+    data = {figure: kept.read(figure) for figure in sorted(wanted)}
+    for figure in ("fig1", "fig3"):
+        if figure in data:
+            summary["learning_rate"] = data[figure]["learning_rate"]
+    if "agreement" in data:
+        summary["agreement"] = method_effects.sentences(data["agreement"])
+    summary["notices"] += empty_bins(data)
     # Make room. vLLM, which samples the next model's responses, needs the GPU's memory.
     del policy
     gc.collect()
@@ -101,28 +166,114 @@ def analyze_model(
     found = words.analyze([g.text for g in graded], [g.reward for g in graded], [g.prompt for g in graded])
     if not any(result["per_1000_words"] for result in found.values()):
         summary["notices"].append("None of the words of Fig. 5 occurs in the responses.")
-    return summary, dict(sorted(data.items())), found
+    return summary, data, found
 
 
-def _analyze_update(policy: Policy, batch: rollouts.Batch, tokens, settings: Settings) -> tuple[float, dict]:
-    """Return the learning rate and the data of Fig. 1 and Fig. 3."""
+def _summarize(graded: Sequence[rollouts.Graded], batch: rollouts.Batch, tokens: Tokens) -> dict[str, Any]:
+    scores = [g.score for g in graded if g.score is not None]
+    shares = method_effects.gradient_by_probability(batch, tokens) if batch.advantages.any() else None
+    return {
+        "responses": len(graded),
+        "reward": sum(g.reward for g in graded) / len(graded),
+        "accuracy": sum(scores) / len(scores) if len(scores) == len(graded) else None,
+        "length": sum(len(g.response_ids) for g in graded) / len(graded),
+        "entropy": tokens.entropy[batch.action_mask].mean().item(),
+        "low_tokens": shares and shares["low_tokens"],
+        "low_gradient": shares and shares["low_gradient"],
+        "learning_rate": None,
+        "shares": shares,
+        "agreement": None,
+        "notices": [],
+    }
+
+
+def _possible(settings: Settings, batch: rollouts.Batch) -> tuple[list[str], list[str]]:
+    """Return the figures that the batch allows, and in words why not the others."""
+    wanted, notices = list(settings.figures), []
+    # Fig. 2 needs no advantage. The rest needs an update, and so some prompt whose rewards differ.
+    if not batch.advantages.any():
+        wanted = [figure for figure in wanted if figure == "fig2"]
+        notices.append(
+            f"All {settings.samples} responses to each prompt earned the same reward. No token has an advantage, so "
+            "there is no update to analyse (Fig. 1, Fig. 3). More prompts, or easier or harder ones, may help."
+        )
+    least = gradient_agreement.LEAST_PROMPTS
+    if "agreement" in wanted and len(gradient_agreement.informative_prompts(batch)) < least:
+        wanted.remove("agreement")
+        notices.append(
+            f"Fewer than {least} prompts have responses of different reward, too few to ask whether their gradients "
+            "agree. More --prompts would help."
+        )
+    return wanted, notices
+
+
+def _make(
+    policy: Policy,
+    batch: rollouts.Batch,
+    tokens: Tokens,
+    settings: Settings,
+    kept: Kept,
+    missing: Sequence[str],
+    progress: Progress,
+) -> None:
+    """Make the missing figures, and write each once it is done."""
+    forward, positive = _work(batch, batch.action_mask), _work(batch, batch.advantages > 0)
+    gradient = BACKWARD * _work(batch, batch.advantages != 0)
+    searches = 0 if settings.learning_rate else SEARCHES
+    alphas, etas = len(settings.alpha), len(settings.eta)
+    work = {
+        "fig2": PREFIX * settings.layer_tokens * batch.attention_mask.sum(dim=1).float().mean().item(),
+        "update": gradient + (1 + searches) * forward,
+        "fig1": 3 * gradient + 2 * forward,  # the highest quarter takes no pass
+        "fig3": (alphas + 3 * etas) * gradient + (1 + alphas + etas) * positive,
+        "agreement": (1 + _OF_CELLS) * gradient,
+    }
+    phases = [*missing, *(["update"] if {"fig1", "fig3"} & set(missing) else [])]
+    minutes = sum(work[phase] for phase in phases) / progress.rate / 60
+    done = [figure for figure in work if figure not in phases and figure in settings.figures]
+    if done:
+        print(f"{', '.join(done)}: done earlier", flush=True)
+    if phases:
+        print(f"{', '.join(missing)}: about {max(1, minutes):.0f} minutes", flush=True)
+
+    if "fig2" in missing:
+        with progress.phase("Fig. 2", work["fig2"]):
+            kept.write("fig2", figures.figure_2(policy, batch, tokens, settings.layer_tokens, settings.layers))
+    if "update" in phases:
+        with progress.phase("an update by GRPO", work["update"]):
+            update = _update(policy, batch, tokens, settings)
+        if "fig1" in missing:
+            with progress.phase("Fig. 1", work["fig1"]):
+                kept.write("fig1", figures.figure_1(policy, batch, tokens, update))
+        update = update._replace(gradient=[], moments=[])  # as large as the model, each
+        if "fig3" in missing:
+            with progress.phase("Fig. 3", work["fig3"]):
+                kept.write("fig3", figures.figure_3(policy, batch, tokens, update, settings.alpha, settings.eta))
+    if "agreement" in missing:
+        with progress.phase("agreement", work["agreement"]):
+            found = gradient_agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
+            kept.write("agreement", found)
+
+
+def _work(batch: rollouts.Batch, selected: Tensor) -> int:
+    """Return the tokens of a forward pass over the rows with selected tokens."""
+    rows = selected.any(dim=1).nonzero()[:, 0]
+    return sum(tokens for _, tokens in micro_batches(batch, rows, batch.sequences.numel()))
+
+
+def _update(policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: Settings) -> Update:
+    """Make GRPO's update."""
     moments = policy.zeros()
     gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask, moments)
     rate = settings.learning_rate or policy.learning_rate_of(batch, tokens.log_probs, gradient, moments, STEP)
-    del gradient  # as large as the model
-    figure_1 = figures.figure_1(policy, batch, tokens, rate, moments)
-    del moments  # as large, too
-    return rate, {
-        "fig1": figure_1,
-        "fig3": figures.figure_3(policy, batch, tokens, rate, settings.alpha, settings.eta),
-    }
+    return Update(gradient, moments, rate, policy.log_probs_after_step(batch, gradient, moments, rate))
 
 
 def empty_bins(data: dict) -> list[str]:
     """Say in words what Fig. 1 and Fig. 3 cannot show for want of tokens."""
-    empty = [group["name"] for group in data["fig1"]["groups"] if not group["tokens"]]
+    empty = [group["name"] for group in data["fig1"]["groups"] if not group["tokens"]] if "fig1" in data else []
     notices = [f"No token has a probability in: {', '.join(empty)}."] if empty else []
-    pairs = zip(data["fig3"]["bins"], data["fig3"]["positive_tokens"], strict=True)
+    pairs = zip(data["fig3"]["bins"], data["fig3"]["positive_tokens"], strict=True) if "fig3" in data else ()
     few = [f"{name} ({number})" for name, number in pairs if number < _FEW]
     if few:
         notices.append(f"Fig. 3 has few positive tokens in: {', '.join(few)}. More prompts or samples would help.")

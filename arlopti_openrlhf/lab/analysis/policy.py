@@ -4,7 +4,7 @@ The loss is OpenRLHF's `PolicyLoss`, through the actor that training uses, with 
 term: its gradient is zero where the policy is its own reference.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 
 MINI_BATCHES = 4  # whose gradients give AdamW's second moments
+SEARCHES = 2  # for a learning rate: the change is linear in the step only near the one that is wanted
+# The work of a token: in a forward pass, in one with its backward pass, and in one without gradients of weights.
+FORWARD, BACKWARD, PREFIX = 1, 3, 2
 _EPSILON = 1e-8  # AdamW's
 
 
@@ -27,15 +30,36 @@ class Tokens(NamedTuple):
     entropy: Tensor  # nats
 
 
-class Policy:
-    """A model with float32 weights, on the GPU where there is one, and its weights at the start.
+class Update(NamedTuple):
+    """GRPO's update of the batch, from which the other updates differ."""
 
-    It takes 16 bytes per parameter there. bf16 weights do not resolve one update of a training. `temperature` is that
-    of sampling. A forward and backward pass takes `micro_batch_tokens` padded tokens. `step` has the two optimizers,
-    "adamw" and "sgd".
+    gradient: list[Tensor]  # ∂L/∂θ before it, one tensor per parameter
+    moments: list[Tensor]  # AdamW's second moments
+    learning_rate: float
+    log_probs: Tensor  # (B, A) log π after it
+
+
+class Policy:
+    """A model with float32 weights, on the GPU if there is one, and its weights at the start.
+
+    bf16 weights do not resolve one update of a training. `memory` counts the bytes per parameter.
+
+    Args:
+        model: a Hugging Face directory or name.
+        temperature: that of sampling.
+        micro_batch_tokens: most tokens of one forward and backward pass, unless one response has more.
+        optimizer: of `step`, "adamw" or "sgd".
+        progress: called after each pass of a micro-batch with its work, in tokens of a forward pass.
     """
 
-    def __init__(self, model: str, temperature: float, micro_batch_tokens: int, optimizer: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        temperature: float,
+        micro_batch_tokens: int,
+        optimizer: str,
+        progress: Callable[[float], None] = lambda work: None,
+    ) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -45,15 +69,17 @@ class Policy:
         self.actor.packing_samples = self.actor.is_vlm = False
         self.model: nn.Module = self.actor.model
         self.temperature, self.micro_batch_tokens, self.optimizer = temperature, micro_batch_tokens, optimizer
+        self.progress = progress
         self.parameters = [p for p in self.actor.parameters() if p.requires_grad]
         self.start = [p.detach().cpu().clone() for p in self.parameters]
         self.loss = PolicyLoss(clip_eps_low=0.2, clip_eps_high=0.24, dual_clip=10.0)
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch) -> Tensor:
-        """Return (B, A) log π of the response tokens, 0 elsewhere."""
-        result = torch.zeros(batch.action_mask.shape)
-        for rows, *inputs in self._micro_batches(batch, torch.arange(len(result)), batch.action_mask):
+    def log_probs(self, batch: Batch, selected: Tensor | None = None) -> Tensor:
+        """Return (B, A) log π of the selected tokens, or of all response tokens, 0 elsewhere."""
+        selected = batch.action_mask if selected is None else selected
+        result = torch.zeros(selected.shape)
+        for rows, *inputs in self._micro_batches(batch, selected, FORWARD):
             values = self.actor(*inputs)
             result[rows, : values.shape[1]] = values.cpu()
         return result
@@ -62,7 +88,7 @@ class Policy:
     def tokens(self, batch: Batch) -> Tokens:
         """Return the statistics of every response token."""
         results = Tokens(*(torch.zeros(batch.action_mask.shape) for _ in Tokens._fields))
-        for rows, *inputs in self._micro_batches(batch, torch.arange(len(batch.sequences)), batch.action_mask):
+        for rows, *inputs in self._micro_batches(batch, batch.action_mask, FORWARD):
             log_probs, output = self.actor(*inputs, return_output=True, return_statistics=True)
             entropy, squared_rest = output.statistics
             for result, values in zip(results, (log_probs, squared_rest, entropy), strict=True):
@@ -85,27 +111,30 @@ class Policy:
         """
         # A token without advantage has no gradient.
         selected = selected & batch.action_mask & (advantages != 0)
+        if moments is None:
+            self._backward(batch, old_log_probs, advantages, selected)
+            return take_gradient(self.parameters)
         total = self.zeros()
         for prompts in batch.prompts.unique().tensor_split(MINI_BATCHES):
-            with_gradient = (torch.isin(batch.prompts, prompts) & selected.any(dim=1)).nonzero()[:, 0]
-            for rows, sequences, mask, attention_mask in self._micro_batches(batch, with_gradient, selected):
-                loss, *_ = self.loss(
-                    self.actor(sequences, mask, attention_mask),
-                    old_log_probs[rows, : mask.shape[1]].to(self.device),
-                    advantages[rows, : mask.shape[1]].to(self.device),
-                    action_mask=mask,
-                    batch_num_tokens=batch.action_mask.sum().item(),
-                )
-                loss.backward()
-            for i, p in enumerate(self.parameters):
-                if p.grad is None:  # nothing selected here, or an expert without tokens
-                    continue
-                total[i] += p.grad
-                if moments:
-                    # Divided by its own tokens alone, a mini-batch's gradient would be MINI_BATCHES times as large.
-                    moments[i].addcmul_(p.grad, p.grad, value=MINI_BATCHES)
-                p.grad = None
+            self._backward(batch, old_log_probs, advantages, selected & torch.isin(batch.prompts, prompts)[:, None])
+            for all_of_it, part, moment in zip(total, take_gradient(self.parameters), moments, strict=True):
+                all_of_it += part
+                # Divided by its own tokens alone, a mini-batch's gradient would be MINI_BATCHES times as large.
+                moment.addcmul_(part, part, value=MINI_BATCHES)
         return total
+
+    def _backward(self, batch: Batch, old_log_probs: Tensor, advantages: Tensor, selected: Tensor) -> None:
+        """Add the gradient of the selected tokens to the parameters' `grad`."""
+        for rows, sequences, mask, attention_mask in self._micro_batches(batch, selected, BACKWARD):
+            width = mask.shape[1]
+            loss, *_ = self.loss(
+                self.actor(sequences, mask, attention_mask),
+                old_log_probs[rows, :width].to(self.device),
+                advantages[rows, :width].to(self.device),
+                action_mask=mask,
+                batch_num_tokens=batch.action_mask.sum().item(),
+            )
+            loss.backward()
 
     def zeros(self) -> list[Tensor]:
         """Return one tensor of zeros per parameter."""
@@ -139,25 +168,34 @@ class Policy:
         advantages: Tensor,
         stages: Sequence[Tensor],
         learning_rate: float,
-        moments: Sequence[Tensor] | None = None,
+        selected: Tensor | None = None,
     ) -> Tensor:
         """Return (B, A) log π after one update, which takes one optimizer step per stage. Then undo the update.
 
-        `old_log_probs`, `advantages` and each stage's mask are (B, A). Without AdamW's second moments, they are those
-        of a training that always makes this update: the mean over its stages.
+        `old_log_probs`, `advantages`, each stage's mask and `selected`, as in `log_probs`, are (B, A). AdamW's second
+        moments are those of a training that always makes this update: the mean over its stages.
         """
-        if moments is None:
-            # Of all stages at the start. The first one last, since its gradient is the first step's.
-            own_moments = self.zeros()
-            for stage in reversed(stages):
-                gradient = self.gradient(batch, old_log_probs, advantages, stage, own_moments)
-            moments = [moment.div_(len(stages)) for moment in own_moments]
-        else:
-            gradient = self.gradient(batch, old_log_probs, advantages, stages[0])
+        # The moments are of all stages at the start. The first one comes last, since its gradient is the first step's.
+        moments, gradient = self.zeros(), None
+        for stage in reversed(stages):
+            del gradient  # as large as the model
+            gradient = self.gradient(batch, old_log_probs, advantages, stage, moments)
+        moments = [moment.div_(len(stages)) for moment in moments]
         self.step(gradient, moments, learning_rate)
         # Every further stage sees the weights that the one before has moved.
         for stage in stages[1:]:
-            self.step(self.gradient(batch, old_log_probs, advantages, stage), moments, learning_rate)
+            del gradient
+            gradient = self.gradient(batch, old_log_probs, advantages, stage)
+            self.step(gradient, moments, learning_rate)
+        log_probs = self.log_probs(batch, selected)
+        self.restore()
+        return log_probs
+
+    def log_probs_after_step(
+        self, batch: Batch, gradient: Sequence[Tensor], moments: Sequence[Tensor], learning_rate: float
+    ) -> Tensor:
+        """Return (B, A) log π after one optimizer step along the gradient. Then undo the step."""
+        self.step(gradient, moments, learning_rate)
         log_probs = self.log_probs(batch)
         self.restore()
         return log_probs
@@ -178,24 +216,59 @@ class Policy:
         size = sum(self.direction(g, v).square().sum().item() for g, v in zip(gradient, moments, strict=True))
         weights = sum(p.detach().square().sum().item() for p in self.parameters)
         learning_rate = 1e-4 * (weights / size) ** 0.5
-        # Twice, as the change is linear in the step only near the one that is wanted.
-        for _ in range(2):
-            self.step(gradient, moments, learning_rate)
-            moved = (self.log_probs(batch) - old_log_probs)[batch.action_mask].square().mean().sqrt().item()
-            self.restore()
+        for _ in range(SEARCHES):
+            after = self.log_probs_after_step(batch, gradient, moments, learning_rate)
+            moved = (after - old_log_probs)[batch.action_mask].square().mean().sqrt().item()
             learning_rate *= change / moved
         return learning_rate
 
-    def _micro_batches(self, batch: Batch, rows: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the numbers of each micro-batch's rows, and their sequences, part of `mask` and attention mask."""
+    def _micro_batches(self, batch: Batch, selected: Tensor, work: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the numbers of each micro-batch's rows, and their sequences, part of `selected` and attention mask.
+
+        Rows in which nothing is selected are left out. `work` is that of a token.
+        """
         lengths = batch.attention_mask.sum(dim=1)
-        for piece in micro_batches(rows, lengths, self.micro_batch_tokens):
+        shares = self.actor.check(batch.sequences, batch.attention_mask).reason_not_to_share is None
+        rows = selected.any(dim=1).nonzero()[:, 0]
+        for piece, tokens in micro_batches(batch, rows, self.micro_batch_tokens, shares):
             length = int(lengths[piece].max())
-            inputs = batch.sequences[piece, :length], mask[piece, : length - 1], batch.attention_mask[piece, :length]
+            inputs = (
+                batch.sequences[piece, :length],
+                selected[piece, : length - 1],
+                batch.attention_mask[piece, :length],
+            )
             yield piece, *(tensor.to(self.device) for tensor in inputs)
+            self.progress(work * tokens)
 
 
-def micro_batches(rows: Tensor, lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
+def take_gradient(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the parameters' `grad`, and leave none. An expert without tokens has 0."""
+    gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return gradient
+
+
+def micro_batches(batch: Batch, rows: Tensor, max_tokens: int, shares: bool = True) -> Iterator[tuple[Tensor, int]]:
+    """Yield rows (N,), in order, in pieces of at most `max_tokens` tokens or of one row, and the tokens of each piece.
+
+    If the forward pass `shares` prompts, a prompt counts once for its neighbouring responses.
+    """
+    responses = batch.action_mask.sum(dim=1).tolist()
+    lengths, prompts = batch.attention_mask.sum(dim=1).tolist(), batch.prompts.tolist()
+    start, total, numbers = 0, 0, rows.tolist()
+    for i, row in enumerate(numbers):
+        is_neighbour = shares and i > start and prompts[row] == prompts[numbers[i - 1]]
+        cost = responses[row] if is_neighbour else lengths[row]
+        if i > start and total + cost > max_tokens:
+            yield rows[start:i], total
+            start, total, cost = i, 0, lengths[row]
+        total += cost
+    if numbers:
+        yield rows[start:], total
+
+
+def padded_pieces(rows: Tensor, lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
     """Yield the numbers (N,) of rows, in order, in pieces of at most `max_tokens` padded tokens, or of one row.
 
     `lengths` (B,) are the tokens of all rows.

@@ -1,10 +1,14 @@
 """Sample responses with vLLM, grade them, and make one batch of tensors with GRPO's advantages."""
 
+import hashlib
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +19,9 @@ from arlopti_openrlhf.lab.scoring import offline
 from arlopti_openrlhf.lab.scoring.inputs import Row
 from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
 from arlopti_openrlhf.lab.scoring.waiting import quiet
+
+_CHUNK = 1024  # responses that are sampled before they are written
+_LEAST_CHUNK = 32  # with fewer at a time vLLM gets slow
 
 
 class Sampled(NamedTuple):
@@ -52,35 +59,88 @@ def draw(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
     return [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))]
 
 
+class Asked(NamedTuple):
+    """How each prompt is answered."""
+
+    n: int  # responses
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    with_end: bool  # whether the texts have the token that ends them
+
+
+def answer(path: Path, model: str, rows: Sequence[Row], asked: Asked, most_tokens: int | None = None) -> list[Sampled]:
+    """Return the responses to the first rows, up to `most_tokens` tokens of prompts and responses, or to all rows.
+
+    The file gets every response as it comes. What it already has of the same model and settings is kept.
+    """
+    version = offline.version_of(model)
+    keys = [
+        hashlib.sha256(json.dumps([row["prompt"], *asked, version]).encode()).hexdigest()[:16]  # of all it depends on
+        for row in rows
+    ]
+    done = {record.pop("key"): Sampled(**record) for record in offline.kept_records(path)}
+    open_rows = [(key, row) for key, row in zip(keys, rows, strict=True) if key not in done]
+    room = most_tokens and most_tokens - sum(_tokens(done[key]) for key in takewhile(done.__contains__, keys))
+    if len(open_rows) < len(rows):
+        print(f"{path}: has the responses to {len(rows) - len(open_rows)} of {len(rows)} prompts", flush=True)
+    if open_rows and (room is None or room > 0):
+        done |= sample(path, model, open_rows, asked, room)
+    # In the order of the rows, and no more than there is room for.
+    answered: list[Sampled] = []
+    total = 0
+    for key in takewhile(done.__contains__, keys):
+        total += _tokens(done[key])
+        if answered and most_tokens and total > most_tokens:
+            break
+        answered.append(done[key])
+    return answered
+
+
+def _tokens(sampled: Sampled) -> int:
+    return len(sampled.prompt_ids) + sum(len(ids) for _, ids in sampled.responses)
+
+
 def sample(
-    model: str,
-    rows: Sequence[Row],
-    n: int,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    with_end: bool = False,
-) -> list[Sampled]:
-    """Sample n responses to each row's prompt, with the text of the token that ends them if asked for.
+    path: Path, model: str, rows: Sequence[tuple[str, Row]], asked: Asked, room: int | None
+) -> dict[str, Sampled]:
+    """Sample responses to each row's prompt, until they fill the room (tokens). Return and append them by their keys.
 
     vLLM runs in a process of its own, because an engine does not give back all the memory that it holds.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        prompts = [row["prompt"] for row in rows]
-        return pool.submit(_sample, model, prompts, n, temperature, max_new_tokens, seed, with_end).result()
+        prompts = [(key, row["prompt"]) for key, row in rows]
+        return pool.submit(_sample, path, model, prompts, asked, room).result()
 
 
-def _sample(
-    model: str, prompts: list, n: int, temperature: float, max_new_tokens: int, seed: int, with_end: bool
-) -> list[Sampled]:
+def _sample(path: Path, model: str, prompts: list, asked: Asked, room: int | None) -> dict[str, Sampled]:
+    done: dict[str, Sampled] = {}
     with quiet():
-        engine = offline.load_engine(model, seed)
-        answered = offline.generate(engine, prompts, [(n, temperature)] * len(prompts), max_new_tokens, with_end)
+        engine = offline.load_engine(model, asked.seed)
+        while prompts and (room is None or room > 0):
+            # At most as many responses as may fill the room.
+            most = _CHUNK if room is None else min(_CHUNK, max(_LEAST_CHUNK, room // asked.max_new_tokens))
+            size = max(1, most // asked.n)
+            keys, texts = zip(*prompts[:size], strict=True)
+            prompts = prompts[size:]
+            ways = [(asked.n, asked.temperature)] * len(texts)
+            answered = offline.generate(engine, texts, ways, asked.max_new_tokens, asked.with_end)
+            chunk = {}
+            for key, (text, output) in zip(keys, answered, strict=True):
+                responses = [(one.text, list(one.token_ids)) for one in output.outputs]
+                chunk[key] = Sampled(text, list(output.prompt_token_ids), responses)
+            append(path, chunk)
+            done |= chunk
+            room = room and room - sum(map(_tokens, chunk.values()))
         del engine  # whose end is logged too
-    return [
-        Sampled(text, list(output.prompt_token_ids), [(o.text, list(o.token_ids)) for o in output.outputs])
-        for text, output in answered
-    ]
+    return done
+
+
+def append(path: Path, sampled: Mapping[str, Sampled]) -> None:
+    """Write responses as JSON lines."""
+    with open(path, "a", encoding="utf-8") as file:
+        for key, one in sampled.items():
+            file.write(json.dumps({"key": key} | one._asdict(), ensure_ascii=False) + "\n")
 
 
 def grade(rows: Sequence[Row], sampled: Sequence[Sampled], reward: OwnReward | None = None) -> list[Graded]:

@@ -58,11 +58,11 @@ def evaluate(
         jobs.append(Job(i, sampling.n, sampling.temperature))
         if settings.greedy and sampling.temperature:
             jobs.append(Job(i, 1, 0.0))
-    version = [_version(model), settings.max_new_tokens, settings.seed, *([reward.version] if reward else [])]
+    version = [version_of(model), settings.max_new_tokens, settings.seed, *([reward.version] if reward else [])]
     keys = {job: _key(rows[job.row], job, version) for job in jobs}
 
     # What an earlier run with the same model and settings has answered is kept.
-    done = {record["key"]: record for record in _records(path)}
+    done = {record["key"]: record for record in kept_records(path)}
     open_jobs = [job for job in jobs if keys[job] not in done]
     if done:
         print(f"{name}: {len(jobs) - len(open_jobs)} of {len(jobs)} problems are answered already", flush=True)
@@ -154,7 +154,7 @@ def responses_of(record: dict) -> list[Response]:
     return [Response(r["score"], r["well_formed"], r["tokens"], r["truncated"]) for r in record["responses"]]
 
 
-def _records(path: Path) -> list[dict]:
+def kept_records(path: Path) -> list[dict]:
     """Return what an earlier run wrote. What it did not finish, or a power loss has spoilt, is cut off."""
     if not path.exists():
         return []
@@ -175,7 +175,7 @@ def _key(row: Row, job: Job, version: list) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _version(model: str) -> list:
+def version_of(model: str) -> list:
     """Return the model and, for a directory, sizes and times of its files: other weights there are another model."""
     files = sorted(Path(model).glob("*")) if Path(model).is_dir() else []
     return [model, [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]]

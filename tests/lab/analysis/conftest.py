@@ -1,7 +1,7 @@
 """Provide a batch of graded responses, the policy that gave them, and its statistics of their tokens."""
 
 import pytest
-from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample
+from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_answers
 
 from arlopti_openrlhf.lab.analysis import rollouts
 from arlopti_openrlhf.lab.analysis.policy import Policy
@@ -12,7 +12,7 @@ from arlopti_openrlhf.lab.scoring.inputs import read_rows
 def batch(tiny_model, tiny_data):
     """Return a batch of 8 prompts with 3 responses each, one of them right."""
     rows = rollouts.draw(read_rows([tiny_data]), 8, seed=0)
-    sampled = fake_sample([RIGHT, WRONG, "no"])(tiny_model, rows, 3, 1.0, 100, 0)
+    sampled = fake_answers(tiny_model, rows, [RIGHT, WRONG, "no"])
     return rollouts.make_batch(rollouts.grade(rows, sampled))
 
 

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from arlopti_testing.analysis_fakes import flat
 
 from arlopti_openrlhf.lab.analysis import figures, plots
+from arlopti_openrlhf.lab.analysis.policy import Update
 
 
 def test_figure_2_is_autograds_gradient_of_single_tokens_within_the_cone(policy, batch, tokens):
@@ -38,3 +40,21 @@ def test_figure_2_of_a_policy_that_is_sure(policy, batch, tokens):
     data = figures.figure_2(policy, batch, sure, count=40, layers=[1])
     assert all(panel["slope"] is None and panel["correlation"] is None for panel in data["layers"])
     assert plots.png("fig2", data).startswith(b"\x89PNG")
+
+
+def test_figure_1_equals_the_gradients_and_steps_of_its_quarters(policy, batch, tokens):
+    moments, rate = policy.zeros(), 1e-3
+    gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask, moments)
+    update = Update(gradient, moments, rate, policy.log_probs_after_step(batch, gradient, moments, rate))
+    data = figures.figure_1(policy, batch, tokens, update)
+    quarters = figures.bins(tokens.log_probs.exp(), batch.action_mask, figures.EDGES)
+    changes = data["change"]
+    assert list(changes) == ["all", "lowest", "highest"]
+    for i, (group, quarter) in enumerate(zip(data["groups"], quarters, strict=True)):
+        own = policy.gradient(batch, tokens.log_probs, batch.advantages, quarter)
+        assert group["gradient_norm"] == pytest.approx(flat(own).norm().item(), rel=1e-4, abs=1e-6)
+        if i in (0, 3):
+            change = policy.log_probs_after_step(batch, own, moments, rate).exp() - tokens.log_probs.exp()
+            expected = [change[q].abs().mean().item() if q.any() else None for q in quarters]
+            found = changes["highest" if i else "lowest"]["mean_absolute"]
+            assert all(a == pytest.approx(b, rel=1e-2, abs=1e-6) for a, b in zip(found, expected, strict=True))

@@ -7,7 +7,7 @@ import torch
 from arlopti_testing.analysis_fakes import flat
 
 from arlopti_openrlhf.lab.analysis import figures
-from arlopti_openrlhf.lab.analysis.policy import MINI_BATCHES
+from arlopti_openrlhf.lab.analysis.policy import MINI_BATCHES, micro_batches
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 from arlopti_openrlhf.token_update import low_probability_mask
 
@@ -90,10 +90,23 @@ def test_learning_rate_gives_the_change_that_is_asked_for(policy, batch, tokens,
     moments = policy.zeros()
     gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask, moments)
     rate = policy.learning_rate_of(batch, tokens.log_probs, gradient, moments, 0.01)
-    after = policy.log_probs_after_update(
-        batch, tokens.log_probs, batch.advantages, [batch.action_mask], rate, moments
-    )
+    after = policy.log_probs_after_update(batch, tokens.log_probs, batch.advantages, [batch.action_mask], rate)
     change = (after - tokens.log_probs)[batch.action_mask]
     assert change.square().mean().sqrt().item() == pytest.approx(0.01, rel=0.1)
     # The objective rises.
     assert (change * batch.advantages[batch.action_mask]).sum() > 0
+
+
+def test_a_prompt_counts_once_for_its_neighbours(batch):
+    """Three responses to each of 8 prompts."""
+    rows = torch.arange(len(batch.sequences))
+    lengths, responses = batch.attention_mask.sum(dim=1), batch.action_mask.sum(dim=1)
+    whole = int(lengths[0] + responses[1] + responses[2])
+    pieces = list(micro_batches(batch, rows, whole))
+    assert torch.equal(torch.cat([piece for piece, _ in pieces]), rows)
+    assert pieces[0][0].tolist() == [0, 1, 2] and pieces[0][1] == whole
+    apart = list(micro_batches(batch, rows[[0, 3]], whole))
+    assert sum(tokens for _, tokens in apart) == lengths[0] + lengths[3]
+    assert sum(tokens for _, tokens in micro_batches(batch, rows, whole, shares=False)) == lengths.sum()
+    assert [len(piece) for piece, _ in micro_batches(batch, rows, 1)] == [1] * len(rows)
+    assert not list(micro_batches(batch, rows[:0], 1))

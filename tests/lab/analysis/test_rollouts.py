@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample
+from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_answers, fake_sample
 from transformers import AutoTokenizer
 
 from arlopti_openrlhf.lab.analysis import rollouts
@@ -55,11 +55,47 @@ def test_advantages_are_openrlhfs_group_norm():
     assert torch.equal(rollouts.group_normalized(rewards, torch.arange(8) // 4), torch.stack(upstream))
 
 
+def rows_of(tiny_data, count):
+    return rollouts.draw(read_rows([tiny_data]), count, seed=0)
+
+
+def test_responses_are_kept_and_others_are_sampled(tiny_model, tiny_data, tmp_path, monkeypatch):
+    asked, sampled = rollouts.Asked(2, 1.0, 100, 0, False), []
+
+    def sample(path, model, rows, asked, room):
+        sampled.append(len(rows))
+        return fake_sample([RIGHT, WRONG])(path, model, rows, asked, room)
+
+    monkeypatch.setattr(rollouts, "sample", sample)
+    path = tmp_path / "responses.jsonl"
+    first = rollouts.answer(path, tiny_model, rows_of(tiny_data, 3), asked)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write('{"key": "cut off')
+    again = rollouts.answer(path, tiny_model, rows_of(tiny_data, 3), asked)
+    assert sampled == [3] and [list(one.responses[0]) for one in again] == [list(one.responses[0]) for one in first]
+    rollouts.answer(path, tiny_model, [*rows_of(tiny_data, 3), *read_rows([tiny_data])[-2:]], asked)
+    rollouts.answer(path, tiny_model, rows_of(tiny_data, 3), asked._replace(seed=1))
+    assert sampled == [3, 2, 3]
+
+
+def test_responses_fill_the_tokens(tiny_model, tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "sample", fake_sample([RIGHT, WRONG]))
+    asked, rows = rollouts.Asked(2, 1.0, 100, 0, False), rows_of(tiny_data, 4)
+    everything = rollouts.answer(tmp_path / "a", tiny_model, rows, asked)
+    sizes = [rollouts._tokens(one) for one in everything]
+    assert len(rollouts.answer(tmp_path / "a", tiny_model, rows, asked, sum(sizes[:2]))) == 2
+    assert len(rollouts.answer(tmp_path / "a", tiny_model, rows, asked, sum(sizes[:2]) - 1)) == 1
+    assert len(rollouts.answer(tmp_path / "a", tiny_model, rows, asked, 1)) == 1  # the first in any case
+
+
 @pytest.mark.long
-def test_vllm_samples_the_prompts_own_tokens(tiny_model, tiny_data):
-    rows = rollouts.draw(read_rows([tiny_data]), 2, seed=0)
-    sampled = rollouts.sample(tiny_model, rows, 3, 1.0, 5, 0)
-    expected = fake_sample([])(tiny_model, rows, 3, 1.0, 5, 0)
+def test_vllm_samples_the_prompts_own_tokens(tiny_model, tiny_data, tmp_path):
+    rows, asked = rows_of(tiny_data, 40), rollouts.Asked(3, 1.0, 5, 0, False)
+    sampled = rollouts.answer(tmp_path / "responses.jsonl", tiny_model, rows, asked)
+    expected = fake_answers(tiny_model, rows, [])
     assert [s.prompt_ids for s in sampled] == [s.prompt_ids for s in expected]
-    assert [len(s.responses) for s in sampled] == [3, 3]
+    assert [len(s.responses) for s in sampled] == [3] * 40
     assert all(0 < len(ids) <= 5 for s in sampled for _, ids in s.responses)
+    # With room for some, the first are sampled, in chunks.
+    few = rollouts.sample(tmp_path / "few", tiny_model, [(str(i), row) for i, row in enumerate(rows)], asked, 100)
+    assert list(few) == [str(i) for i in range(len(few))] and 0 < len(few) < 40
