@@ -235,7 +235,8 @@ def test_a_living_build_is_waited_for_with_a_line(baton, tmp_path, capfd):
     assert baton.try_acquire()
     assert time.monotonic() - began > 3 and builder.wait(10) == 0
     line = f"arlopti_openrlhf: waiting for process {builder.pid} ({{}}), which builds in {tmp_path}.\n"
-    assert capfd.readouterr().out in [line.format(name) for name in ("python", "python3", "python3.11")]
+    names = ("python", "python3", f"python3.{sys.version_info.minor}")
+    assert capfd.readouterr().out in [line.format(name) for name in names]
 
 
 def test_the_compiler_of_a_killed_build_is_waited_for(baton, tmp_path, capfd):
