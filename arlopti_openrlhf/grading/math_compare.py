@@ -28,8 +28,10 @@ from arlopti_openrlhf.grading.math_text import (
     choice,
     final_answer,
     is_ratio,
+    leaves_work,
     rewritten,
     spelled,
+    squeezed,
     with_decimals,
     with_formulas,
     with_times,
@@ -96,18 +98,22 @@ class _Labels(NamedTuple):
     has_arrow: bool
 
 
-def compare(answer: str, labels: list[str], boxed: bool) -> bool:
+def compare(answer: str, labels: list[str], boxed: bool, question: str = "") -> bool:
     """Return whether an answer equals any of the labels.
 
     An answer that does not parse equals none. Nor does one that contradicts itself (`43 = 42`), that words other than
-    a unit follow, or that has another unit than the label (`math_units`).
+    a unit follow, or that has another unit than the label (`math_units`). Nor does arithmetic that is left to do, if
+    it stands among words or repeats the question.
 
     Args:
         answer: the content of a box, or a text that the answer is extracted from.
         labels: LaTeX, without dollars or with.
         boxed: which of the two the answer is.
+        question: `squeezed`, for an answer without a box.
     """
     if not boxed and (found := final_answer(answer)) is not None:
+        if leaves_work(found, labels) and squeezed(found) in question:
+            return False
         answer, boxed = found, True
     if boxed and (word := spelled(answer)) and any(word == spelled(label) for label in labels):
         return True
@@ -123,6 +129,8 @@ def compare(answer: str, labels: list[str], boxed: bool) -> bool:
         answer = chosen[1]
     read = _read_answer(answer, known) if boxed else _read_text(answer, known)
     if any(contradicts_itself(part, read.latex) for part in read.parsed):
+        return False
+    if not boxed and any(isinstance(part, str) and leaves_work(part, labels) for part in read.parsed):
         return False
     return any(_is_right(_read_label(label), read) for label in labels)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from arlopti_openrlhf.grading.kk_reward import assistant_turns
-from arlopti_openrlhf.grading.math_text import final_answer, plain
+from arlopti_openrlhf.grading.math_text import final_answer, leaves_work, plain, squeezed
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
 TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds per answer
@@ -64,13 +64,14 @@ class Grade(NamedTuple):
     timed_out: bool
 
 
-def grade(response: str, answer: object) -> Grade:
+def grade(response: str, answer: object, prompt: str = "") -> Grade:
     r"""Grade one response against its label.
 
     Args:
         response: any text; none raises, and each takes at most `TIMEOUT` seconds once a worker is free.
         answer: the label. It is a number, or text as in the public sets (LaTeX, with or without dollars or `\boxed`),
             or a list of alternatives, any of which is right. A list may also be JSON of strings, as in `["0.01"]`.
+        prompt: the question. An answer that only repeats its arithmetic, as in "What is 2^{10}?", is wrong.
 
     Raises:
         ValueError: the label is empty or of another type.
@@ -79,8 +80,10 @@ def grade(response: str, answer: object) -> Grade:
     response = _outside_thoughts(response)
     box = last_box(response[-MAX_RESPONSE:])
     if box is None:
-        return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False)
+        return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False, question=squeezed(prompt))
     if len(box) > MAX_ANSWER:
+        return Grade(0.0, boxed=True, timed_out=False)
+    if leaves_work(box, labels) and squeezed(box) in squeezed(prompt):
         return Grade(0.0, boxed=True, timed_out=False)
     return _compare(box.strip(), labels, boxed=True)
 
@@ -107,10 +110,10 @@ def reward_func(
         for turn, prompt in zip(turns, prompts, strict=True)
     ]
     if len(turns) == 1:  # OpenRLHF sends one at a time, which needs no threads
-        grades = [grade(turns[0], labels[0])]
+        grades = [grade(turns[0], labels[0], prompts[0] or "")]
     else:
         with ThreadPoolExecutor(WORKERS) as threads:
-            grades = list(threads.map(grade, turns, labels))
+            grades = list(threads.map(grade, turns, labels, [prompt or "" for prompt in prompts]))
     scores, boxed, timed_out = torch.tensor(grades, dtype=torch.float32).reshape(-1, len(Grade._fields)).unbind(dim=1)
     return {"rewards": scores, "scores": scores.clone(), "extra_logs": {"well_formed": boxed, "timed_out": timed_out}}
 
@@ -223,9 +226,9 @@ def worker_pool(workers: int = WORKERS) -> WorkerPool:
         return _pool
 
 
-def _compare(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
+def _compare(answer: str, labels: tuple[str, ...], boxed: bool, question: str = "") -> Grade:
     try:
-        return _finished(answer, labels, boxed)
+        return _finished(answer, labels, boxed, question)
     except (TimedOut, Died):
         return Grade(0.0, boxed, timed_out=True)
 
@@ -233,10 +236,10 @@ def _compare(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
 # The responses to one prompt are graded close together, and many agree. A comparison that was not finished raises and
 # is not kept, for the machine may have been slow.
 @functools.lru_cache(maxsize=2**14)
-def _finished(answer: str, labels: tuple[str, ...], boxed: bool) -> Grade:
+def _finished(answer: str, labels: tuple[str, ...], boxed: bool, question: str) -> Grade:
     if boxed and any(plain(answer) == plain(label) for label in labels):
         return Grade(1.0, boxed, timed_out=False)
     try:
-        return Grade(float(worker_pool().call(answer, labels, boxed)), boxed, timed_out=False)
+        return Grade(float(worker_pool().call(answer, labels, boxed, question)), boxed, timed_out=False)
     except Raised as error:  # what math-verify lets through comes from the answer, such as deep recursion
         return Grade(0.0, boxed, timed_out="MemoryError" in str(error))

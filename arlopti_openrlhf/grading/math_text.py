@@ -2,6 +2,7 @@ r"""Rewrites LaTeX that math-verify does not read, or reads wrongly, as `0.\over
 
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -102,6 +103,12 @@ _PLAIN = re.compile(
     rf"(?<![\w.$\\^])-?\(?(?:{_PLAIN_TERM}\)?(?:\s*[-+*/^]\s*\(?{_PLAIN_TERM}\)?)+"
     r"|\d+(?:\.\d+)?(?:[a-zA-Z](?:\^\d+)?|\^(?:\d+|\{[^{}]*\})|!))(?![\w$(])"
 )
+
+
+_OPERATION = re.compile(r"\d[\d.]*\)?\s*(?:\*\*|[-+*/^×÷−·]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*[({]*-?\d")
+_POWER_OF_TEN = re.compile(r"(?:×|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?-?\d+\}?")
+_FRACTION = re.compile(r"\W*?(\d{1,9})\s*/\s*(\d{1,9})\W*")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class BasedNumber(NamedTuple):
@@ -216,6 +223,22 @@ def choice(answer: str) -> tuple[str, str]:
         return "", answer
     # \text{(C) 36}
     return match[1] or match[2], rest.rstrip().removesuffix("}") if rest.count("}") > rest.count("{") else rest
+
+
+def leaves_work(answer: str, labels: Iterable[str]) -> bool:
+    r"""Return whether an answer is arithmetic that is left to do, as 12 * 12 for the label 144. Its last side counts.
+
+    A fraction, a root, a percentage and 4.5 \times 10^{33} are numbers as they stand.
+    """
+    last = _POWER_OF_TEN.sub("", answer).rpartition("=")[2]
+    if fraction := _FRACTION.fullmatch(last):
+        return int(fraction[2]) != 0 and int(fraction[1]) % int(fraction[2]) == 0
+    return bool(_OPERATION.search(last)) and all(_NUMBER.fullmatch(label.replace(",", "")) for label in labels)
+
+
+def squeezed(text: str) -> str:
+    """Return a text without what changes nothing of a formula, to look for one in it."""
+    return re.sub(r"[\s{}$]|\\(?:left|right|[,;:! ])", "", text)
 
 
 def is_ratio(label: str) -> bool:

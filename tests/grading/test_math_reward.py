@@ -320,3 +320,35 @@ def test_a_label_that_was_rounded_when_it_was_read(label):
         math_reward.label_text(label)
     assert math_reward.label_text(2.0**53 - 1) == "9007199254740991"
     assert math_reward.label_text(10**30) == "1" + "0" * 30
+
+
+@pytest.mark.parametrize(
+    "question, label, answer, score",
+    [
+        # What SmolLM2-135M-Instruct learned to say in 20 steps, when the question's own arithmetic earned the reward.
+        ("Calculate 12 * 12.", "144", "To calculate 12 * 12, we need to isolate the product on one side of the", 0),
+        ("Calculate 5 - 1.", "4", "To calculate 5 - 1, we need to find the difference between those two", 0),
+        ("Calculate 1 + 9.", "10", "To calculate 1 + 9, we need to combine them by adding them both. This is", 0),
+        ("Calculate 12 * 4.", "48", "To calculate 12 * 4, it's a multiplicative conversion problem.", 0),
+        # What it said before.
+        ("Calculate 1 + 9.", "10", "1 + 9 = 10\n\nThis is a classic example of a mathematical identity", 1),
+        ("Calculate 6 - 5.", "1", "To calculate 6 - 5, we need to subtract 5 from 6. \n\n6 - 5 =", 1),
+        # Declared as the answer.
+        ("Calculate 12 * 12.", "144", "12 * 12", 0),
+        ("Calculate 12 * 12.", "144", "The answer is 12 * 12.", 0),
+        ("Calculate 12 * 12.", "144", r"\boxed{12*12}", 0),
+        ("What is $2^{10}$?", "1024", r"$$\boxed{2^{10}}$$", 0),
+        ("How many subsets has a set of ten?", "1024", r"\boxed{2^{10}}", 1),
+        ("Write 1024 as a power of 2: $2^{10}$ or $2^{11}$?", "$2^{10}$", r"\boxed{2^{10}}", 1),
+        (r"Which is larger, $\frac{3}{4}$ or $\frac{2}{3}$?", "0.75", r"\boxed{\frac{3}{4}}", 1),
+        ("Which is larger, 3/4 or 2/3?", "0.75", "It is 3/4.", 1),
+        ("Calculate 36/4.", "9", r"\boxed{36/4}", 0),
+        ("What share is left?", "50", "So 50% is left.", 1),
+        ("How long?", "3", "It takes 2-3 days, so 3.", 1),
+    ],
+)
+@pytest.mark.usefixtures("patient")
+def test_arithmetic_that_is_left_to_do_is_no_answer(question, label, answer, score):
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    graded = reward_func([f"{prompt}{answer}<|im_end|>"], [prompt], [label])
+    assert graded["scores"].tolist() == [score]
