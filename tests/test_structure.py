@@ -20,7 +20,7 @@ BUDGETS = {
     "cpu": 676,
     "evaluation": 134,
     "forward": 1282,
-    "grading": 2919,
+    "grading": 2953,
     "lab": 4184,
     "methods": 563,
     "update": 2061,
