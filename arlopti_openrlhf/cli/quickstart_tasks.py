@@ -165,7 +165,7 @@ _TASKS = (
             --reward.remote_url math
             --algo.kl.init_coef 0
             --actor.adam.lr 3e-5
-            --rollout.micro_batch_size 64 --train.batch_size 64 --train.micro_batch_size 32
+            --rollout.micro_batch_size 64 --train.batch_size 64 --train.micro_batch_size 16
             --data.max_len 128
         """,
     ),
