@@ -13,7 +13,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 STACK := .venv/.stack-$(shell { echo '$(CURDIR)'; cat $(TORCH) $(LOCK); } | sha256sum | cut -c1-12)
 PROJECT := .venv/.project
 DOCS := .venv-docs/.stamp
-# The first that is a Python 3.11, 3.12 or 3.13 makes .venv.
+# The first of these that is Python 3.11, 3.12 or 3.13 makes .venv.
 PYTHON ?= python3.11 python3.12 python3.13 python3 python
 
 # PyTorch looks for ninja on the PATH whenever DeepSpeed loads a C++ op, and the ops belong to this .venv's headers.
@@ -106,7 +106,7 @@ $(DOCS): requirements/docs.txt
 	touch $@
 
 # What is uploaded is what trains: the wheel of dist/, which is built from the sdist there.
-dist: export DIST := $(CURDIR)/dist
+dist: export ARLOPTI_DIST := $(CURDIR)/dist
 dist: setup
 	@rm -rf dist
 	uv tool run --system-certs --from build==1.6.1 python -m build >.venv/build.log 2>&1 || { cat .venv/build.log; exit 1; }

@@ -113,8 +113,8 @@ def _begin(
     """Return the logits (P, S, V) of the first tokens, and the batch. The model itself reads the prompts."""
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(model.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
-    output = model(ids, use_cache=True)  # what follows a prompt does not change it
-    first = output.logits[torch.arange(len(prompts), device=model.device), lengths - 1]
+    output = model.model(ids, use_cache=True)  # what follows a prompt does not change it
+    first = model.lm_head(output.last_hidden_state[torch.arange(len(prompts), device=model.device), lengths - 1])
     cache = output.past_key_values.layers
     heads, size = cache[0].keys.shape[1], cache[0].keys.shape[3]
     is_padding = torch.arange(ids.shape[1], device=model.device) >= lengths[:, None]

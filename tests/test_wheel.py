@@ -27,8 +27,8 @@ def dist(tmp_path_factory) -> Path:
 
     From a copy, because a build leaves its folders behind.
     """
-    if "DIST" in os.environ:
-        return Path(os.environ["DIST"])
+    if "ARLOPTI_DIST" in os.environ:
+        return Path(os.environ["ARLOPTI_DIST"])
     source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("dist")
     ignored = [".*", "__pycache__", *(ROOT / ".gitignore").read_text("utf-8").replace("/", "").split()]
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*ignored))

@@ -82,7 +82,7 @@ def main() -> None:
         folder = args.out / name if len(named) > 1 else args.out
         try:
             found = models.analyze_model(name, model, drawn, settings, folder, reward)
-        except RewardError as error:
+        except (RewardError, ValueError) as error:  # ValueError: less memory is free than at the start
             parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
         summaries[name], figures[name], words[name] = found
     # Figures of all models and of the training runs.

@@ -19,9 +19,10 @@ import psutil
 class Log:
     """Runs commands with their output in one file, and shows each line to a function."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, continues: bool = False) -> None:
         self.path = path
-        path.write_text("", encoding="utf-8")
+        if not continues:
+            path.write_text("", encoding="utf-8")
 
     def run(self, name: str, command: Sequence[str], on_line: Callable[[str], None]) -> None:
         """Run a command, given as a list.

@@ -5,7 +5,7 @@
 
 The task `tiny` makes a policy of 1.0M parameters and trains it on Knights and Knaves. The others fetch a pretrained
 model of 135M parameters, SmolLM2-135M-Instruct. `sums` trains it to calculate, and `puzzles`, after a warm start, on
-Knights and Knaves. The same command goes on with a run that ended early.
+Knights and Knaves. The same command resumes a run that ended early.
 """
 
 from arlopti_openrlhf import interrupts
@@ -20,11 +20,13 @@ import re
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
+from arlopti_openrlhf import __version__
 from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
 from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
@@ -32,6 +34,8 @@ from arlopti_openrlhf.lab.analysis.curves import read_scalars
 from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
+_SETTINGS = "settings.json"  # in the folder: what the quickstart there does
+_FOLDERS = ("data", "pretrained", "model", "model.partial", "checkpoint", "checkpoints", "tensorboard", "evaluation")
 
 
 def main() -> None:
@@ -42,7 +46,8 @@ def main() -> None:
     # So that another task or seed leaves this one's run alone.
     out = args.out or Path(f"outputs/{task.folder}-{args.seed}")
     check_out(parser, out)
-    if out.exists() and not (out / "quickstart.log").exists() and {path.name for path in out.iterdir()} - {_LOCK}:
+    known = {_LOCK, _SETTINGS}
+    if out.exists() and not (out / "quickstart.log").exists() and {path.name for path in out.iterdir()} - known:
         parser.error(f"argument --out: {out} holds something other than an earlier quickstart")
     if (out / "summary.json").exists() and not args.force:
         parser.error(
@@ -56,7 +61,12 @@ def main() -> None:
     except OSError as error:  # such as a full disk
         parser.error(f"argument --out: {out / _LOCK} cannot be written: {error.strerror}")
     try:
-        run(Plan(out, task, task.reduced if args.reduced else task.full, args.seed))
+        plan = Plan(out, task, task.reduced if args.reduced else task.full, args.seed)
+        if not args.force and _settings_in(out) not in (None, settings(plan)):
+            parser.error(
+                f"argument --out: {out} holds another quickstart: give --force to replace it, or another folder"
+            )
+        run(plan, args.force)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -64,16 +74,16 @@ def main() -> None:
     held.close()
 
 
-def run(plan: Plan) -> None:
+def run(plan: Plan, anew: bool = False) -> None:
     """Train in the folder, measure, and say what came out."""
     start = time.time()
     memory = PeakMemory()
     out, task = plan.out, plan.task
-    log, goes_on = begin(plan)
+    log, resumes = begin(plan, anew)
     is_reduced = plan.size == task.reduced
     print(f"{task.title} with GRPO + AR + Lopti, seed {plan.seed}. The output of Ray, vLLM and DeepSpeed: {log.path}")
-    if goes_on:
-        print(f"Goes on with what an earlier command left in {out}. --force would begin anew.")
+    if resumes:
+        print(f"Resumes the run in {out}. --force would begin anew.")
     if is_reduced:
         print("--reduced tests the set-up. Its few steps teach the policy nothing.")
 
@@ -96,7 +106,7 @@ def run(plan: Plan) -> None:
     summary = {
         "seed": plan.seed,
         "minutes": round((time.time() - start) / 60, 2),
-        "goes_on": goes_on,
+        "resumed": resumes,
         "peak_rss_gib": round(memory.gib, 2),
         "before": {source: before[source] for source in before if source != "all"},
         "after": {source: after[source] for source in after if source != "all"},
@@ -120,22 +130,31 @@ def make_parser() -> Parser:
     return parser
 
 
-def begin(plan: Plan) -> tuple[Log, bool]:
-    """Return the log, and whether the folder holds a part of the same quickstart, which can go on.
+def begin(plan: Plan, anew: bool = False) -> tuple[Log, bool]:
+    """Return the log, and whether the folder holds a part of the same quickstart, which is resumed.
 
-    The folder of any other is emptied, because evaluations and TensorBoard would continue it.
+    Otherwise the folder is emptied, because evaluations and TensorBoard would continue what is there.
     """
-    out, kept = plan.out, plan.out / "settings.json"
-    settings = {"task": plan.task.name, "seed": plan.seed} | plan.size._asdict()
-    goes_on = kept.exists() and json.loads(kept.read_text("utf-8")) == settings
-    if not goes_on:
-        for name in ("data", "pretrained", "model", "checkpoint", "checkpoints", "tensorboard", "evaluation"):
+    out, resumes = plan.out, not anew and _settings_in(plan.out) == settings(plan)
+    if not resumes:
+        for name in _FOLDERS:
             shutil.rmtree(out / name, ignore_errors=True)
-        for name in ("summary.json", "curves.png", "settings.json", "trained"):
+        for name in ("summary.json", "curves.png", "trained", "quickstart.log"):
             (out / name).unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-    return Log(out / "quickstart.log"), goes_on
+        (out / _SETTINGS).write_text(json.dumps(settings(plan)) + "\n", encoding="utf-8")
+    return Log(out / "quickstart.log", continues=resumes), resumes
+
+
+def settings(plan: Plan) -> list[str]:
+    """Return what has to be the same in a run that is resumed."""
+    return [__version__, *map(str, plan.size), *training_flags(plan, problem_files(plan))]
+
+
+def _settings_in(out: Path) -> list[str] | None:
+    with suppress(OSError, ValueError):  # not there, or spoilt by a full disk
+        return json.loads((out / _SETTINGS).read_text("utf-8"))
+    return None
 
 
 class Files(NamedTuple):
@@ -198,6 +217,9 @@ def train(plan: Plan, files: Files, log: Log) -> None:
             progress = r"Global step (\d+): .*'rollout/reward_mean': (?P<reward>-?[\d.]+)"
             _run("train", training_flags(plan, files), log, bar, progress)
             trained.touch()
+            shutil.rmtree(
+                plan.out / "checkpoints", ignore_errors=True
+            )  # with the optimizer's state, seven times the model
         bar.update(bar.total - bar.n)
 
 

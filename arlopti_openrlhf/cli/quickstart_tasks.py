@@ -153,7 +153,7 @@ _TASKS = (
         policy="SmolLM2-135M-Instruct, pretrained",
         make_rows=_sums,
         make_policy=_smollm2,
-        full=Size(steps=20, held_out=122, eval_every=5, eval_problems=32),
+        full=Size(steps=20, held_out=123, eval_every=5, eval_problems=32),
         reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4),
         prompts_per_step=8,
         max_new_tokens=24,

@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from latex2sympy2_extended import NormalizationConfig, latex2sympy2
@@ -29,9 +29,9 @@ from arlopti_openrlhf.grading.math_text import (
     final_answer,
     is_ratio,
     leaves_work,
+    repeats,
     rewritten,
     spelled,
-    squeezed,
     with_decimals,
     with_formulas,
     with_times,
@@ -98,21 +98,21 @@ class _Labels(NamedTuple):
     has_arrow: bool
 
 
-def compare(answer: str, labels: list[str], boxed: bool, question: str = "") -> bool:
+def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str] = ()) -> bool:
     """Return whether an answer equals any of the labels.
 
     An answer that does not parse equals none. Nor does one that contradicts itself (`43 = 42`), that words other than
     a unit follow, or that has another unit than the label (`math_units`). Nor does arithmetic that is left to do, if
-    it stands among words or repeats the question.
+    it stands among words or has only the numbers of the question.
 
     Args:
         answer: the content of a box, or a text that the answer is extracted from.
         labels: LaTeX, without dollars or with.
         boxed: which of the two the answer is.
-        question: `squeezed`, for an answer without a box.
+        question: the `numbers` in it, for an answer without a box.
     """
     if not boxed and (found := final_answer(answer)) is not None:
-        if leaves_work(found, labels) and squeezed(found) in question:
+        if leaves_work(found, labels) and repeats(found, question):
             return False
         answer, boxed = found, True
     if boxed and (word := spelled(answer)) and any(word == spelled(label) for label in labels):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from arlopti_openrlhf.grading.kk_reward import assistant_turns
-from arlopti_openrlhf.grading.math_text import final_answer, leaves_work, plain, squeezed
+from arlopti_openrlhf.grading.math_text import final_answer, leaves_work, numbers, plain, repeats
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
 TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds per answer
@@ -71,7 +71,8 @@ def grade(response: str, answer: object, prompt: str = "") -> Grade:
         response: any text; none raises, and each takes at most `TIMEOUT` seconds once a worker is free.
         answer: the label. It is a number, or text as in the public sets (LaTeX, with or without dollars or `\boxed`),
             or a list of alternatives, any of which is right. A list may also be JSON of strings, as in `["0.01"]`.
-        prompt: the question. An answer that only repeats its arithmetic, as in "What is 2^{10}?", is wrong.
+        prompt: the question. Arithmetic of its numbers that is left to do, as 2^{10} for "What is 2^{10}?", is
+            no answer.
 
     Raises:
         ValueError: the label is empty or of another type.
@@ -80,10 +81,10 @@ def grade(response: str, answer: object, prompt: str = "") -> Grade:
     response = _outside_thoughts(response)
     box = last_box(response[-MAX_RESPONSE:])
     if box is None:
-        return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False, question=squeezed(prompt))
+        return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False, question=numbers(prompt))
     if len(box) > MAX_ANSWER:
         return Grade(0.0, boxed=True, timed_out=False)
-    if leaves_work(box, labels) and squeezed(box) in squeezed(prompt):
+    if leaves_work(box, labels) and repeats(box, numbers(prompt)):
         return Grade(0.0, boxed=True, timed_out=False)
     return _compare(box.strip(), labels, boxed=True)
 
@@ -226,7 +227,7 @@ def worker_pool(workers: int = WORKERS) -> WorkerPool:
         return _pool
 
 
-def _compare(answer: str, labels: tuple[str, ...], boxed: bool, question: str = "") -> Grade:
+def _compare(answer: str, labels: tuple[str, ...], boxed: bool, question: tuple[str, ...] = ()) -> Grade:
     try:
         return _finished(answer, labels, boxed, question)
     except (TimedOut, Died):
@@ -236,7 +237,7 @@ def _compare(answer: str, labels: tuple[str, ...], boxed: bool, question: str = 
 # The responses to one prompt are graded close together, and many agree. A comparison that was not finished raises and
 # is not kept, for the machine may have been slow.
 @functools.lru_cache(maxsize=2**14)
-def _finished(answer: str, labels: tuple[str, ...], boxed: bool, question: str) -> Grade:
+def _finished(answer: str, labels: tuple[str, ...], boxed: bool, question: tuple[str, ...]) -> Grade:
     if boxed and any(plain(answer) == plain(label) for label in labels):
         return Grade(1.0, boxed, timed_out=False)
     try:

@@ -2,7 +2,8 @@ r"""Rewrites LaTeX that math-verify does not read, or reads wrongly, as `0.\over
 
 import math
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -105,10 +106,12 @@ _PLAIN = re.compile(
 )
 
 
-_OPERATION = re.compile(r"\d[\d.]*\)?\s*(?:\*\*|[-+*/^×÷−·]|\\(?:times|cdot|div)(?![a-zA-Z]))\s*[({]*-?\d")
-_POWER_OF_TEN = re.compile(r"(?:×|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?-?\d+\}?")
-_FRACTION = re.compile(r"\W*?(\d{1,9})\s*/\s*(\d{1,9})\W*")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+# Of what `_work` returns: an operation between numbers, and what is not one.
+_OPERATION = re.compile(r"[\d)][*+/^-]+\(*\d|\d\(|\)\(|\\sqrt")
+_POWER_OF_TEN = re.compile(r"\*10\^-?\d+")
+_FRACTION = re.compile(r"\W*?(\d{1,9})/(\d{1,9})\W*")
+_PLAIN_NUMBER = re.compile(r"-?\d*\.?\d+\.?%?")
+_DIGITS = re.compile(r"\d+(?:\.\d+)?")
 
 
 class BasedNumber(NamedTuple):
@@ -228,16 +231,32 @@ def choice(answer: str) -> tuple[str, str]:
 def leaves_work(answer: str, labels: Iterable[str]) -> bool:
     r"""Return whether an answer is arithmetic that is left to do, as 12 * 12 for the label 144. Its last side counts.
 
-    A fraction, a root, a percentage and 4.5 \times 10^{33} are numbers as they stand.
+    A fraction of no whole value, a percentage and 4.5 \times 10^{33} are numbers as they stand. So is all that the
+    labels write, unless they are plain numbers.
     """
-    last = _POWER_OF_TEN.sub("", answer).rpartition("=")[2]
+    if not all(_PLAIN_NUMBER.fullmatch(_work(label).replace(",", "")) for label in labels):
+        return False
+    last = _POWER_OF_TEN.sub("", _work(answer))
     if fraction := _FRACTION.fullmatch(last):
         return int(fraction[2]) != 0 and int(fraction[1]) % int(fraction[2]) == 0
-    return bool(_OPERATION.search(last)) and all(_NUMBER.fullmatch(label.replace(",", "")) for label in labels)
+    return bool(_OPERATION.search(last))
 
 
-def squeezed(text: str) -> str:
-    """Return a text without what changes nothing of a formula, to look for one in it."""
+def repeats(answer: str, question: Sequence[str]) -> bool:
+    """Return whether an answer has no other numbers than the question, whose `numbers` are given."""
+    return not Counter(numbers(_work(answer))) - Counter(question)
+
+
+def numbers(text: str) -> tuple[str, ...]:
+    """Return the numbers of a text, without signs, in order."""
+    return tuple(sorted(_DIGITS.findall(text)))
+
+
+def _work(text: str) -> str:
+    """Return the last side of a formula in one spelling: 2*3 for `2 \\times 3`, 6/2 for `\\frac{6}{2}`."""
+    text = text.translate(_UNICODE).rpartition("=")[2]
+    text = re.sub(r"\\(?:times|cdot|div)(?![a-zA-Z])", "*", text)
+    text = re.sub(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     return re.sub(r"[\s{}$]|\\(?:left|right|[,;:! ])", "", text)
 
 

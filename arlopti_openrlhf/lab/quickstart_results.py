@@ -15,9 +15,10 @@ from arlopti_openrlhf.lab.scoring.offline import responses_of
 
 
 def read_records(responses: Path) -> list[dict]:
-    """Return the lines of an evaluation's MODEL.responses.jsonl."""
+    """Return the lines of an evaluation's MODEL.responses.jsonl, of each prompt and temperature the last."""
     with open(responses, encoding="utf-8") as lines:
-        return list(map(json.loads, lines))
+        records = list(map(json.loads, lines))
+    return list({(record["prompt"], record["temperature"]): record for record in records}.values())
 
 
 def accuracies(records: Sequence[dict]) -> dict[str, dict[str, float]]:
@@ -150,7 +151,7 @@ def report(summary: dict, out: Path, pass_k: str, command: str, is_reduced: bool
     outcome += " (clustered by problem)"
     if is_reduced:
         outcome = "The set-up works. So few steps teach nothing, whatever the accuracies"
-    since = " since it went on" if summary["goes_on"] else ""
+    since = " since it was resumed" if summary["resumed"] else ""
     lines += [
         "",
         f"{outcome}. It took {summary['minutes']:.1f} minutes{since} and {summary['peak_rss_gib']:.1f} GiB.",

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -45,10 +44,12 @@ def write_responses(path, right: int):
     """Write 2 puzzles of 2 people and 1 of 3, each with `right` of 8 samples right, and a wrong greedy answer."""
     response = {"text": "One\u2028line", "well_formed": True, "tokens": 9, "truncated": False}
     records = [
-        {"datasource": source, "temperature": t, "responses": [response | {"score": float(i < r)} for i in range(n)]}
-        for source in ("kk_2ppl", "kk_2ppl", "kk_3ppl")
+        {"prompt": prompt, "datasource": source, "temperature": t}
+        | {"responses": [response | {"score": float(i < r)} for i in range(n)]}
+        for prompt, source in (("a", "kk_2ppl"), ("b", "kk_2ppl"), ("c", "kk_3ppl"))
         for t, n, r in ((1.0, 8, right), (0.0, 1, 0))
     ]
+    records.append(records[0])  # of an evaluation that was repeated
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
     return path
 
@@ -59,7 +60,7 @@ def test_results_as_numbers_text_and_picture(tmp_path):
     assert {source: found["n"] for source, found in before.items()} == {"all": 3, "kk_2ppl": 2, "kk_3ppl": 1}
     assert before["all"]["accuracy"] == 0.25 and after["all"]["accuracy"] == 0.5 and after["all"]["greedy"] == 0
     assert before["all"]["ci95"] == 0  # every puzzle has the same share of right answers
-    summary = {"seed": 4, "minutes": 1.0, "goes_on": False, "peak_rss_gib": 2.0, "before": before, "after": after}
+    summary = {"seed": 4, "minutes": 1.0, "resumed": False, "peak_rss_gib": 2.0, "before": before, "after": after}
     whole = summary | {"overall": {"before": before["all"], "after": after["all"]}}
     text = report(whole, tmp_path, "pass@8", "make quickstart")
     assert "Sampled accuracy changed by +0.250" in text and "kk_3ppl          1" in text
@@ -125,15 +126,33 @@ def test_each_seed_has_a_folder(tmp_path, monkeypatch):
     assert made[0].parent != made[1].parent
 
 
-def test_the_same_command_goes_on_and_another_begins_anew(tmp_path):
+def test_the_same_command_resumes_and_force_begins_anew(tmp_path):
     plan = Plan(tmp_path, TASKS["tiny"], TASKS["tiny"].full, seed=0)
-    (tmp_path / "data").mkdir()  # of an earlier version, which kept no settings
-    assert not quickstart.begin(plan)[1] and not (tmp_path / "data").exists()
-    (tmp_path / "data").mkdir()
-    assert quickstart.begin(plan)[1] and (tmp_path / "data").exists()
-    (tmp_path / "trained").touch()
-    assert not quickstart.begin(plan._replace(seed=1))[1]
-    assert {path.name for path in tmp_path.iterdir()} == {"settings.json", "quickstart.log"}
+
+    def resumes(plan, anew=False):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "trained").touch()
+        answer = quickstart.begin(plan, anew)[1]
+        assert (tmp_path / "data").exists() == (tmp_path / "trained").exists() == answer
+        return answer
+
+    assert not resumes(plan)  # of an earlier version, which kept no settings
+    (tmp_path / "quickstart.log").write_text("why it ended")
+    assert resumes(plan) and (tmp_path / "quickstart.log").read_text() == "why it ended"
+    assert not resumes(plan, anew=True) and resumes(plan)
+    changed = plan.task._replace(flags=plan.task.flags.replace("3e-4", "1e-4"))
+    for other in (plan._replace(seed=1), plan._replace(size=plan.task.reduced), plan._replace(task=changed)):
+        assert not resumes(other)
+    (tmp_path / "settings.json").write_text("")  # the disk was full
+    assert not resumes(plan)
+
+
+def test_another_quickstart_in_the_folder_is_replaced_with_force_alone(tmp_path, monkeypatch, capsys):
+    quickstart.begin(Plan(tmp_path, TASKS["tiny"], TASKS["tiny"].full, seed=0))
+    monkeypatch.setattr(sys, "argv", ["quickstart", "--reduced", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        quickstart.main()
+    assert end.value.code == 2 and "holds another quickstart: give --force" in capsys.readouterr().err
 
 
 def test_a_policy_that_is_there_is_not_made_again_and_half_of_one_is_none(tmp_path):
@@ -160,12 +179,12 @@ def test_a_pretrained_model_trains_and_what_is_done_stays(tmp_path, smollm2):
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.quickstart", "--task=sums", "--reduced", f"--out={out}"]
     subprocess.run(command, check=True)
     first = json.loads((out / "summary.json").read_text("utf-8"))
-    assert not first["goes_on"] and first["before"]["math"]["n"] == first["after"]["math"]["n"] == 8
+    assert not first["resumed"] and first["before"]["math"]["n"] == first["after"]["math"]["n"] == 8
     assert (out / "checkpoint" / "model.safetensors").stat().st_size > 2 * 134e6  # bf16, and the head is the embedding
     # As if it had been ended in the last evaluation.
     (out / "summary.json").unlink()
-    shutil.rmtree(out / "evaluation" / "after")
+    (out / "evaluation" / "checkpoint.responses.jsonl").unlink()
     subprocess.run(command, check=True)
     second = json.loads((out / "summary.json").read_text("utf-8"))
-    assert second["goes_on"] and second["before"] == first["before"]
+    assert second["resumed"] and second["before"] == first["before"]
     assert "Global step" not in (out / "quickstart.log").read_text("utf-8")

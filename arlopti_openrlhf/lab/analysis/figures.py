@@ -76,6 +76,7 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, update: Update) -> di
                 "logit_gradient_share": (norm[quarter].sum() / norm[mask].sum()).item(),
             }
         )
+        del gradient  # as large as the model
     # The scatter plots show a sample of the tokens, the same in each.
     chosen = mask.nonzero()
     chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))[:_POINTS]]

@@ -40,8 +40,11 @@ class Kept:
 
     def write(self, name: str, values: Any) -> None:
         """Write a figure and its data."""
+        done = self._done()
+        done.pop(name, None)
+        write_json(done, self.folder / _KEYS)  # first: half a figure is none
         write_figure(name, values, self.folder)
-        write_json(self._done() | {name: self._keys[name]}, self.folder / _KEYS)
+        write_json(done | {name: self._keys[name]}, self.folder / _KEYS)
 
     def read(self, name: str) -> Any:
         """Return a figure's data."""

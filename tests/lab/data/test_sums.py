@@ -24,6 +24,12 @@ def test_no_seed_puts_a_held_out_problem_into_training():
         assert test == {f"Calculate {problem}." for problem in held_out} and len(train) == 366 - len(held_out)
 
 
+def test_what_is_held_out_has_no_twin_in_training():
+    for problem, _ in problems():
+        a, operation, b = problem.split()
+        assert operation == "-" or is_held_out(problem) == is_held_out(f"{b} {operation} {a}")
+
+
 def test_the_same_seed_gives_the_same_rows_and_more_rows_continue_fewer():
     rows = generate_rows(500, held_out=False, seed=1)
     assert rows[:10] == generate_rows(10, held_out=False, seed=1) != generate_rows(10, held_out=False, seed=2)
