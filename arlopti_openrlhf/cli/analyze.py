@@ -8,7 +8,7 @@ between prompts, and which token methods lower the others) and fig5 (words); --r
 Each figure is a picture (fig1.png) and its data (fig1.json). Several models, or a folder that holds several
 checkpoints, all get the same prompts. Each then has a folder of its own, and fig5 shows them together.
 
-Responses and figures are kept as they are done: the same command goes on where it was stopped. On a CPU, the defaults
+Responses and figures are kept as they are done: the same command resumes. On a CPU, the defaults
 for a model of more than 20M parameters are smaller. The command prints them.
 """
 

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from arlopti_openrlhf.cli.processes import Log
 from arlopti_openrlhf.lab.scoring.inputs import Row
+from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 PEOPLE = (2, 3)
 _SFT_BATCH = 16
@@ -111,14 +112,14 @@ def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
     """.split()
     flags += [f"--model.model_name_or_path={pretrained}", f"--data.dataset={solved}"]
     flags += [f"--ckpt.output_dir={folder}", f"--ckpt.path={folder}.checkpoints"]
-    with tqdm(total=steps * _SFT_BATCH, desc="2/5 supervised fine-tuning", unit="solution") as bar:
+    with tqdm(total=steps * _SFT_BATCH, desc="2/5 supervised fine-tuning", unit="solution") as bar, ticking(bar):
 
         def advance(line: str) -> None:
             if match := re.search(r"Train step of epoch 0: .*?(\d+)/(\d+) \[.*gpt_loss=([\d.]+)", line):
                 bar.set_postfix(loss=match[3], refresh=False)
                 bar.update(bar.total * int(match[1]) // int(match[2]) - bar.n)
 
-        log.run("train_sft", [sys.executable, "-m", "arlopti_openrlhf.cli.train_sft", *flags], advance)
+        log.run("train_sft", [sys.executable, "-m", "arlopti_openrlhf.lab.train_sft", *flags], advance)
 
 
 _TASKS = (

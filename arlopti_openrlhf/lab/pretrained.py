@@ -83,7 +83,7 @@ def make_from_gguf(file: Path, folder: Path) -> Made:
     try:
         with open(file, "rb") as opened:
             if opened.read(4) != b"GGUF":
-                raise ModelError(f"{file} is no GGUF file")
+                raise ModelError(f"{file} is not a GGUF file")
             digest = hashlib.sha256(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)).hexdigest()
     except OSError as error:
         raise ModelError(f"{file}: {error.strerror}") from None
@@ -106,7 +106,8 @@ def _make(folder: Path, source: str, fetch: Callable[[Path], Path], check: Calla
             return made
     if folder.exists() and any(folder.iterdir()):
         raise ModelError(f"{folder} holds something else; give another folder")
-    place = folder.absolute().with_name(f".{folder.name}.partial")
+    folder = folder.absolute()
+    place = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(place, ignore_errors=True)  # of a run that was killed
     try:
         place.mkdir(parents=True)
@@ -179,6 +180,8 @@ def _convert(file: Path, folder: Path) -> Made:
     ids = tokenizer(SENTENCE, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         log_probs = written(ids).logits[0, :-1].float().log_softmax(dim=-1).gather(1, ids[0, 1:, None])
+    if not log_probs.isfinite().all():
+        raise ModelError(f"{file}: the model that it holds gives log-probs that are not finite")
     return Made(
         name=str(facts.get("general.name", file.stem)),
         source="",

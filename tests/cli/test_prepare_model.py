@@ -24,7 +24,7 @@ def test_it_says_what_it_wrote_and_where_it_comes_from(tmp_path, capsys):
         ("smollm3 --out out", "argument name: invalid choice: 'smollm3'"),
         ("smollm2 --from tiny.gguf --out out", "argument --from: not allowed with argument name"),
         ("--from none.gguf --out out", "none.gguf: No such file or directory"),
-        ("--from text.gguf --out out", "text.gguf is no GGUF file"),
+        ("--from text.gguf --out out", "text.gguf is not a GGUF file"),
         ("--from text.gguf --out text.gguf", "argument --out: text.gguf: "),
         ("smollm2 --out full", "full holds something else; give another folder"),
     ],
@@ -41,7 +41,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, command, message):
     assert error.startswith(f"arlopti model: error: {message}")
 
 
-def test_without_a_network_it_is_one_line(tmp_path, monkeypatch, capsys):
+def test_without_an_index_it_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(SystemExit) as stop:

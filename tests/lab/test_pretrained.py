@@ -110,7 +110,7 @@ def test_files_that_are_no_gguf(tmp_path):
     with pytest.raises(ModelError, match="the model cannot be converted: "):
         make_from_gguf(file, tmp_path / "out")
     (tmp_path / "text.gguf").write_text("hello")
-    with pytest.raises(ModelError, match="text.gguf is no GGUF file"):
+    with pytest.raises(ModelError, match="text.gguf is not a GGUF file"):
         make_from_gguf(tmp_path / "text.gguf", tmp_path / "out")
     with pytest.raises(ModelError, match="none.gguf: No such file or directory"):
         make_from_gguf(tmp_path / "none.gguf", tmp_path / "out")

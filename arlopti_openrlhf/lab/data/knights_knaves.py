@@ -251,7 +251,7 @@ def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float
 def explained_solution(puzzle: Puzzle, rng: random.Random) -> str:
     """Write `worked_solution` in sentences, for models that were pretrained on English. The answer is always right.
 
-    Half of the time the solution is the first assignment that is tried. Otherwise 0 to 2 wrong ones come before it.
+    With the probability 0.5 the first trial is the solution by choice. Otherwise 0 to 2 wrong trials come before it.
     """
     text = ""
     for knights in _trials(puzzle, rng, 0.5, _MAX_WRONG_EXPLAINED):

@@ -1,6 +1,6 @@
 """Run OpenRLHF's train_sft in this process, with or without a GPU.
 
-python -m arlopti_openrlhf.cli.train_sft FLAGS
+python -m arlopti_openrlhf.lab.train_sft FLAGS
 
 The flags are OpenRLHF's. Its own command needs a GPU, flash-attn and DeepSpeed's launcher, which is for several GPUs.
 """
