@@ -49,6 +49,10 @@ def fit(size: ModelSize, most: int, longest: int, samples: int) -> Fit | None:
     head = 2 * LOGIT * BLOCK_ELEMENTS + 8 * config.vocab_size * config.hidden_size
     fixed = (_CPU_BYTES if on_cpu else _GPU_BYTES) * size.parameters + head + _PROCESS
     room = _SHARE_OF_FREE * free - fixed
+    if room <= 0:
+        raise ValueError(
+            f"argument --model: its weights and gradients take {in_words(fixed)}, of {in_words(free)} free"
+        )
     if longest * per_token > room:
         needed = f"{in_words(fixed)}, and {in_words(longest * per_token)} for a response of up to {longest:,} tokens"
         raise ValueError(f"argument --max-new-tokens: this takes {needed}, of {in_words(free)} free: lower it")
