@@ -141,14 +141,19 @@ def test_the_weekly_workflow_calls_targets():
     assert jobs["pythons"]["strategy"]["matrix"]["python"] == ["3.12", "3.13"]  # the nightly one has 3.11
 
 
-def test_a_tag_publishes_what_release_check_has_built():
+def test_a_tag_publishes_after_a_check_that_cannot():
     starts, jobs = workflow("release")
     assert starts == {"push": {"tags": ["v*"]}}
-    check, names, publish = commands(jobs)
-    assert check == "make dist PYTHON=python3.12" and publish.startswith(".venv/bin/uv publish ")
-    assert "\ndist: setup\n" in (ROOT / "Makefile").read_text("utf-8")
-    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    assert "CHANGELOG.md" in names and f"## [{__version__}] - " in changelog
+    [checked, check], [tool, publish] = (commands({name: jobs[name]}) for name in ("check", "publish"))
+    assert check == "make dist PYTHON=python3.12" and "\ndist: setup\n" in (ROOT / "Makefile").read_text("utf-8")
+    assert jobs["publish"]["needs"] == "check" and "permissions" not in jobs["check"]
+    assert "uv==" in tool and "--require-hashes" in tool and " && uv publish " in publish
+    for file, line in (
+        ("arlopti_openrlhf/__init__.py", f'__version__ = "{__version__}"'),
+        ("CHANGELOG.md", f"## [{__version__}] - "),
+    ):
+        pattern = line.replace(__version__, "${GITHUB_REF_NAME#v}").replace('"', '\\"')
+        assert f'grep -F "{pattern}" {file}' in checked and line in (ROOT / file).read_text("utf-8")
 
 
 def test_the_nightly_workflow_calls_each_long_suite():
