@@ -1,5 +1,6 @@
 """A run that is resumed with other flags says so, one line for each, and is refused where its place would be wrong."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,7 @@ def write_checkpoint(folder: Path, version: str, state: object) -> None:
             {"a": torch.ones(1)},
             f"version 999.0 of arlopti_openrlhf has written global_step2, and this is {__version__}",
         ),
-        (__version__, {"a": Path}, "on loading it would call pathlib.Path, which no run's checkpoint does"),
+        (__version__, {"a": Fraction}, "on loading it would call fractions.Fraction, which no run's checkpoint does"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_loaded_is_refused_beforehand(version, state, problem, tmp_path):
