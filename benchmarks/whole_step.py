@@ -51,13 +51,13 @@ def main() -> None:
     size = TASK.full._replace(steps=args.steps, warm_start_steps=args.warm_start)
     plan = Plan(args.out, TASK, size, seed=0)
     quickstart.make_policy(plan, Log(args.out / "policy.log"))
-    files = quickstart.write_problems(plan)
+    quickstart.write_problems(plan)
     runs: dict[str, list[dict]] = {variant: [] for variant in args.variants}
     for number in range(args.rounds):
         for variant in args.variants:
             folder = args.out / f"{variant.replace(' ', '')}-{time.strftime('%H%M%S')}"
             folder.mkdir()
-            flags = flags_of(variant, quickstart.training_flags(plan, files))
+            flags = flags_of(variant, quickstart.training_flags(plan))
             flags += ["--eval.steps=-1", "--ckpt.save_steps=-1"]
             flags += [f"--logger.tensorboard_dir={folder}", f"--ckpt.output_dir={folder}/checkpoint"]
             flags += [f"--ckpt.path={folder}/checkpoints", *args.flags]

@@ -80,7 +80,7 @@ def parse_example(name: str, *flags: str) -> dict:
 
 def test_the_example_for_a_cpu_is_the_quickstart():
     plan = Plan(Path("out"), TASKS["tiny"], TASKS["tiny"].full, seed=0)
-    words = quickstart.training_flags(plan, quickstart.problem_files(plan))
+    words = quickstart.training_flags(plan)
     theirs, mine = vars(train_ppo_ray.parse(words)), parse_example("cpu.yaml", "--train.seed", "1")
     assert {name for name in mine if mine[name] != theirs[name]} <= YOURS | SIZES | KEPT | NO_GPU
 

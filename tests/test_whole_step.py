@@ -19,7 +19,7 @@ spec.loader.exec_module(whole_step)
 @pytest.mark.parametrize("variant, is_ours", [(whole_step.STOCK, False), (whole_step.OURS, True)])
 def test_the_variants_differ_in_the_methods_and_the_update_alone(variant, is_ours, tmp_path):
     plan = Plan(tmp_path, TASKS["tiny"], TASKS["tiny"].full, seed=0)
-    flags = quickstart.training_flags(plan, quickstart.problem_files(plan))
+    flags = quickstart.training_flags(plan)
     parsed = parse(whole_step.flags_of(variant, flags))
     assert method_checks.is_selective(command_line.hierarchize(parsed)) == is_ours
     ours, flat = vars(parse(flags)), vars(parsed)

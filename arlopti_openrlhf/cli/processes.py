@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import re
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -14,6 +16,9 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+from tqdm import tqdm
+
+from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 
 class Log:
@@ -43,6 +48,27 @@ class Log:
         if process.wait() != 0:
             tail = "".join(self.path.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
             raise SystemExit(f"\n{tail}\n{name} failed with status {process.returncode}: {self.path}")
+
+    def follow(self, command: str, flags: Sequence[str], bar: tqdm, progress: str) -> None:
+        """Run a Python module, whose lines move a bar.
+
+        Args:
+            command: what follows `python -m`, before the flags.
+            flags: the command's.
+            bar: what it moves.
+            progress: a pattern. Its first group is where the bar is then, and its named groups are shown.
+
+        Raises:
+            SystemExit: as `run`.
+        """
+
+        def advance(line: str) -> None:
+            if match := re.search(progress, line):
+                bar.set_postfix(match.groupdict(), refresh=False)
+                bar.update(max(int(match[1]) - bar.n, 0))
+
+        with ticking(bar):
+            self.run(f"python -m {command}", [sys.executable, "-m", *command.split(), *flags], advance)
 
 
 class InUse(Exception):

@@ -16,13 +16,10 @@ if __name__ == "__main__":
 import errno
 import json
 import os
-import re
 import shutil
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -31,7 +28,6 @@ from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
 from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
-from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
 _SETTINGS = "settings.json"  # in the folder: what the quickstart there does
@@ -91,12 +87,12 @@ def run(plan: Plan, anew: bool = False) -> None:
     from arlopti_openrlhf.lab import quickstart_results
 
     # The five steps, each shown as it begins.
-    files = write_problems(plan)
-    print(f"1/5 {task.data}: {files.train}, held out: {files.test}")
+    write_problems(plan)
+    print(f"1/5 {task.data}: {plan.files.train}, held out: {plan.files.test}")
     print(f"2/5 {task.policy}")
     make_policy(plan, log)
     first = evaluate_model(plan, "model", log, "3/5 accuracy before")
-    train(plan, files, log)
+    train(plan, log)
     last = evaluate_model(plan, "checkpoint", log, "5/5 accuracy after")
 
     # What came out, as a picture, as JSON and as text.
@@ -148,7 +144,7 @@ def begin(plan: Plan, anew: bool = False) -> tuple[Log, bool]:
 
 def settings(plan: Plan) -> list[str]:
     """Return what has to be the same in a run that is resumed."""
-    return [__version__, *map(str, plan.size), *training_flags(plan, problem_files(plan))]
+    return [__version__, *map(str, plan.size), *training_flags(plan)]
 
 
 def _settings_in(out: Path) -> list[str] | None:
@@ -157,29 +153,15 @@ def _settings_in(out: Path) -> list[str] | None:
     return None
 
 
-class Files(NamedTuple):
-    """Where the problems are."""
-
-    train: Path
-    test: Path
-    during: Path  # the part of `test` for the evaluations during training
-
-
-def write_problems(plan: Plan) -> Files:
+def write_problems(plan: Plan) -> None:
     """Write training and held-out problems."""
     from arlopti_openrlhf.lab.data.preparation import write_rows
 
-    task, size, files = plan.task, plan.size, problem_files(plan)
-    train_rows = task.make_rows(size.steps * task.prompts_per_step, False, plan.seed)
-    test_rows = task.make_rows(size.held_out, True, plan.seed)
-    for path, rows in zip(files, (train_rows, test_rows, test_rows[: size.eval_problems]), strict=True):
+    task, size = plan.task, plan.size
+    train_rows = task.make_rows(size.steps * task.prompts_per_step, held_out=False, seed=plan.seed)
+    test_rows = task.make_rows(size.held_out, held_out=True, seed=plan.seed)
+    for path, rows in zip(plan.files, (train_rows, test_rows, test_rows[: size.eval_problems]), strict=True):
         write_rows(rows, path)
-    return files
-
-
-def problem_files(plan: Plan) -> Files:
-    """Return where the problems are, or will be."""
-    return Files(*(plan.out / "data" / f"{name}.jsonl" for name in Files._fields))
 
 
 def make_policy(plan: Plan, log: Log) -> None:
@@ -199,43 +181,30 @@ def make_policy(plan: Plan, log: Log) -> None:
 def evaluate_model(plan: Plan, model: str, log: Log, title: str) -> Path:
     """Evaluate "model" or "checkpoint" with `cli.evaluate`, and return the file with its responses."""
     task, folder = plan.task, plan.out / "evaluation"
-    flags = [f"--model={plan.out / model}", f"--data={problem_files(plan).test}", f"--out={folder}", "--greedy"]
+    flags = [f"--model={plan.out / model}", f"--data={plan.files.test}", f"--out={folder}", "--greedy"]
     flags += [f"--sampling=*:n={task.eval_samples},t=1", f"--max-new-tokens={task.max_new_tokens}"]
     with tqdm(total=100, desc=f"{title} (vLLM)", unit="%") as bar:
         bar.set_postfix_str("starting vLLM, usually a minute")
-        _run("evaluate", flags, log, bar, r"Processed prompts: +(\d+)%")
+        log.follow("arlopti_openrlhf evaluate", flags, bar, r"Processed prompts: +(\d+)%")
         bar.update(bar.total - bar.n)
     return folder / f"{model}.responses.jsonl"
 
 
-def train(plan: Plan, files: Files, log: Log) -> None:
+def train(plan: Plan, log: Log) -> None:
     """Train "model" into "checkpoint" with GRPO + AR + Lopti, from the newest of the run's checkpoints on."""
     trained = plan.out / "trained"
     with tqdm(total=plan.size.steps, desc="4/5 GRPO + AR + Lopti", unit="step") as bar:
         if not trained.exists():
             bar.set_postfix_str("starting Ray, vLLM and DeepSpeed, usually one to two minutes")
             progress = r"Global step (\d+): .*'rollout/reward_mean': (?P<reward>-?[\d.]+)"
-            _run("train", training_flags(plan, files), log, bar, progress)
+            log.follow("arlopti_openrlhf train", training_flags(plan), bar, progress)
             trained.touch()
-            shutil.rmtree(
-                plan.out / "checkpoints", ignore_errors=True
-            )  # with the optimizer's state, seven times the model
+            # They have the optimizer's state, and are seven times the model.
+            shutil.rmtree(plan.out / "checkpoints", ignore_errors=True)
         bar.update(bar.total - bar.n)
 
 
-def _run(command: str, flags: list[str], log: Log, bar: tqdm, progress: str) -> None:
-    """Run one of the commands. A line that matches `progress` moves the bar there, and shows the named groups."""
-
-    def advance(line: str) -> None:
-        if match := re.search(progress, line):
-            bar.set_postfix(match.groupdict(), refresh=False)
-            bar.update(max(int(match[1]) - bar.n, 0))
-
-    with ticking(bar):
-        log.run(f"arlopti {command}", [sys.executable, "-m", "arlopti_openrlhf", command, *flags], advance)
-
-
-def training_flags(plan: Plan, files: Files) -> list[str]:
+def training_flags(plan: Plan) -> list[str]:
     """Return the run's flags, as a user would type them: OpenRLHF's, and this project's two."""
     out, task, every = plan.out, plan.task, plan.size.eval_every
     flags = f"""
@@ -260,8 +229,8 @@ def training_flags(plan: Plan, files: Files) -> list[str]:
     """.split()
     return flags + [
         f"--actor.model_name_or_path={out / 'model'}",
-        f"--data.prompt_dataset={files.train}",
-        f"--eval.dataset={files.during}",
+        f"--data.prompt_dataset={plan.files.train}",
+        f"--eval.dataset={plan.files.during}",
         f"--ckpt.output_dir={out / 'checkpoint'}",
         f"--ckpt.path={out / 'checkpoints'}",
         f"--logger.tensorboard_dir={out / 'tensorboard'}",

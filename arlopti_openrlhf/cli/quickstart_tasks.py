@@ -1,7 +1,5 @@
 """What `arlopti quickstart` trains: the data, the policy, the reward and the flags of each task."""
 
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -9,11 +7,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from arlopti_openrlhf.cli.processes import Log
+from arlopti_openrlhf.lab.data import sums
 from arlopti_openrlhf.lab.scoring.inputs import Row
-from arlopti_openrlhf.lab.scoring.waiting import ticking
 
 PEOPLE = (2, 3)
-_SFT_BATCH = 16
+_SFT_BATCH, _SFT_MICRO_BATCH = 16, 4
 
 
 class Size(NamedTuple):
@@ -33,7 +31,7 @@ class Task(NamedTuple):
     title: str
     data: str  # what its problems are
     policy: str  # where its policy comes from
-    make_rows: Callable[[int, bool, int], list[Row]]  # (count, held_out, seed)
+    make_rows: Callable[..., list[Row]]  # (count, *, held_out, seed)
     make_policy: Callable[["Plan", Path, Log], None]  # (plan, folder to write, log of other programs)
     full: Size
     reduced: Size
@@ -46,6 +44,14 @@ class Task(NamedTuple):
     flags: str  # of the training, beside those of all tasks
 
 
+class Files(NamedTuple):
+    """Where the problems are."""
+
+    train: Path
+    test: Path
+    during: Path  # the part of `test` for the evaluations during training
+
+
 class Plan(NamedTuple):
     """What one quickstart does, and where."""
 
@@ -54,25 +60,21 @@ class Plan(NamedTuple):
     size: Size
     seed: int
 
+    @property
+    def files(self) -> Files:
+        return Files(*(self.out / "data" / f"{name}.jsonl" for name in Files._fields))
 
-def _puzzles_of_few_names(count: int, held_out: bool, seed: int) -> list[Row]:
+
+def _puzzles(count: int, **options) -> list[Row]:
+    from arlopti_openrlhf.lab.data.preparation import generate_rows
+
+    return generate_rows(PEOPLE, count // len(PEOPLE), **options)
+
+
+def _puzzles_of_few_names(count: int, **options) -> list[Row]:
     from arlopti_openrlhf.lab.data import tiny_policy
-    from arlopti_openrlhf.lab.data.preparation import generate_rows
 
-    of_each = count // len(PEOPLE)
-    return generate_rows(PEOPLE, of_each, held_out=held_out, seed=seed, names=tiny_policy.NAMES)
-
-
-def _puzzles(count: int, held_out: bool, seed: int, solutions: bool = False) -> list[Row]:
-    from arlopti_openrlhf.lab.data.preparation import generate_rows
-
-    return generate_rows(PEOPLE, count // len(PEOPLE), held_out=held_out, seed=seed, solutions=solutions)
-
-
-def _sums(count: int, held_out: bool, seed: int) -> list[Row]:
-    from arlopti_openrlhf.lab.data import sums
-
-    return sums.generate_rows(count, held_out=held_out, seed=seed)
+    return _puzzles(count, names=tiny_policy.NAMES, **options)
 
 
 def _tiny_policy(plan: Plan, folder: Path, log: Log) -> None:
@@ -102,24 +104,19 @@ def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     tokenizer.chat_template = knights_knaves.CHAT_TEMPLATE  # answers begin inside <think>, as the published ones do
     tokenizer.save_pretrained(pretrained)
-    steps = plan.size.warm_start_steps
-    rows = _puzzles(steps * _SFT_BATCH, held_out=False, seed=plan.seed + 1_000_000, solutions=True)
+    count = plan.size.warm_start_steps * _SFT_BATCH
+    rows = _puzzles(count, held_out=False, seed=plan.seed + 1_000_000, solutions=True)
     write_rows(render(rows, str(pretrained)), solved)
     flags = f"""
         --data.input_key prompt --data.output_key response --data.input_template {{}} --data.max_len 768
-        --adam.lr 2e-4 --train.batch_size {_SFT_BATCH} --train.micro_batch_size 4 --train.seed {plan.seed}
-        --ds.zero_stage 2 --ds.attn_implementation sdpa
+        --adam.lr 2e-4 --train.batch_size {_SFT_BATCH} --train.micro_batch_size {_SFT_MICRO_BATCH}
+        --train.seed {plan.seed} --ds.zero_stage 2 --ds.attn_implementation sdpa
     """.split()
     flags += [f"--model.model_name_or_path={pretrained}", f"--data.dataset={solved}"]
-    flags += [f"--ckpt.output_dir={folder}", f"--ckpt.path={folder}.checkpoints"]
-    with tqdm(total=steps * _SFT_BATCH, desc="2/5 supervised fine-tuning", unit="solution") as bar, ticking(bar):
-
-        def advance(line: str) -> None:
-            if match := re.search(r"Train step of epoch 0: .*?(\d+)/(\d+) \[.*gpt_loss=([\d.]+)", line):
-                bar.set_postfix(loss=match[3], refresh=False)
-                bar.update(bar.total * int(match[1]) // int(match[2]) - bar.n)
-
-        log.run("train_sft", [sys.executable, "-m", "arlopti_openrlhf.lab.train_sft", *flags], advance)
+    flags += [f"--ckpt.output_dir={folder}", f"--ckpt.path={plan.out / 'checkpoints'}"]
+    with tqdm(total=len(rows) // _SFT_MICRO_BATCH, desc="2/5 supervised fine-tuning", unit="micro-batch") as bar:
+        progress = r"Train step of epoch 0: .*?(\d+)/\d+ \[.*gpt_loss=(?P<loss>[\d.]+)"
+        log.follow("arlopti_openrlhf.lab.train_sft", flags, bar, progress)
 
 
 _TASKS = (
@@ -152,7 +149,7 @@ _TASKS = (
         title="Sums of small numbers",
         data="sums, differences and products of numbers from 1 to 12",
         policy="SmolLM2-135M-Instruct, pretrained",
-        make_rows=_sums,
+        make_rows=sums.generate_rows,
         make_policy=_smollm2,
         full=Size(steps=20, held_out=123, eval_every=5, eval_problems=32),
         reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4),

@@ -248,8 +248,8 @@ def repeats(answer: str, question: Sequence[str]) -> bool:
 
 
 def numbers(text: str) -> tuple[str, ...]:
-    """Return the numbers of a text, without signs, in order."""
-    return tuple(sorted(_DIGITS.findall(text)))
+    """Return the numbers of a text, without signs."""
+    return tuple(_DIGITS.findall(text))
 
 
 def _work(text: str) -> str:

@@ -8,6 +8,8 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from arlopti_testing.forward_models import SHAPE
+
 NORMAL, CONTROL = 1, 3
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -31,18 +33,7 @@ def vocabulary() -> tuple[list[str], list[str]]:
 def model(vocab_size: int = 300, tied: bool = True) -> LlamaForCausalLM:
     """Return a Llama of random weights in bf16."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        rms_norm_eps=1e-5,
-    )
+    config = LlamaConfig(**SHAPE | {"vocab_size": vocab_size, "rms_norm_eps": 1e-5}, tie_word_embeddings=tied)
     return LlamaForCausalLM(config).bfloat16()
 
 

@@ -22,10 +22,9 @@ pytestmark = pytest.mark.whole_stack
 def test_the_real_command_parses_its_flags(tmp_path, name, kind):
     size = getattr(TASKS[name], kind)
     plan = Plan(tmp_path, TASKS[name], size, seed=3)
-    files = quickstart.problem_files(plan)
-    flags = vars(train_ppo_ray.parse(quickstart.training_flags(plan, files)))
+    flags = vars(train_ppo_ray.parse(quickstart.training_flags(plan)))
     assert (flags["algo.ar.alpha"], flags["algo.lopti.eta"], flags["train.seed"]) == (0.3, 0.5, 4)
-    assert flags["eval.dataset"] == str(files.during) and size.steps % flags["eval.steps"] == 0
+    assert flags["eval.dataset"] == str(plan.files.during) and size.steps % flags["eval.steps"] == 0
 
 
 def test_a_disk_that_fills_ends_it_in_one_line(tmp_path, monkeypatch, capsys):

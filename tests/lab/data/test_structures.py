@@ -155,7 +155,9 @@ def test_eight_people_of_the_generator():
 
 
 def test_the_quickstarts_puzzles_are_on_their_sides_of_the_split(tmp_path):
-    files = quickstart.write_problems(Plan(tmp_path, TASKS["tiny"], TASKS["tiny"].full, seed=0))
+    plan = Plan(tmp_path, TASKS["tiny"], TASKS["tiny"].full, seed=0)
+    quickstart.write_problems(plan)
+    files = plan.files
     for path, is_test in ((files.train, False), (files.test, True), (files.during, True)):
         forms: dict[str, set] = {"kk_2ppl": set(), "kk_3ppl": set()}
         rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]

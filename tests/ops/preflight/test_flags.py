@@ -155,7 +155,7 @@ def known_to_work(folder: Path) -> dict[str, list[str]]:
             commands[f"{script.name} {variables}"] = (folder / "argv").read_text().split("\0")[2:-1]
     for task in TASKS.values():
         plan = Plan(folder, task, task.full, seed=0)
-        commands[f"quickstart {task.name}"] = quickstart.training_flags(plan, quickstart.problem_files(plan))
+        commands[f"quickstart {task.name}"] = quickstart.training_flags(plan)
     for line in (ROOT / "study/results/ar_lopti.jsonl").read_text("utf-8").splitlines():
         run = json.loads(line)
         commands[run["run"]] = run["configuration"]["flags"].replace("rewards/", f"{ROOT}/rewards/").split()
