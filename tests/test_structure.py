@@ -16,12 +16,12 @@ FILES = sorted(
 # Lines of each room. A change that needs more says in the changelog why, and raises the number here.
 BUDGETS = {
     ".": 1433,
-    "cli": 2920,
+    "cli": 2912,
     "cpu": 676,
     "evaluation": 134,
     "forward": 1282,
     "grading": 2973,
-    "lab": 4222,
+    "lab": 4221,
     "methods": 563,
     "update": 2061,
     "ops": 359,

@@ -5,7 +5,6 @@ import random
 
 from arlopti_openrlhf.lab.scoring.inputs import Row
 
-SOURCE = "sums"
 _LARGEST = 12
 _HELD_OUT_SHARE = 3  # one problem in three is held out, at every seed
 
