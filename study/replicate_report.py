@@ -62,10 +62,10 @@ def compare(arm: str, base: str, measure: str, rows: Sequence[dict]) -> PairedTe
 
 
 def table(titles: Mapping[str, str], rows: Sequence[dict]) -> str:
-    """Return the tables of what was reached, of differences, and of accuracy after each epoch, with the noise."""
+    """Return the tables of what was reached, of differences, and of accuracy along the steps, with the noise."""
     of = {arm: of_arm(arm, rows) for arm in titles}
     reached = [["after training", "seeds", "accuracy", PASS, "reward"]]
-    curves = [["accuracy after epoch", *map(str, range(len(rows[0]["evaluated_at"])))]]
+    curves = [["accuracy at step", *map(str, rows[0]["evaluated_at"])]]
     for arm, found in of.items():
         values = [cell([average(row, measure) for row in found]) for measure in ("accuracy", PASS)]
         reached.append(

@@ -26,12 +26,12 @@ from tqdm import tqdm
 from arlopti_openrlhf import __version__
 from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
-from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
+from arlopti_openrlhf.cli.quickstart_tasks import CHECKPOINTS, TASKS, Plan
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
 _SETTINGS = "settings.json"  # in the folder: what the quickstart there does
-_FOLDERS = ("data", "pretrained", "model", "model.partial", "checkpoint", "checkpoints", "tensorboard", "evaluation")
+_FOLDERS = ("data", "pretrained", "model", "model.partial", "checkpoint", "tensorboard", "evaluation") + CHECKPOINTS
 
 
 def main() -> None:
@@ -200,7 +200,7 @@ def train(plan: Plan, log: Log) -> None:
             log.follow("arlopti_openrlhf train", training_flags(plan), bar, progress)
             trained.touch()
             # They have the optimizer's state, and are seven times the model.
-            shutil.rmtree(plan.out / "checkpoints", ignore_errors=True)
+            shutil.rmtree(plan.out / CHECKPOINTS[0], ignore_errors=True)
         bar.update(bar.total - bar.n)
 
 
@@ -232,7 +232,7 @@ def training_flags(plan: Plan) -> list[str]:
         f"--data.prompt_dataset={plan.files.train}",
         f"--eval.dataset={plan.files.during}",
         f"--ckpt.output_dir={out / 'checkpoint'}",
-        f"--ckpt.path={out / 'checkpoints'}",
+        f"--ckpt.path={out / CHECKPOINTS[0]}",
         f"--logger.tensorboard_dir={out / 'tensorboard'}",
     ]
 

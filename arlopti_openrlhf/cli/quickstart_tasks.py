@@ -1,5 +1,6 @@
 """What `arlopti quickstart` trains: the data, the policy, the reward and the flags of each task."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,8 +11,9 @@ from arlopti_openrlhf.cli.processes import Log
 from arlopti_openrlhf.lab.data import sums
 from arlopti_openrlhf.lab.scoring.inputs import Row
 
+CHECKPOINTS = ("checkpoints", "checkpoints_sft")  # in a quickstart's folder, of RL and of the warm start
 PEOPLE = (2, 3)
-_SFT_BATCH, _SFT_MICRO_BATCH = 16, 4
+_SFT_BATCH, _SFT_MICRO_BATCH, _SFT_SAVE_STEPS = 16, 4, 4
 
 
 class Size(NamedTuple):
@@ -65,16 +67,22 @@ class Plan(NamedTuple):
         return Files(*(self.out / "data" / f"{name}.jsonl" for name in Files._fields))
 
 
-def _puzzles(count: int, **options) -> list[Row]:
-    from arlopti_openrlhf.lab.data.preparation import generate_rows
-
-    return generate_rows(PEOPLE, count // len(PEOPLE), **options)
-
-
 def _puzzles_of_few_names(count: int, **options) -> list[Row]:
     from arlopti_openrlhf.lab.data import tiny_policy
+    from arlopti_openrlhf.lab.data.preparation import generate_rows
 
-    return _puzzles(count, names=tiny_policy.NAMES, **options)
+    return generate_rows(PEOPLE, count // len(PEOPLE), names=tiny_policy.NAMES, **options)
+
+
+def _puzzles_without_instruction(count: int, **options) -> list[Row]:
+    """Make puzzles of two people without the published system text, which the warm start makes superfluous.
+
+    It is half of a prompt's tokens.
+    """
+    from arlopti_openrlhf.lab.data.preparation import generate_rows
+
+    rows = generate_rows((2,), count, **options)
+    return [row | {"prompt": [turn for turn in row["prompt"] if turn["role"] != "system"]} for row in rows]
 
 
 def _tiny_policy(plan: Plan, folder: Path, log: Log) -> None:
@@ -100,23 +108,26 @@ def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
     from arlopti_openrlhf.lab.data.preparation import render, write_rows
 
     pretrained, solved = plan.out / "pretrained", plan.out / "data" / "solved.jsonl"
+    checkpoints = plan.out / CHECKPOINTS[1]
     _smollm2(plan, pretrained, log)
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     tokenizer.chat_template = knights_knaves.CHAT_TEMPLATE  # answers begin inside <think>, as the published ones do
     tokenizer.save_pretrained(pretrained)
     count = plan.size.warm_start_steps * _SFT_BATCH
-    rows = _puzzles(count, held_out=False, seed=plan.seed + 1_000_000, solutions=True)
+    rows = _puzzles_without_instruction(count, held_out=False, seed=plan.seed + 1_000_000, solutions=True)
     write_rows(render(rows, str(pretrained)), solved)
     flags = f"""
-        --data.input_key prompt --data.output_key response --data.input_template {{}} --data.max_len 768
+        --data.input_key prompt --data.output_key response --data.input_template {{}} --data.max_len 512
         --adam.lr 2e-4 --train.batch_size {_SFT_BATCH} --train.micro_batch_size {_SFT_MICRO_BATCH}
         --train.seed {plan.seed} --ds.zero_stage 2 --ds.attn_implementation sdpa
+        --ckpt.save_steps {_SFT_SAVE_STEPS} --ckpt.max_num 1 --ckpt.load_enable
     """.split()
     flags += [f"--model.model_name_or_path={pretrained}", f"--data.dataset={solved}"]
-    flags += [f"--ckpt.output_dir={folder}", f"--ckpt.path={plan.out / 'checkpoints'}"]
+    flags += [f"--ckpt.output_dir={folder}", f"--ckpt.path={checkpoints}"]
     with tqdm(total=len(rows) // _SFT_MICRO_BATCH, desc="2/5 supervised fine-tuning", unit="micro-batch") as bar:
         progress = r"Train step of epoch 0: .*?(\d+)/\d+ \[.*gpt_loss=(?P<loss>[\d.]+)"
         log.follow("arlopti_openrlhf.lab.train_sft", flags, bar, progress)
+    shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 _TASKS = (
@@ -170,13 +181,13 @@ _TASKS = (
     Task(
         name="puzzles",
         title="Knights and Knaves",
-        data="puzzles of 2 and 3 people",
+        data="puzzles of 2 people",
         policy="SmolLM2-135M-Instruct, fine-tuned on worked solutions in sentences",
-        make_rows=_puzzles,
+        make_rows=_puzzles_without_instruction,
         make_policy=_taught_smollm2,
-        full=Size(steps=30, held_out=128, eval_every=10, eval_problems=32, warm_start_steps=60),
+        full=Size(steps=20, held_out=80, eval_every=5, eval_problems=16, warm_start_steps=24),
         reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4, warm_start_steps=1),
-        prompts_per_step=8,
+        prompts_per_step=4,
         max_new_tokens=256,
         eval_samples=4,
         rewards="from −3 to 3",
@@ -185,9 +196,9 @@ _TASKS = (
         flags="""
             --reward.remote_url kk
             --algo.kl.init_coef 0
-            --actor.adam.lr 1e-5
-            --rollout.micro_batch_size 16 --train.batch_size 64 --train.micro_batch_size 8
-            --data.max_len 1024
+            --actor.adam.lr 3e-5
+            --rollout.micro_batch_size 16 --train.batch_size 32 --train.micro_batch_size 8
+            --data.max_len 512
         """,
     ),
 )

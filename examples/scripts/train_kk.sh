@@ -35,7 +35,7 @@ if [ "$ALGO" = reinforce++ ]; then
 fi
 
 # A rollout batch is 64 questions x 8 answers, two updates of 256 samples each.
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec python -m "${MODULE:-arlopti_openrlhf.cli.train_ppo_ray}" \
   "${algo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

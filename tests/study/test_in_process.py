@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
@@ -14,17 +16,13 @@ ROOT = Path(__file__).parents[2]
 PEOPLE = (2, 3)
 
 # A policy of random weights answers nothing. So its reward here follows from what it writes, whatever that is.
-RUN = """
+REWARD = """
 import torch
-from study import in_process
 
 def reward_func(queries, prompts, labels):
     rewards = torch.tensor([float(sum(map(ord, query)) % 7) for query in queries])
     zeros = torch.zeros(len(queries))
     return {"rewards": rewards, "scores": zeros, "extra_logs": {"well_formed": zeros, "answered": zeros}}
-
-in_process.reward_func = reward_func
-in_process.main()
 """
 SMALL = "--rollout.batch_size 4 --train.batch_size 16 --train.micro_batch_size 8 --rollout.max_new_tokens 12"
 
@@ -37,6 +35,7 @@ def inputs(make_model, tmp_path_factory) -> Path:
     test = generate_rows(PEOPLE, 4, held_out=True, seed=0)
     greedy = [row | {"datasource": f"{row['datasource']}_greedy"} for row in test[4:]]
     write_rows(test[:4] + greedy, folder / "test.jsonl")
+    (folder / "reward.py").write_text(REWARD)
     return folder
 
 
@@ -47,11 +46,12 @@ def flags_of(name: str) -> str:
 
 
 def train(name: str, inputs: Path, out: Path, more: str = "") -> dict[str, Series]:
-    """Return what a small run logs: 2 steps of 4 puzzles x 8 answers."""
+    """Return what a small run logs, of 2 steps of 4 puzzles x 8 answers."""
+    more += f" --reward.remote_url {inputs / 'reward.py'}"
     flags = f"{flags_of(name)} {SMALL} {more}".replace("INPUTS", str(inputs)).replace("OUT", str(out)).split()
-    done = subprocess.run([sys.executable, "-c", RUN, *flags], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "study.in_process", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("reward") == 2
     return read_scalars(out / "tensorboard")
 
 
@@ -78,6 +78,18 @@ def test_dppo_leaves_out_no_token_where_the_policy_has_drawn_them_itself(inputs,
         assert list(found[f"train/token_method/dppo/{name}"].values()) == [value, value]
     gaps = list(found["train/vllm_kl"].values())
     assert len(gaps) == 2 and max(map(abs, gaps)) < 1e-5
+
+
+@pytest.mark.long
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(inputs, tmp_path):
+    saves = f"--ckpt.path {tmp_path / 'checkpoints'} --ckpt.save_steps 1 --eval.steps 1"
+    whole = train("decisions-lopti-0", inputs, tmp_path / "whole", saves)
+    rest = train("decisions-lopti-0", inputs, tmp_path / "rest", f"{saves} --ckpt.load_enable")
+    assert [*rest["train/rollout/reward_mean"]] == [2] and [*whole["eval/kk_2ppl/reward"]] == [0, 1, 2]
+    expected = {name: {2: values[2]} for name, values in whole.items()}
+    assert without_times(rest) == without_times(expected)
+    weights = [load_file(tmp_path / run / "model" / "model.safetensors") for run in ("whole", "rest")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_the_action_mask_selects_the_answer():

@@ -186,7 +186,7 @@ def test_every_arm_is_what_it_is_called(start, tmp_path):
 def test_steps_that_make_no_whole_epochs_are_refused(capsys):
     with pytest.raises(SystemExit):
         replicate.main(["--steps=7", "--dry-run"])
-    assert "argument --steps: 7 is no multiple of 5, the number of epochs" in capsys.readouterr().err
+    assert "argument --steps: 7 is no multiple of 5, the number of evaluations" in capsys.readouterr().err
 
 
 def row(arm: str, seed: int, accuracy: float) -> dict:
