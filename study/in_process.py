@@ -225,10 +225,10 @@ class Training:
         for batch in batches:
             inputs = [part.to(self.device) for part in (batch.sequences, batch.action_mask, batch.attention_mask)]
             is_deferred = self.trainer.defers_old_log_probs
-            batch.action_log_probs = unknown(batch.action_mask) if is_deferred else self.policy(*inputs)
-            batch.base_action_log_probs = self.reference(*inputs) if self.reference else None
+            batch.action_log_probs = unknown(batch.action_mask) if is_deferred else self.policy(*inputs).cpu()
+            batch.base_action_log_probs = self.reference(*inputs).cpu() if self.reference else None
             if self.args.algo.advantage.is_correction_level != "off":
-                batch.rollout_log_probs = self.policy(*inputs)  # it has drawn the tokens itself
+                batch.rollout_log_probs = self.policy(*inputs).cpu()  # it has drawn the tokens itself
             batch.kl = torch.zeros_like(batch.action_mask, dtype=torch.float32)  # it is a part of the loss
             batch.info["kl"] = masked_mean(batch.kl, batch.action_mask, dim=-1)
         return self.maker.compute_advantages_and_returns(batches)

@@ -331,10 +331,10 @@ def _make_policy(folder: Path, size: Size) -> None:
     if folder.exists():
         return
     partial_folder = folder.with_name("model.partial")
-    if size.people:
-        tiny_policy.make_policy(partial_folder, people=size.people, steps=40)
-    else:
+    if size.task:
         pretrained.make_smollm2(partial_folder)
+    else:
+        tiny_policy.make_policy(partial_folder, people=size.people, steps=40)
     partial_folder.rename(folder)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from arlopti_openrlhf.lab.data import sums
+from arlopti_openrlhf.cli.quickstart_tasks import TASKS
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from study.replicate_report import BASE
 
@@ -33,7 +33,7 @@ ARMS = {
 class Size(NamedTuple):
     """How much of everything a run does."""
 
-    people: tuple[int, ...]  # in Knights and Knaves; none: `lab.data.sums`
+    people: tuple[int, ...]  # in Knights and Knaves; none for a quickstart's task
     prompts: int  # per step
     steps: int
     held_out: int  # puzzles for each number of people
@@ -45,6 +45,7 @@ class Size(NamedTuple):
     flags: str = ""
     sleep: int = 1  # the launch script's SLEEP
     module: str = "arlopti_openrlhf.cli.train_ppo_ray"  # the launch script's MODULE, which trains
+    task: str = ""  # the quickstart's
 
 
 FULL = Size(
@@ -61,39 +62,19 @@ TOY = Size(
     flags="--ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo --train.micro_batch_size 16",
     sleep=0,
 )
-# Of SmolLM2-135M-Instruct, each in one process. Its answers are short, and few steps change it: no KL is to be seen.
-_SMALL = """
-    --ds.attn_implementation sdpa --ds.zero_stage 2 --vllm.enforce_eager --vllm.sync_backend gloo
-    --train.micro_batch_size 16 --rollout.micro_batch_size 16 --algo.kl.init_coef 0
-"""
+
+
+def _small(task: str, **sizes) -> Size:
+    """Return the size of runs of a quickstart's task, each in one process."""
+    of = TASKS[task]
+    flags = f"--ds.attn_implementation sdpa --ds.zero_stage 2 --vllm.enforce_eager --vllm.sync_backend gloo {of.flags}"
+    fixed = {"people": (), "temperature": 1.0, "sleep": 0, "module": "study.in_process", "task": task, "flags": flags}
+    return Size(prompts=of.prompts_per_step, max_new_tokens=of.max_new_tokens, **fixed, **sizes)
+
+
 SMALL = {
-    "sums": Size(
-        people=(),
-        prompts=8,
-        steps=40,
-        held_out=123,
-        max_new_tokens=24,
-        max_len=128,
-        save_steps=8,
-        epochs=1,
-        temperature=1.0,
-        flags=f"{_SMALL} --reward.remote_url math --actor.adam.lr 3e-5",
-        sleep=0,
-        module="study.in_process",
-    ),
-    "puzzles": Size(
-        people=(2, 3),
-        prompts=8,
-        steps=100,
-        held_out=32,
-        max_new_tokens=256,
-        max_len=1024,
-        save_steps=5,
-        temperature=1.0,
-        flags=f"{_SMALL} --actor.adam.lr 1e-5",
-        sleep=0,
-        module="study.in_process",
-    ),
+    "sums": _small("sums", steps=40, epochs=1, held_out=123, max_len=128, save_steps=8),
+    "puzzles": _small("puzzles", steps=100, held_out=64, max_len=512, save_steps=5),
 }
 
 
@@ -118,7 +99,9 @@ class Experiment(NamedTuple):
     @property
     def sources(self) -> list[str]:
         """Return the names of the held-out sets."""
-        return [f"kk_{people}ppl" for people in self.size.people] or ["math"]
+        if self.size.task:
+            return [row["datasource"] for row in TASKS[self.size.task].make_rows(1, held_out=True, seed=0)]
+        return [f"kk_{people}ppl" for people in self.size.people]
 
     def puzzles(self, seed: int) -> Path:
         """Return the folder with the puzzles of a seed."""
@@ -128,6 +111,7 @@ class Experiment(NamedTuple):
         """Return what the launch script gets behind its own flags, which it wins over."""
         size, gpus = self.size, self.gpus
         return f"""
+            {size.flags}
             --actor.update selective --actor.num_gpus_per_node {gpus} --ref.num_gpus_per_node {gpus}
             --vllm.num_engines {gpus}
             --rollout.batch_size {size.prompts} --rollout.n_samples_per_prompt {SAMPLES}
@@ -138,7 +122,7 @@ class Experiment(NamedTuple):
             --eval.n_samples_per_prompt {SAMPLES} --eval.temperature {size.temperature}
             --eval.steps {size.steps // self.evaluations}
             --ckpt.save_steps {size.save_steps} --ckpt.max_num 2 --ckpt.best_metric_key none
-            {size.flags} {arm.flags}
+            {arm.flags}
         """.split()
 
     def configuration(self, arm: str, seed: int) -> dict:
@@ -167,5 +151,5 @@ def write_puzzles(seed: int, x: Experiment) -> None:
         if size.people:
             rows = generate_rows(size.people, of_each, held_out=held_out, seed=seed, prompt_format="text")
         else:
-            rows = sums.generate_rows(of_each, held_out=held_out, seed=seed)
+            rows = TASKS[size.task].make_rows(of_each, held_out=held_out, seed=seed)
         write_rows(rows if held_out else rows[:count], x.puzzles(seed) / f"{name}.jsonl")

@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(inputs, tmp
     saves = f"--ckpt.path {tmp_path / 'checkpoints'} --ckpt.save_steps 1 --eval.steps 1"
     whole = train("decisions-lopti-0", inputs, tmp_path / "whole", saves)
     rest = train("decisions-lopti-0", inputs, tmp_path / "rest", f"{saves} --ckpt.load_enable")
-    assert [*rest["train/rollout/reward_mean"]] == [2] and [*whole["eval/kk_2ppl/reward"]] == [0, 1, 2]
+    assert [*rest["train/rollout/reward_mean"]] == [2] and [*whole["eval/kk_2ppl/accuracy"]] == [0, 1, 2]
     expected = {name: {2: values[2]} for name, values in whole.items()}
     assert without_times(rest) == without_times(expected)
     weights = [load_file(tmp_path / run / "model" / "model.safetensors") for run in ("whole", "rest")]
