@@ -115,7 +115,7 @@ class Training:
                 it is missing.
         """
         args, log = self.args, TensorboardLogger(self.args)
-        steps = self._steps(puzzles)
+        steps = _steps(puzzles, args)
         start = self._resumed_step() if args.ckpt.load_enable else 0
         if not start:
             log.log_eval(0, self._evaluate_once(held_out, before))
@@ -130,16 +130,6 @@ class Training:
                 self._save(step)
         log.close()
         self.strategy.save_model(self.policy, self.tokenizer, args.ckpt.output_dir)
-
-    def _steps(self, puzzles: Sequence[Row]) -> list[list[Row]]:
-        """Return the puzzles of each step: all of them in each epoch, in an order of its own."""
-        seed, size = self.args.train.seed, self.args.rollout.batch_size
-        steps = []
-        for epoch in range(self.args.train.num_episodes):
-            purpose = ("order", epoch) if epoch else ("order",)
-            order = torch.randperm(len(puzzles), generator=_generator(seed, *purpose)).tolist()
-            steps += [[puzzles[place] for place in places] for places in _chunks(order, size)]
-        return steps
 
     def _evaluate_once(self, held_out: Sequence[Row], before: Path) -> dict[str, float]:
         """Return the measures of the untrained policy from their file, which is made where it is missing."""
@@ -275,6 +265,16 @@ def as_experience(prompt: list[int], answer: list[int], is_truncated: bool) -> E
 def _reward(source: str) -> Callable[..., dict]:
     """Return the function of a reward of the package, or of a file."""
     return (REWARDS[source].module if source in REWARDS else user_files.load(source, "reward_func")).reward_func
+
+
+def _steps(puzzles: Sequence[Row], args: SimpleNamespace) -> list[Sequence[Row]]:
+    """Return the puzzles of each step: all of them in each epoch, in an order of its own."""
+    steps: list[Sequence[Row]] = []
+    for epoch in range(args.train.num_episodes):
+        purpose = ("order", epoch) if epoch else ("order",)
+        order = torch.randperm(len(puzzles), generator=_generator(args.train.seed, *purpose)).tolist()
+        steps += _chunks([puzzles[place] for place in order], args.rollout.batch_size)
+    return steps
 
 
 def _chunks(items: Sequence, size: int) -> Iterator[Sequence]:

@@ -64,17 +64,32 @@ TOY = Size(
 )
 
 
-def _small(task: str, **sizes) -> Size:
+_SMALL_FLAGS = "--ds.attn_implementation sdpa --ds.zero_stage 2 --vllm.enforce_eager --vllm.sync_backend gloo"
+
+
+def _small(task: str, steps: int, held_out: int, max_len: int, save_steps: int, epochs: int) -> Size:
     """Return the size of runs of a quickstart's task, each in one process."""
     of = TASKS[task]
-    flags = f"--ds.attn_implementation sdpa --ds.zero_stage 2 --vllm.enforce_eager --vllm.sync_backend gloo {of.flags}"
-    fixed = {"people": (), "temperature": 1.0, "sleep": 0, "module": "study.in_process", "task": task, "flags": flags}
-    return Size(prompts=of.prompts_per_step, max_new_tokens=of.max_new_tokens, **fixed, **sizes)
+    return Size(
+        people=(),
+        prompts=of.prompts_per_step,
+        steps=steps,
+        held_out=held_out,
+        max_new_tokens=of.max_new_tokens,
+        max_len=max_len,
+        save_steps=save_steps,
+        epochs=epochs,
+        temperature=1.0,
+        flags=f"{_SMALL_FLAGS} {of.flags}",
+        sleep=0,
+        module="study.in_process",
+        task=task,
+    )
 
 
 SMALL = {
-    "sums": _small("sums", steps=40, epochs=1, held_out=123, max_len=128, save_steps=8),
-    "puzzles": _small("puzzles", steps=100, held_out=64, max_len=512, save_steps=5),
+    "sums": _small("sums", steps=40, held_out=123, max_len=128, save_steps=8, epochs=1),
+    "puzzles": _small("puzzles", steps=100, held_out=64, max_len=512, save_steps=5, epochs=5),
 }
 
 
