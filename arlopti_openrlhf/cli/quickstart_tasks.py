@@ -119,7 +119,7 @@ def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
     flags = f"""
         --data.input_key prompt --data.output_key response --data.input_template {{}} --data.max_len 512
         --adam.lr 2e-4 --train.batch_size {_SFT_BATCH} --train.micro_batch_size {_SFT_MICRO_BATCH}
-        --train.seed {plan.seed} --ds.zero_stage 2 --ds.attn_implementation sdpa
+        --train.max_epochs 1 --train.seed {plan.seed} --ds.zero_stage 2 --ds.attn_implementation sdpa
         --ckpt.save_steps {_SFT_SAVE_STEPS} --ckpt.max_num 1 --ckpt.load_enable
     """.split()
     flags += [f"--model.model_name_or_path={pretrained}", f"--data.dataset={solved}"]
