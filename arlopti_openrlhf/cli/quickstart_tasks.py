@@ -127,6 +127,7 @@ def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
     with tqdm(total=len(rows) // _SFT_MICRO_BATCH, desc="2/5 supervised fine-tuning", unit="micro-batch") as bar:
         progress = r"Train step of epoch 0: .*?(\d+)/\d+ \[.*gpt_loss=(?P<loss>[\d.]+)"
         log.follow("arlopti_openrlhf.lab.train_sft", flags, bar, progress)
+        bar.update(bar.total - bar.n)  # resumed, it starts from zero
     shutil.rmtree(checkpoints, ignore_errors=True)
 
 
