@@ -16,7 +16,7 @@ FILES = sorted(
 # Lines of each room. A change that needs more says in the changelog why, and raises the number here.
 BUDGETS = {
     ".": 1433,
-    "cli": 2923,
+    "cli": 2924,
     "cpu": 676,
     "evaluation": 134,
     "forward": 1282,

@@ -186,7 +186,7 @@ _TASKS = (
         policy="SmolLM2-135M-Instruct, fine-tuned on worked solutions in sentences",
         make_rows=_puzzles_without_instruction,
         make_policy=_taught_smollm2,
-        full=Size(steps=20, held_out=80, eval_every=5, eval_problems=16, warm_start_steps=24),
+        full=Size(steps=12, held_out=64, eval_every=6, eval_problems=12, warm_start_steps=24),
         reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4, warm_start_steps=1),
         prompts_per_step=4,
         max_new_tokens=256,
