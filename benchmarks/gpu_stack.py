@@ -52,7 +52,7 @@ MORE = ("diskcache==5.6.3", "liger-kernel==0.8.5")
 # What no training on one GPU reads: Ray's other languages, names of countries in other languages, tokenizers of other
 # models; of vLLM the libraries and sources for other GPUs, and its front end in Rust.
 UNREAD = (
-    "ray/jars ray/cpp ray/rllib pycountry/locales mistral_common/data vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so "
+    "ray/jars ray/rllib pycountry/locales mistral_common/data vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so "
     "vllm/vllm-rs vllm/_qutlass_C.abi3.so vllm/_flashmla_C.abi3.so vllm/_flashmla_extension_C.abi3.so "
     "vllm/third_party/fmha_sm100 vllm/third_party/deep_gemm vllm/entrypoints/serve/instrumentator/static "
     "vllm/distributed/kv_transfer/disagg_prefill_workflow.jpg"
@@ -101,7 +101,7 @@ def gather(folder: Path) -> None:
         subprocess.run([*install, "--target", site, *sorted(wheels.glob("*.whl"))], check=True)
         for name in UNREAD:
             path = site / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for name, is_wanted in (
             ("_C_stable_libtorch", lambda code: True),
             ("_moe_C_stable_libtorch", lambda code: True),
