@@ -16,7 +16,7 @@ set -uo pipefail
 
 stages=() flags=()
 while [ $# -gt 0 ]; do [ "$1" = -- ] && { shift; flags=("$@"); break; }; stages+=("$1"); shift; done
-back=${OUT:-/tmp/out} logs=/tmp/run/logs stack=${STACK:-/tmp/stack}
+back=${OUT:-/tmp/out} logs=/tmp/run/logs stack=/tmp/stack
 unset OUT # the scripts would take it for the run's folder
 mkdir -p "$back" "$logs"
 
