@@ -44,7 +44,7 @@ opentelemetry-exporter-prometheus opentelemetry-proto opentelemetry-sdk opentele
 opentelemetry-semantic-conventions optimum optree outlines-core partial-json-parser platformdirs
 prometheus-fastapi-instrumentator proto-plus protobuf pyasn1-modules pyasn1 pybase64 pycountry pydantic-core
 pydantic-extra-types pydantic-settings pydantic pyjwt pylatexenc python-discovery python-dotenv python-json-logger
-python-multipart pyzmq referencing rpds-py setproctitle shtab simplemma smart-open sniffio sse-starlette starlette
+python-multipart pyzmq referencing rpds-py setproctitle shtab smart-open sniffio sse-starlette starlette
 supervisor torchdata transformers-stream-generator truststore typing-inspection tzdata uvicorn virtualenv watchfiles
 websockets xgrammar gguf
 """.split()
