@@ -12,6 +12,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 GIVEN = ("torch", "transformers", "accelerate", "peft")
@@ -33,7 +35,8 @@ PACKAGES = {
     "torchdata": "torchdata",
     "typing-inspection": "typing_inspection",
 }
-FROM_SOURCE = ("deepspeed", "pylatexenc")  # published without a wheel
+FROM_SOURCE = ("deepspeed", "pylatexenc", "transformers-stream-generator")  # published without a wheel
+_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
 def main() -> None:
@@ -42,24 +45,36 @@ def main() -> None:
     parser.add_argument("--python", default="3.12", help="of the machine with the GPU, which runs Linux on x86-64")
     args = parser.parse_args()
     versions = pinned()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    source = [f"{name}=={versions[name]}" for name in FROM_SOURCE]
-    # Built without torch in sight, DeepSpeed is pure Python, and compiles what it needs where it runs.
-    building = os.environ | {"PIP_CONSTRAINT": str(LOCK)}
-    subprocess.run([*pip, "wheel", "--no-deps", "--use-pep517", "-w", args.folder, *source], check=True, env=building)
-    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
-    platforms += ["--platform=manylinux2014_x86_64"]
-    wheels = [f"{name}=={versions[name]}" for name in PACKAGES if name not in FROM_SOURCE]
-    subprocess.run(
-        [*pip, "download", "--no-deps", "--only-binary=:all:", f"--python-version={args.python}", *platforms]
-        + ["--implementation=cp", "-d", args.folder, *wheels],
-        check=True,
-    )
+    fetch([f"{name}=={versions[name]}" for name in PACKAGES], args.folder, args.python)
     files = sorted(args.folder.glob("*.whl"))
     for file in files:
         print(f"{file.stat().st_size / 1e6:8.2f} MB  {file.name}")
     print(f"{sum(file.stat().st_size for file in files) / 1e6:8.2f} MB  in all")
     print(f"on the machine:  python -m pip install --no-index --no-deps {args.folder}/*.whl")
+
+
+def fetch(packages: Iterable[str], folder: Path, python: str) -> None:
+    """Download the wheels of packages, as in "ray==2.55.0", for another Python. Those without a wheel are built."""
+    named = {package.partition("==")[0]: package for package in packages}
+    source = [package for name, package in named.items() if name in FROM_SOURCE]
+    # Built without torch in sight, DeepSpeed is pure Python, and compiles what it needs where it runs. The lock's
+    # hashes are left out, because with them pip asks for one of each package.
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("".join(f"{name}=={version}\n" for name, version in pinned().items()))
+        constraints.flush()
+        building = os.environ | {"PIP_CONSTRAINT": constraints.name}
+        if source:
+            command = [*_PIP, "wheel", "--no-deps", "--use-pep517", "-w", folder, *source]
+            subprocess.run(command, check=True, env=building)
+    wheels = [package for name, package in named.items() if name not in FROM_SOURCE]
+    subprocess.run([*_PIP, "download", "--no-deps", *tags(python), "-d", folder, *wheels], check=True)
+
+
+def tags(python: str) -> list[str]:
+    """Return pip's flags for wheels of another Python on Linux and x86-64. pip compares each tag exactly."""
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
+    platforms += [f"--platform=manylinux{year}_x86_64" for year in (2014, 2010, 1)]
+    return ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
 
 
 def pinned() -> dict[str, str]:

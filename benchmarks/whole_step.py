@@ -1,8 +1,8 @@
 """What an RL step costs, phase by phase: stock GRPO beside AR + Lopti, as the quickstart trains.
 
-python benchmarks/whole_step.py [--rounds 2] [--steps 8] [--json step.json] [-- FLAGS OF THE TRAINING COMMAND]
+python benchmarks/whole_step.py [--task tiny] [--rounds 2] [--steps 8] [--json step.json] [-- FLAGS OF THE TRAINING]
 
-Each variant is a run of the training command with the quickstart's policy, puzzles and flags. The runs take turns, so
+Each variant is a run of the training command with the quickstart's policy, problems and flags. The runs take turns, so
 that a slow hour hits both. The seconds are those that the runs log as `timing/...`. The first step of a run warms up
 and does not count.
 """
@@ -22,8 +22,6 @@ from arlopti_openrlhf.cli.processes import Log
 from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 
-TASK = TASKS["tiny"]
-
 # What a run logs -> what it is called here.
 PHASES = {
     "generation": "generation and reward",
@@ -37,25 +35,28 @@ STOCK, OURS = "stock GRPO", "AR + Lopti"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="tiny", help="the quickstart's (default: tiny)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each variant (default: 2)")
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first does not count (default: 8)")
-    parser.add_argument("--warm-start", type=int, default=TASK.full.warm_start_steps, help="steps of the policy")
+    parser.add_argument("--warm-start", type=int, help="steps of the policy (default: the quickstart's)")
     parser.add_argument("--variants", nargs="+", choices=[STOCK, OURS], default=[STOCK, OURS])
-    parser.add_argument("--out", type=Path, default=Path("outputs/whole_step"), help="folder; a policy in it is kept")
+    folder = "folder; a policy in it is kept (default: outputs/whole_step-TASK)"
+    parser.add_argument("--out", type=Path, help=folder)
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="of the training command, for both variants, after --")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("argument --steps: the first step does not count, so give at least 2")
-    args.out.mkdir(parents=True, exist_ok=True)
-    size = TASK.full._replace(steps=args.steps, warm_start_steps=args.warm_start)
-    plan = Plan(args.out, TASK, size, seed=0)
-    quickstart.make_policy(plan, Log(args.out / "policy.log"))
+    task, out = TASKS[args.task], args.out or Path(f"outputs/whole_step-{args.task}")
+    out.mkdir(parents=True, exist_ok=True)
+    warm_start = task.full.warm_start_steps if args.warm_start is None else args.warm_start
+    plan = Plan(out, task, task.full._replace(steps=args.steps, warm_start_steps=warm_start), seed=0)
+    quickstart.make_policy(plan, Log(out / "policy.log"))
     quickstart.write_problems(plan)
     runs: dict[str, list[dict]] = {variant: [] for variant in args.variants}
     for number in range(args.rounds):
         for variant in args.variants:
-            folder = args.out / f"{variant.replace(' ', '')}-{time.strftime('%H%M%S')}"
+            folder = out / f"{variant.replace(' ', '')}-{time.strftime('%H%M%S')}"
             folder.mkdir()
             flags = flags_of(variant, quickstart.training_flags(plan))
             flags += ["--eval.steps=-1", "--ckpt.save_steps=-1"]

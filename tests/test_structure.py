@@ -16,19 +16,19 @@ FILES = sorted(
 # Lines of each room. A change that needs more says in the changelog why, and raises the number here.
 BUDGETS = {
     ".": 1433,
-    "cli": 2924,
+    "cli": 2939,
     "cpu": 676,
     "evaluation": 134,
     "forward": 1282,
     "grading": 2973,
     "lab": 4221,
     "methods": 563,
-    "update": 2061,
+    "update": 2156,
     "ops": 359,
     "ops/checkpoints": 994,
     "ops/health": 517,
     "ops/lifecycle": 1604,
-    "ops/preflight": 2995,
+    "ops/preflight": 3019,
     "ops/rollouts": 1314,
 }
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines

@@ -138,6 +138,12 @@ def _check_update(args: SimpleNamespace) -> Iterator[Finding]:
         problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
         remedy = f"set that to {STOCK_ONLY[stock_only]}, or --actor.update to stock"
         yield Finding.of(args, "actor.update", problem, remedy)
+    if args.actor.fill_memory:
+        if not is_selective(args):
+            yield Finding.of(args, "actor.fill_memory", "is for the selective update", "leave it out")
+        elif args.train.dynamic_batch_enable:
+            problem = "micro-batches have the tokens of --train.max_tokens_per_gpu, with --train.dynamic_batch_enable"
+            yield Finding.of(args, "actor.fill_memory", problem, "leave one of the two out")
     batch, rollout = args.train.batch_size, rollout_samples(args)
     if trains_in_passes(args) and (batch < 1 or rollout < batch or rollout % batch):
         # AR's flag has always been allowed there, on the stock actor.

@@ -206,7 +206,12 @@ def train(plan: Plan, log: Log) -> None:
 
 def training_flags(plan: Plan) -> list[str]:
     """Return the run's flags, as a user would type them: OpenRLHF's, and this project's two."""
+    from arlopti_openrlhf import cpu
+
     out, task, every = plan.out, plan.task, plan.size.eval_every
+    # NCCL, which OpenRLHF would use for "gloo" on a GPU too, refuses two ranks on one GPU. With "nccl" policy and vLLM
+    # share the GPU's memory instead.
+    backend = "gloo" if cpu.uses_cpu() else "nccl"
     flags = f"""
         --algo.ar.alpha 0.3
         --algo.lopti.eta 0.5
@@ -216,7 +221,7 @@ def training_flags(plan: Plan) -> list[str]:
         --actor.dual_clip 10
         --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
         --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --train.colocate_all
-        --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo --vllm.gpu_memory_utilization 0.5
+        --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend {backend} --vllm.gpu_memory_utilization 0.5
         --ds.zero_stage 2 --ds.attn_implementation sdpa
         --rollout.batch_size {task.prompts_per_step} --rollout.n_samples_per_prompt 8
         --rollout.temperature 1.0 --rollout.max_new_tokens {task.max_new_tokens}

@@ -39,14 +39,17 @@ class Checkpointing:
         model: Hugging Face's, with checkpointing as OpenRLHF has enabled it, or not.
         args: upstream's nested arguments.
         choice: "auto", or "whole" for OpenRLHF's own level.
+        fills_memory: whether micro-batches take what is free, and not as many samples as the user says.
 
     Attributes:
         levels: available levels. The last is OpenRLHF's own.
         level: the current one.
     """
 
-    def __init__(self, model: nn.Module, args: SimpleNamespace, choice: str = "auto") -> None:
-        self.model, self.args = model, args
+    def __init__(
+        self, model: nn.Module, args: SimpleNamespace, choice: str = "auto", fills_memory: bool = False
+    ) -> None:
+        self.model, self.args, self.fills_memory = model, args, fills_memory
         self.modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.config: PretrainedConfig = model.config.get_text_config()
         self.levels = [NONE]
@@ -106,8 +109,9 @@ class Checkpointing:
 
         With dynamic batches the user sets the maximum. Otherwise the user sets a number of samples, and OpenRLHF uses
         the memory of their tokens with their logits. The selective update keeps no logits, so the same memory has room
-        for more tokens, up to those of a whole prompt, or for all activations. These may also use free memory. A model
-        of a type whose layers are not known gets as many tokens as in OpenRLHF.
+        for more tokens, up to those of a whole prompt, or for all activations. These may also use free memory, and so
+        may everything with `fills_memory`, which knows no other maximum. A model of a type whose layers are not known
+        gets as many tokens as in OpenRLHF.
 
         Args:
             level: one of `levels`.
@@ -120,8 +124,10 @@ class Checkpointing:
             return of_stock
         own = self.levels[-1]
         stock = of_stock * peak_bytes(self.config, own == WHOLE, keeps_logits=True)
-        room = stock if level == own else max(stock, free)
+        room = stock if level == own and not self.fills_memory else max(stock, free)
         fitting = most_tokens(self.config, room, level == WHOLE, keys_per_token, BLOCK_ELEMENTS)
+        if self.fills_memory:
+            return fitting
         return min(fitting, of_stock if self.args.train.dynamic_batch_enable else max(of_stock, costliest))
 
     def set(self, level: str) -> None:

@@ -25,6 +25,7 @@ class Settings:
     scope: str = "batch"  # the order of the passes (`mini_batches.in_order`): "batch" or "minibatch"
     statistics: str = "bins"  # by probability: in "bins", in "quartiles", or "off"
     checkpointing: str = "auto"  # of gradients, where OpenRLHF's flag enables it: "auto", or "whole" as OpenRLHF
+    fills_memory: bool = False  # whether micro-batches take what is free, and not as many samples as the user says
 
     @classmethod
     def of(cls, args: SimpleNamespace) -> "Settings":
@@ -37,4 +38,5 @@ class Settings:
             scope=args.algo.lopti.scope,
             statistics=args.logger.probability_stats,
             checkpointing=args.actor.gradient_checkpointing_level,
+            fills_memory=args.actor.fill_memory,
         )

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from openrlhf.utils.logging_utils import init_logger
@@ -12,6 +13,7 @@ from arlopti_openrlhf import learning_rate, token_method
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.update import mini_batches, old_log_probs, optimizer_steps, partition
 from arlopti_openrlhf.update.checkpointing import Checkpointing
+from arlopti_openrlhf.update.first_update import GpuWatch, report
 from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, statistics_metrics
 from arlopti_openrlhf.update.mini_batches import MiniBatch
 from arlopti_openrlhf.update.ranks import Ranks
@@ -38,9 +40,13 @@ class TokenUpdateTrainer(StepTrainer):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.checkpointing = Checkpointing(self.actor.model.module, self.args, self.settings.checkpointing)
+        settings = self.settings
+        self.checkpointing = Checkpointing(
+            self.actor.model.module, self.args, settings.checkpointing, settings.fills_memory
+        )
         self.ranks = Ranks(self.strategy)
-        self.has_reported = False  # what the selective update saves
+        # Of the first mini-batch of the run, which the log describes: the tokens of its micro-batches
+        self.first_tokens: list[int] = []
         # What counts optimizer steps is shared out between the passes. At equal data the learning rate and the average
         # of the weights are those of one pass.
         passes = len(self.token_weights.labels)
@@ -80,7 +86,11 @@ class TokenUpdateTrainer(StepTrainer):
             self.statistics = UpdateStatistics(torch.cuda.current_device(), self.settings.statistics == "quartiles")
         methods = self.token_weights.methods
         is_ours = methods or isinstance(self.actor, SelectiveActor)
-        status = self._train(kl_ctl) if is_ours else super().ppo_train(kl_ctl)
+        reports = self._reports() and torch.cuda.is_available()
+        with GpuWatch() if reports else nullcontext() as watch:
+            status = self._train(kl_ctl) if is_ours else super().ppo_train(kl_ctl)
+        if watch and self.first_tokens:
+            logger.info(report(watch, self.first_tokens, self.checkpointing))
         if self.statistics is None:
             return status
         # GSPO's gradient is spread over the response.
@@ -130,14 +140,17 @@ class TokenUpdateTrainer(StepTrainer):
         batches, limit = mini_batches.divide(
             samples, self.actor, self.replay_buffer, self.strategy, self.ranks, self.checkpointing
         )
-        reports = isinstance(self.actor, SelectiveActor) and batches and self.strategy.is_rank_0()
-        if reports and not self.has_reported:
-            self.has_reported = True
-            report = partition.describe(batches[0].micro_batches, limit)
+        if batches and self._reports():
+            self.first_tokens = [partition.cost(samples) for samples in batches[0].micro_batches]
+            described = partition.describe(batches[0].micro_batches, limit)
             if self.args.actor.gradient_checkpointing_enable:
-                report += f"; gradient checkpointing: {self.checkpointing.level}"
-            logger.info(f"selective update, first mini-batch of this rank: {report}")
+                described += f"; gradient checkpointing: {self.checkpointing.level}"
+            logger.info(f"selective update, first mini-batch of this rank: {described}")
         return batches
+
+    def _reports(self) -> bool:
+        """Return whether this is the selective update of a run that has not been reported yet, on rank 0."""
+        return isinstance(self.actor, SelectiveActor) and not self.first_tokens and self.strategy.is_rank_0()
 
     def _learn_the_others(self, samples: list[Sample], first: MiniBatch) -> None:
         """Compute log π_old of all samples but those of the first mini-batch whose forward will give it."""

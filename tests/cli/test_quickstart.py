@@ -27,6 +27,13 @@ def test_the_real_command_parses_its_flags(tmp_path, name, kind):
     assert flags["eval.dataset"] == str(plan.files.during) and size.steps % flags["eval.steps"] == 0
 
 
+def test_weights_reach_vllm_on_a_gpu_without_a_second_rank_of_nccl(tmp_path, monkeypatch):
+    plan = Plan(tmp_path, TASKS["sums"], TASKS["sums"].full, seed=0)
+    for device, backend in (("cpu", "gloo"), ("cuda", "nccl")):
+        monkeypatch.setenv("ARLOPTI_DEVICE", device)
+        assert vars(train_ppo_ray.parse(quickstart.training_flags(plan)))["vllm.sync_backend"] == backend
+
+
 def test_a_disk_that_fills_ends_it_in_one_line(tmp_path, monkeypatch, capsys):
     def fill(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "here/train.jsonl")

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from arlopti_openrlhf.activation_memory import layer_bytes
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.update import checkpointing
+from arlopti_openrlhf.update import checkpointing, partition
 from arlopti_openrlhf.update.checkpointing import NONE, WHOLE, Checkpointing
 
 LAYERS = 3
@@ -158,6 +158,27 @@ def test_what_is_free_is_room_for_activations(free, room):
     assert layer_bytes(setter.config) == 1216
     assert setter.budget(NONE, 100, 250, keys_per_token=1, free=free) == min(250, room // (4 * 1216 + 256))
     assert setter.budget(WHOLE, 100, 250, keys_per_token=1, free=free) == 100
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_what_is_free_is_filled(is_checkpointed, monkeypatch):
+    """Whatever the number of samples. Where less is free than OpenRLHF's peak, that is the room.
+
+    A model whose layers are not known has what the user says.
+    """
+    kept = 3 * 1216 + 256 if not is_checkpointed else 3 * 64 + 256
+    at_work = 1216 if not is_checkpointed else 2 * 1216
+    setter = Checkpointing(made(vocab_size=8), flags(is_checkpointed=is_checkpointed), fills_memory=True)
+    level = setter.levels[-1]
+    assert setter.budget(level, 100, 250, keys_per_token=1, free=10**9) == 10**9 // (kept + at_work) > 250
+    assert setter.budget(level, 1000, 250, keys_per_token=1, free=0) == 1000  # its logits are 8 numbers
+    items = samples(8, 100, 100) + samples(8, 90, 100)
+    monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: 2**40)
+    assert len(partition.micro_batches(items, setter.fit([items], Ranks(2**60), has_stepped=True))) == 1
+    setter.fills_memory = False
+    assert len(partition.micro_batches(items, setter.fit([items], Ranks(2**60), has_stepped=True))) > 1
+    unknown = Checkpointing(made("gemma"), flags(is_checkpointed=is_checkpointed), fills_memory=True)
+    assert unknown.budget(level, 100, 250, keys_per_token=1, free=10**9) == 100
 
 
 @pytest.mark.parametrize("level", [NONE, WHOLE])

@@ -45,6 +45,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     yield from _check_caches()
     if starts_cluster():
         yield from _check_own_cluster()
+        yield from _check_cuda_toolkit(args)
 
 
 def _check_packages(args: SimpleNamespace) -> Iterator[Finding]:
@@ -96,6 +97,24 @@ def _check_own_cluster() -> Iterator[Finding]:
         yield Finding("", "", f"127.0.0.1 does not answer, by which the run's processes talk ({problem})", remedy)
     yield from _check_shared_memory()
     yield from _check_file_size()
+
+
+def _check_cuda_toolkit(args: SimpleNamespace) -> Iterator[Finding]:
+    """Check for the CUDA toolkit where there is a GPU. DeepSpeed builds its Adam with it when the actor starts."""
+    from arlopti_openrlhf import cpu
+
+    deepspeed = importlib.util.find_spec("deepspeed")
+    if cpu.uses_cpu() or deepspeed is None or not deepspeed.submodule_search_locations or args.actor.optim != "adam":
+        return  # Muon takes PyTorch's Adam where it finds no other
+    from torch.utils import cpp_extension
+
+    op = "cpu_adam" if args.ds.adam_offload else "fused_adam"
+    is_built = any(Path(deepspeed.submodule_search_locations[0], "ops/adam").glob(f"{op}_op*.so"))
+    home = cpp_extension.CUDA_HOME
+    # The Adam on the CPU is compiled by g++, and linked with CUDA's libraries.
+    if not is_built and not (home and (args.ds.adam_offload or Path(home, "bin/nvcc").exists())):
+        problem = f"DeepSpeed builds its {op} with the CUDA toolkit, which is not there"
+        yield Finding("CUDA_HOME", home or "", problem, "install that of PyTorch's CUDA, or set CUDA_HOME to it")
 
 
 def _loopback_problem() -> str | None:

@@ -81,6 +81,11 @@ def _check_machine(args: SimpleNamespace) -> Iterator[Finding]:
             problem = f"the run asks for {requested} GPUs, and this machine has {gpus}: Ray would wait forever"
             remedy = "ask for fewer, share them by --train.colocate_all, or name a cluster in RAY_ADDRESS"
             yield Finding.of(args, "actor.num_gpus_per_node", problem, remedy)
+        shares = args.train.colocate_all and not args.train.async_enable and not args.vllm.sync_with_ray
+        if args.vllm.sync_backend != "nccl" and shares:
+            problem = "OpenRLHF then joins policy and vLLM by NCCL, which refuses two ranks on one GPU"
+            remedy = "give nccl: with --train.colocate_all the weights stay within the GPU"
+            yield Finding.of(args, "vllm.sync_backend", problem, remedy)
         return
     if args.vllm.sync_backend != "gloo":
         problem = "there is no CUDA device on this machine, and weights travel between CPUs by gloo"

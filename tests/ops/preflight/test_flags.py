@@ -57,6 +57,12 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
             "--rollout.micro_batch_size",
             "from 8 to 12",
         ),
+        ("--actor.fill_memory", "--actor.fill_memory", "is for the selective update"),
+        (
+            "--algo.ar.alpha 0.3 --actor.fill_memory --train.dynamic_batch_enable",
+            "--actor.fill_memory",
+            "--train.max_tokens_per_gpu",
+        ),
         # Placement.
         ("--vllm.num_engines 2", "--vllm.num_engines", "the actor has 1"),
         ("--ref.num_gpus_per_node 2", "--ref.num_gpus_per_node", "1 x 1"),

@@ -217,12 +217,46 @@ def test_more_gpus_than_there_are(monkeypatch):
 
     monkeypatch.setenv("ARLOPTI_DEVICE", "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    four = "--actor.num_gpus_per_node {0} --ref.num_gpus_per_node {0} --vllm.num_engines {0}"
+    four = "--actor.num_gpus_per_node {0} --ref.num_gpus_per_node {0} --vllm.num_engines {0} --vllm.sync_backend nccl"
     assert not list(placement.check(arguments(four.format(4))))
     (finding,) = placement.check(arguments(four.format(8)))
     assert "asks for 8 GPUs, and this machine has 4" in finding.problem
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # a cluster may have them
     assert not list(placement.check(arguments(four.format(8))))
+
+
+def test_policy_and_vllm_on_one_gpu_need_no_nccl(monkeypatch):
+    """OpenRLHF makes an NCCL group of the two for every other backend than nccl."""
+    import torch
+
+    monkeypatch.setenv("ARLOPTI_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    (finding,) = placement.check(arguments("--vllm.sync_backend gloo"))
+    assert finding.is_fatal and finding.flag == "--vllm.sync_backend" and "give nccl" in finding.remedy
+    assert not list(placement.check(arguments("--vllm.sync_backend nccl")))
+    assert not list(placement.check(arguments("--vllm.sync_backend gloo --vllm.sync_with_ray")))
+
+
+def test_deepspeed_needs_the_cuda_toolkit_on_a_gpu(tmp_path, monkeypatch):
+    """nvcc for its Adam on the GPU, CUDA's libraries for the one on the CPU. On a CPU it needs neither."""
+    from torch.utils import cpp_extension
+
+    def found(flags: str = "") -> list[Finding]:
+        return list(machine._check_cuda_toolkit(arguments(flags)))
+
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setenv("ARLOPTI_DEVICE", "cpu")
+    assert not found()
+    monkeypatch.setenv("ARLOPTI_DEVICE", "cuda")
+    for flags, op in (("", "fused_adam"), ("--ds.adam_offload", "cpu_adam")):
+        (finding,) = found(flags)
+        assert finding.is_fatal and op in finding.problem and "CUDA_HOME" in finding.remedy
+    assert not found("--actor.optim muon")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    assert found() and not found("--ds.adam_offload")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    assert not found()
 
 
 NOBODY = "127.0.0.1:1"
