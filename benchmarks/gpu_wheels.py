@@ -2,9 +2,9 @@
 
 python benchmarks/gpu_wheels.py FOLDER [--python 3.12]
 
-The versions are those of requirements/lock.txt. Run it where pip reaches an index, carry FOLDER to the machine with
-the GPU, and install there with the command that it prints. Neither step looks for dependencies, so what is installed
-there stays as it is.
+The versions are those of requirements/lock.txt and gpu.txt. Run it where pip reaches an index, carry FOLDER to the
+machine with the GPU, and install there with the command that it prints. Neither step looks for dependencies, so what
+is installed there stays as it is.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 GIVEN = ("torch", "transformers", "accelerate", "peft")
-LOCK = Path(__file__).resolve().parents[1] / "requirements" / "lock.txt"
+REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
+LOCK = REQUIREMENTS / "lock.txt"
 # By distribution, the package that is imported. What follows openrlhf and deepspeed is what these import.
 PACKAGES = {
     "openrlhf": "openrlhf",
@@ -33,6 +34,7 @@ PACKAGES = {
     "torchdata": "torchdata",
     "typing-inspection": "typing_inspection",
 }
+ON_A_GPU = {"liger-kernel": "liger_kernel"}  # its kernels need Triton, which comes with PyTorch's builds for CUDA
 FROM_SOURCE = ("deepspeed", "pylatexenc")  # published without a wheel
 
 
@@ -49,7 +51,7 @@ def main() -> None:
     subprocess.run([*pip, "wheel", "--no-deps", "--use-pep517", "-w", args.folder, *source], check=True, env=building)
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
     platforms += ["--platform=manylinux2014_x86_64"]
-    wheels = [f"{name}=={versions[name]}" for name in PACKAGES if name not in FROM_SOURCE]
+    wheels = [f"{name}=={versions[name]}" for name in PACKAGES | ON_A_GPU if name not in FROM_SOURCE]
     subprocess.run(
         [*pip, "download", "--no-deps", "--only-binary=:all:", f"--python-version={args.python}", *platforms]
         + ["--implementation=cp", "-d", args.folder, *wheels],
@@ -63,8 +65,9 @@ def main() -> None:
 
 
 def pinned() -> dict[str, str]:
-    """Return the versions of requirements/lock.txt by distribution."""
-    return dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(encoding="utf-8"), re.MULTILINE))
+    """Return the versions of requirements/lock.txt by distribution, and of gpu.txt what only a GPU needs."""
+    texts = ((REQUIREMENTS / name).read_text(encoding="utf-8") for name in ("gpu.txt", "lock.txt"))
+    return dict(re.findall(r"^([\w-]+)==(\S+)", "\n".join(texts), re.MULTILINE))
 
 
 if __name__ == "__main__":

@@ -35,13 +35,11 @@ ARGUMENTS = {"surprisal_band": ["--algo.token_method_args", "surprisal_band.lo=1
 
 @pytest.mark.parametrize("name", MOST)
 def test_kernels_and_waits_of_a_micro_batch(name):
-    """Layers are alike, so that 2 and 4 of them say what 24 take."""
-    flags = gpu_counts.SETTINGS[name]
-    (of_two, waits, mixed), (of_four, same_waits, _) = (gpu_counts.of_a_micro_batch(flags, n) for n in (2, 4))
+    found = gpu_counts.of_a_micro_batch(gpu_counts.SETTINGS[name], layers=24)
     most_kernels, most_waits = MOST[name]
-    assert not mixed and waits == same_waits
-    assert 0.9 * most_kernels < of_two + 11 * (of_four - of_two) <= most_kernels
-    assert sum(waits.values()) == most_waits, waits
+    assert not found.mixtures
+    assert 0.9 * most_kernels < found.kernels.total() <= most_kernels
+    assert found.waits.total() == most_waits, found.waits
 
 
 @pytest.mark.parametrize("name", [*methods.built_in(), *MORE])
