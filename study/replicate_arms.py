@@ -40,7 +40,7 @@ class Size(NamedTuple):
     max_len: int  # tokens of prompt and answer
     save_steps: int
     flags: str = ""
-    sleep: int = 1  # the launch script's SLEEP
+    on_gpu: int = 1  # the launch script's SLEEP and LIGER
 
 
 FULL = Size(
@@ -55,7 +55,7 @@ TOY = Size(
     max_len=512,
     save_steps=1,
     flags="--ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo --train.micro_batch_size 16",
-    sleep=0,
+    on_gpu=0,
 )
 
 
