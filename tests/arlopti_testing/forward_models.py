@@ -98,7 +98,8 @@ def run(actor, batch, mask=None, entropy=True):
 
 
 def assert_same(stock, ours, batch, **kwargs):
-    assert_equal(run(ours, batch, **kwargs), run(stock, batch, **kwargs))
+    expected = run(stock, batch, **kwargs)
+    assert_equal(run(ours, batch, **kwargs), expected)
 
 
 def assert_equal(found, expected):
