@@ -39,7 +39,7 @@ setup(
         "shtab",
     ],
     extras_require={
-        "gpu": ["openrlhf[vllm]==0.11.2"],
+        "gpu": ["openrlhf[vllm]==0.11.2", "liger-kernel==0.8.5"],
         "analyze": ["jinja2", "matplotlib", "simplemma>=2,<3", "tensorboard"],
         "gguf": ["gguf>=0.19"],
         "dev": [

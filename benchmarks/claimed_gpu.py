@@ -3,12 +3,15 @@
 Values and gradients are real. A tensor claims to be on the GPU where Python has put it there (`to`, `device=`), and a
 result where its arguments are. PyTorch refuses an operation of two devices, except for numbers without dimensions and
 indices on the CPU: such a mixture is recorded. So is whatever makes the host wait for the device. An operation that
-makes no view is counted as one kernel.
+makes no view is counted as one kernel, and so is each launch of a Triton kernel. Triton's interpreter computes it
+(TRITON_INTERPRET=1), or a stand-in where it is one of Liger's (`liger_on_cpu`).
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,7 +68,12 @@ class Counts:
 def claimed_gpu():
     """Yield `Counts`. Inside, `torch.cuda.current_device()` is the GPU that tensors claim to be on."""
     counts = Counts()
-    replaced = {"current_device": lambda: 0, "get_device_capability": lambda *device: (9, 0)}
+    replaced = {
+        "current_device": lambda: 0,
+        "device": lambda index: nullcontext(),
+        "get_device_capability": lambda *device: (9, 0),
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=1),
+    }
     real = {name: getattr(torch.cuda, name) for name in replaced}
     run_engine = torch.autograd._engine_run_backward
 
@@ -81,12 +89,37 @@ def claimed_gpu():
         for name, value in replaced.items():
             setattr(torch.cuda, name, value)
         torch.autograd._engine_run_backward = engine
-        with _Functions(counts), _Operations(counts):
+        with _Functions(counts), _Operations(counts), _launches(counts):
             yield counts
     finally:
         torch.autograd._engine_run_backward = run_engine
         for name, value in real.items():
             setattr(torch.cuda, name, value)
+
+
+@contextmanager
+def _launches(counts: Counts):
+    """Count the launches of Triton kernels, which see tensors of the CPU, as long as the context lasts."""
+    if not os.environ.get("TRITON_INTERPRET"):
+        yield
+        return
+    from liger_on_cpu import STAND_INS
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def counted(self, *args, grid, warmup, **kwargs):
+        counts.kernels[self.__name__] += 1
+        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            if stand_in := STAND_INS.get(self.__name__):
+                return stand_in(*args, **kwargs)
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    InterpretedFunction.run = counted
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = run
 
 
 class _Operations(TorchDispatchMode):

@@ -4,9 +4,9 @@ python benchmarks/gpu_check.py [--minutes 10] [--parts "exactness 0.5b" ...] [--
 
 It compares the update's arithmetic with float64 (`gpu_arithmetic`) and the selective update with OpenRLHF's own
 (`gpu_exactness`), and times both at the full lengths of Knights and Knaves and at long responses, at the shapes of
-published models with random weights. What it has found is written after each part. It needs torch, transformers,
-accelerate, peft and the packages that `gpu_wheels.py` gathers, but no Ray, no vLLM and no flash-attn. Without a GPU
-everything runs at toy size.
+published models with random weights. Both sides have Liger's kernels, the reference has none. What it has found is
+written after each part. It needs torch, transformers, accelerate, peft and the packages that `gpu_wheels.py` gathers,
+but no Ray, no vLLM and no flash-attn. Without a GPU everything runs at toy size, without Liger.
 
 Exit status: 0, or 1 where a comparison fails or a part breaks, or 2 where a package is missing.
 """
@@ -23,24 +23,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpu_tables import as_markdown, exactness_row, headline
-from gpu_wheels import GIVEN, PACKAGES
+from gpu_wheels import GIVEN, ON_A_GPU, PACKAGES
 from missing_packages import NOT_NEEDED, missing
 
 HERE = Path(__file__).resolve().parent
 # The comparison takes two prompts in one micro-batch. Its float32 and three gradients of it have to fit beside stock's
 # logits, hence the factor on K&K's lengths. Times take the full lengths, and micro-batches that stock can hold.
-EXACTNESS = dict(scale=0.25, prompts=2, micro_batch_size=16, others=False)
-TIMES = dict(scale=1.0, prompts=8, micro_batch_size=8, rounds=3)
-LONG = dict(scale=1.0, prompts=1, micro_batch_size=1, rounds=2, response_length=4096, gradient_checkpointing=True)
+EXACTNESS = dict(scale=0.25, prompts=2, micro_batch_size=16, others=False, liger=True)
+TIMES = dict(scale=1.0, prompts=8, micro_batch_size=8, rounds=3, liger=True)
+LONG = TIMES | dict(prompts=1, micro_batch_size=1, rounds=2, response_length=4096, gradient_checkpointing=True)
 Part = tuple[str, str, dict]  # its name, what it does, and with what sizes
 PARTS: list[Part] = [
     ("arithmetic", "arithmetic", {}),
     ("exactness 0.5b", "exactness", EXACTNESS | {"shape": "0.5b"}),
+    ("exactness 0.5b, without Liger", "exactness", EXACTNESS | {"shape": "0.5b", "liger": False}),
     ("times 0.5b", "times", TIMES | {"shape": "0.5b"}),
     ("times 3b", "times", TIMES | {"shape": "3b", "micro_batch_size": 4, "rounds": 2}),
     ("exactness 3b", "exactness", EXACTNESS | {"shape": "3b"}),
     ("long responses 0.5b", "times", LONG | {"shape": "0.5b"}),
     ("exactness 0.5b, other attention", "exactness", EXACTNESS | {"shape": "0.5b", "others": True}),
+    ("times 0.5b, without Liger", "times", TIMES | {"shape": "0.5b", "liger": False, "rounds": 2}),
     # Is it faster than SDPA?
     ("times 0.5b, FlexAttention", "times", TIMES | {"shape": "0.5b", "attention": "flex_attention", "rounds": 2}),
     ("exactness 1.5b", "exactness", EXACTNESS | {"shape": "1.5b"}),
@@ -48,12 +50,13 @@ PARTS: list[Part] = [
     ("times 1.5b", "times", TIMES | {"shape": "1.5b"}),
     ("times llama-1b", "times", TIMES | {"shape": "llama-1b"}),
 ]
-TOY = dict(scale=0.05, prompts=2, micro_batch_size=16, others=False)
+TOY = EXACTNESS | dict(scale=0.05, liger=False)
+TOY_LONG = LONG | dict(shape="toy", response_length=128, rounds=1, liger=False)
 TOY_PARTS: list[Part] = [
     ("arithmetic", "arithmetic", {}),
     ("exactness toy-llama", "exactness", TOY | {"shape": "toy-llama"}),
     ("times toy", "times", TOY | {"shape": "toy", "rounds": 1}),
-    ("long responses toy", "times", LONG | {"shape": "toy", "response_length": 128, "rounds": 1}),
+    ("long responses toy", "times", TOY_LONG),
 ]
 
 # Runs one part, for so many seconds at most, and returns what it found.
@@ -69,10 +72,7 @@ def main() -> None:
     parser.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md; on a GPU benchmarks/gpu")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
-    if absent := missing([*GIVEN, *PACKAGES.values()]):
-        absent = ", ".join(absent)
-        print(f"gpu_check: error: not installed: {absent} (see benchmarks/gpu_wheels.py)", file=sys.stderr)
-        raise SystemExit(2)
+    require(*GIVEN, *PACKAGES.values())
     # The project itself need not be installed, here or in the processes of the parts.
     sys.path.insert(0, str(HERE.parent))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
@@ -81,6 +81,7 @@ def main() -> None:
     from arlopti_openrlhf import cpu
 
     toy = args.toy or cpu.uses_cpu()
+    require(*(() if toy else ON_A_GPU.values()))
     without = missing((*NOT_NEEDED, "flash_attn"))
     record = dict(
         command=shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]),
@@ -101,6 +102,13 @@ def main() -> None:
     parts = TOY_PARTS if toy else [part for name in args.parts for part in PARTS if part[0] == name]
     print(write(check(parts, end, run_part, write)))
     raise SystemExit(1 if record["failures"] else 0)
+
+
+def require(*packages: str) -> None:
+    """Exit with status 2 and a line on stderr where one of the packages is not installed."""
+    if absent := ", ".join(missing(packages)):
+        print(f"gpu_check: error: not installed: {absent} (see benchmarks/gpu_wheels.py)", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def check(parts: list[Part], end: float, run: Run, write: Callable[[dict], object]) -> dict:

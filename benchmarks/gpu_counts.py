@@ -1,10 +1,11 @@
 """Kernels and waits of one micro-batch on a GPU, counted without one.
 
-python benchmarks/gpu_counts.py [--layers 24] [--flags ...]
+python benchmarks/gpu_counts.py [--layers 24] [--liger] [--flags ...]
 
 The project's own trainer updates a small model in bf16 whose tensors claim to be on a GPU (`claimed_gpu`). What a
 micro-batch takes is the difference between an update of two and one of three. DeepSpeed's own kernels are not counted:
-its engine is a stand-in. On a GPU with Triton the LM head takes fewer kernels than here.
+its engine is a stand-in. On a GPU with Triton the LM head takes fewer kernels than here. With Triton installed and
+TRITON_INTERPRET=1 it takes as many, and `--liger` gives the layers Liger's.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +45,8 @@ SETTINGS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--liger", action="store_true", help="with Liger's kernels; needs TRITON_INTERPRET=1")
+    parser.add_argument("--by-name", action="store_true", help="list the kernels")
     parser.add_argument(
         "--flags", nargs=argparse.REMAINDER, help="of the training command, in place of the two settings"
     )
@@ -51,23 +55,44 @@ def main() -> None:
     settings = {" ".join(args.flags): args.flags} if args.flags else SETTINGS
     print("| | kernels | waits | of which |\n|---|---|---|---|")
     for name, flags in settings.items():
-        kernels, waits, mixtures = of_a_micro_batch(flags, args.layers)
-        print(f"| {name} | {kernels:,} | {sum(waits.values())} | {', '.join(f'{n} {k}' for k, n in waits.items())} |")
-        for mixture in mixtures:
+        found = of_a_micro_batch(flags, args.layers, args.liger)
+        total, waits = found.kernels.total(), found.waits
+        print(f"| {name} | {total:,} | {waits.total()} | {', '.join(f'{n} {k}' for k, n in waits.items())} |")
+        for mixture in found.mixtures:
             print(f"two devices: {mixture}")
+        if args.by_name:
+            print(", ".join(f"{count} {kernel}" for kernel, count in found.kernels.most_common()))
 
 
-def of_a_micro_batch(flags: list[str], layers: int) -> tuple[int, Counter[str], Counter[str]]:
-    """Return the kernels and the waits of one more micro-batch, and all mixtures of devices.
+class Found(NamedTuple):
+    """What a micro-batch takes, by name, and all mixtures of devices."""
 
-    A micro-batch holds eight responses to a prompt, and takes part in each pass.
+    kernels: Counter[str]
+    waits: Counter[str]
+    mixtures: Counter[str]
+
+
+def of_a_micro_batch(flags: list[str], layers: int, liger: bool = False) -> Found:
+    """Return what one more micro-batch takes.
+
+    A micro-batch holds eight responses to a prompt, and takes part in each pass. Layers are alike, so that one and two
+    of them show what more take.
     """
-    two, three = (update(flags, layers, prompts) for prompts in (2, 3))
-    kernels = sum(three.kernels.values()) - sum(two.kernels.values())
-    return kernels, three.waits - two.waits, two.mixtures + three.mixtures
+    made = {(n, prompts): update(flags, n, prompts, liger) for n in (1, 2) for prompts in (2, 3)}
+
+    def counted(what: str) -> Counter[str]:
+        one, two = (_minus(vars(made[n, 3])[what], vars(made[n, 2])[what]) for n in (1, 2))
+        return +Counter({name: one[name] + (layers - 1) * (two[name] - one[name]) for name in two})
+
+    mixtures = sum((counts.mixtures for counts in made.values()), Counter())
+    return Found(counted("kernels"), counted("waits"), mixtures)
 
 
-def update(flags: list[str], layers: int, prompts: int) -> Counts:
+def _minus(a: Counter[str], b: Counter[str]) -> Counter[str]:
+    return Counter({name: a[name] - b[name] for name in a})
+
+
+def update(flags: list[str], layers: int, prompts: int, liger: bool = False) -> Counts:
     """Take one update of so many micro-batches, after one that settles what is settled once."""
     rollouts.SHAPES["counted"] = rollouts.Shape("counted", 32, 64, layers, 4, 2, vocab_size=211)
     sizes = argparse.Namespace(shape="counted", prompts=prompts, mini_batches=1, micro_batch_size=8, packing=False)
@@ -77,7 +102,7 @@ def update(flags: list[str], layers: int, prompts: int) -> Counts:
     for sample in samples:
         sample.base_action_log_probs = torch.full(sample.action_mask.shape, -5.0)
         sample.rollout_log_probs = torch.full(sample.action_mask.shape, -5.3)
-    model = rollouts.make_model("counted", "sdpa")
+    model = rollouts.make_model("counted", "sdpa", liger=liger)
     costliest = max(map(partition.cost, partition.by_prompt(rollouts.unpadded(samples))))
     with (
         _alone(),

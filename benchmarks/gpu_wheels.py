@@ -2,9 +2,9 @@
 
 python benchmarks/gpu_wheels.py FOLDER [--python 3.12]
 
-The versions are those of requirements/lock.txt. Run it where pip reaches an index, carry FOLDER to the machine with
-the GPU, and install there with the command that it prints. Neither step looks for dependencies, so what is installed
-there stays as it is.
+The versions are those of requirements/lock.txt and gpu.txt. Run it where pip reaches an index, carry FOLDER to the
+machine with the GPU, and install there with the command that it prints. Neither step looks for dependencies, so what
+is installed there stays as it is.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 GIVEN = ("torch", "transformers", "accelerate", "peft")
-LOCK = Path(__file__).resolve().parents[1] / "requirements" / "lock.txt"
+REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
+LOCK = REQUIREMENTS / "lock.txt"
 # By distribution, the package that is imported. What follows openrlhf and deepspeed is what these import.
 PACKAGES = {
     "openrlhf": "openrlhf",
@@ -35,6 +36,7 @@ PACKAGES = {
     "torchdata": "torchdata",
     "typing-inspection": "typing_inspection",
 }
+ON_A_GPU = {"liger-kernel": "liger_kernel"}  # its kernels need Triton, which comes with PyTorch's builds for CUDA
 FROM_SOURCE = ("deepspeed", "pylatexenc", "transformers-stream-generator")  # published without a wheel
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
@@ -45,7 +47,7 @@ def main() -> None:
     parser.add_argument("--python", default="3.12", help="of the machine with the GPU, which runs Linux on x86-64")
     args = parser.parse_args()
     versions = pinned()
-    fetch([f"{name}=={versions[name]}" for name in PACKAGES], args.folder, args.python)
+    fetch([f"{name}=={versions[name]}" for name in PACKAGES | ON_A_GPU], args.folder, args.python)
     files = sorted(args.folder.glob("*.whl"))
     for file in files:
         print(f"{file.stat().st_size / 1e6:8.2f} MB  {file.name}")
@@ -78,8 +80,9 @@ def tags(python: str) -> list[str]:
 
 
 def pinned() -> dict[str, str]:
-    """Return the versions of requirements/lock.txt by distribution."""
-    return dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(encoding="utf-8"), re.MULTILINE))
+    """Return the versions of requirements/lock.txt by distribution, and of gpu.txt what only a GPU needs."""
+    texts = ((REQUIREMENTS / name).read_text(encoding="utf-8") for name in ("gpu.txt", "lock.txt"))
+    return dict(re.findall(r"^([\w-]+)==(\S+)", "\n".join(texts), re.MULTILINE))
 
 
 if __name__ == "__main__":

@@ -61,15 +61,21 @@ SAMPLES_PER_PROMPT = 8
 
 
 def make_model(
-    shape: str, attention: str, dtype: torch.dtype = torch.bfloat16, sharpness: float = 1.0
+    shape: str, attention: str, dtype: torch.dtype = torch.bfloat16, sharpness: float = 1.0, liger: bool = False
 ) -> torch.nn.Module:
     """Return a model of this shape on the device, with random weights that bf16 can hold, the same in each type.
 
     Args:
         attention: transformers' name of the implementation.
         sharpness: factor of the logits. With random weights all tokens are about equally likely otherwise.
+        liger: whether with the kernels of `--ds.use_liger_kernel`. They stay in transformers' classes.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    if liger:
+        from liger_kernel.transformers import AutoLigerKernelForCausalLM as AutoModel
+    else:
+        from transformers import AutoModelForCausalLM as AutoModel
 
     known = vars(SHAPES[shape])
     sizes = {name: value for name, value in known.items() if name not in ("name", "model_type", "more")}
@@ -83,7 +89,7 @@ def make_model(
     )
     torch.manual_seed(0)
     with torch.device(torch.cuda.current_device()):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        model = AutoModel.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         model.model.norm.weight *= sharpness
     # DeepSpeed rounds the frequencies of RoPE to bf16 as well, so those of a float32 model are rounded here.

@@ -184,7 +184,8 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
     path = out / f"start{len(list(out.glob('start*.log')))}.log"
     _wait_for_end(out)
     # SAVE_HF=0: a model with each checkpoint would stay, and take 6 GB at 3B.
-    variables = {"MODEL": x.model, "METHOD": ARMS[arm].method, "OUT": str(out), "SLEEP": str(x.size.sleep)}
+    variables = {"MODEL": x.model, "METHOD": ARMS[arm].method, "OUT": str(out)}
+    variables |= {"SLEEP": str(x.size.on_gpu), "LIGER": str(x.size.on_gpu)}
     variables |= {"DATA": str(x.puzzles(seed) / "train.jsonl"), "EVAL_DATA": str(x.puzzles(seed) / "test.jsonl")}
     variables |= {"ALPHA": "0.3", "ETA": "0.5", "ALGO": "grpo", "SAVE_HF": "0"}
     variables["MODULE"] = x.size.module

@@ -43,7 +43,7 @@ class Size(NamedTuple):
     epochs: int = EVALUATIONS  # how often each puzzle is trained
     temperature: float = 0.7
     flags: str = ""
-    sleep: int = 1  # the launch script's SLEEP
+    on_gpu: int = 1  # the launch script's SLEEP and LIGER
     module: str = "arlopti_openrlhf.cli.train_ppo_ray"  # the launch script's MODULE, which trains
     task: str = ""  # the quickstart's
 
@@ -60,7 +60,7 @@ TOY = Size(
     max_len=512,
     save_steps=1,
     flags="--ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo --train.micro_batch_size 16",
-    sleep=0,
+    on_gpu=0,
 )
 
 
@@ -81,7 +81,7 @@ def _small(task: str, steps: int, held_out: int, max_len: int, save_steps: int, 
         epochs=epochs,
         temperature=1.0,
         flags=f"{_SMALL_FLAGS} {of.flags}",
-        sleep=0,
+        on_gpu=0,
         module="study.in_process",
         task=task,
     )

@@ -155,10 +155,10 @@ def test_reinforce_with_the_kl_loss_of_the_authors_scripts(tmp_path):
     assert args["algo.kl.use_loss"] and args["algo.kl.estimator"] == "k3"
 
 
-@pytest.mark.parametrize(("variables", "sleeps"), [({}, True), ({"SLEEP": "0"}, False)])
-def test_models_sleep_unless_they_cannot(variables, sleeps, tmp_path):
+@pytest.mark.parametrize(("variables", "on_gpu"), [({}, True), ({"SLEEP": "0", "LIGER": "0"}, False)])
+def test_models_sleep_and_have_ligers_kernels_unless_they_cannot(variables, on_gpu, tmp_path):
     args = parse(ROOT / "examples/scripts/train_kk.sh", tmp_path, **variables)
-    assert args["vllm.enable_sleep"] is args["ds.enable_sleep"] is sleeps
+    assert args["vllm.enable_sleep"] is args["ds.enable_sleep"] is args["ds.use_liger_kernel"] is on_gpu
 
 
 @pytest.mark.parametrize(("name", "value"), [("ALGO", "ppo"), ("METHOD", "AR")])

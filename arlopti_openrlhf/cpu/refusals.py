@@ -22,7 +22,7 @@ def check(args: Any, syncs: bool) -> None:
         syncs: whether the weights go to vLLM engines.
 
     Raises:
-        ValueError: the weights would travel by a backend for GPUs, or the attention has no backward pass on a CPU.
+        ValueError: the weights' way to vLLM, the attention's backward pass or Liger's kernels need a GPU.
     """
     if not cpu.uses_cpu():
         return
@@ -32,3 +32,5 @@ def check(args: Any, syncs: bool) -> None:
     if args.ds.attn_implementation == "flex_attention":
         problem = f"{where} PyTorch's FlexAttention has no backward pass"
         raise ValueError(f"--ds.attn_implementation flex_attention: {problem}; give sdpa")
+    if args.ds.use_liger_kernel:
+        raise ValueError(f"--ds.use_liger_kernel: {where} Liger's kernels do not run; leave it out")

@@ -75,7 +75,8 @@ class PackedAttention:
             # One call for all segments. The kernel aligns its causal mask to the last key, so that each segment sees
             # the whole of its prefix. Positions would be read for a layout that is given here.
             kwargs.pop("position_ids", None)
-            key, value = (x.index_select(2, packed.keys) for x in (key, value))
+            # In the order of the projections, so that gradients need no copy on their way back.
+            key, value = (x.transpose(1, 2).index_select(1, packed.keys).transpose(1, 2) for x in (key, value))
             layout = dict(
                 cu_seq_lens_q=packed.query_starts,
                 cu_seq_lens_k=packed.key_starts,

@@ -82,7 +82,8 @@ def _flash_attention(
     It is the operator below `torch.nn.attention.varlen`, which has no arguments that both PyTorch 2.11 and 2.13 take
     for grouped heads.
     """
-    keys, values = (x.squeeze(0).index_select(1, packed.keys).transpose(0, 1) for x in (key, value))
+    # The projections have made (L, heads, D). Gradients in that order need no copy on their way back.
+    keys, values = (x.squeeze(0).transpose(0, 1).index_select(0, packed.keys) for x in (key, value))
     output, *_ = torch.ops.aten._flash_attention_forward(
         query.squeeze(0).transpose(0, 1),
         keys,

@@ -53,6 +53,8 @@ paper_flags=(
 )
 # A model with each checkpoint, which stays. SAVE_HF=0 keeps the last one alone.
 [ "${SAVE_HF:-1}" = 0 ] || paper_flags+=(--ckpt.save_hf)
+# Liger's kernels: norms, rotary embeddings and SwiGLU in one launch each. LIGER=0 goes without, as a CPU has to.
+[ "${LIGER:-1}" = 0 ] || paper_flags+=(--ds.use_liger_kernel)
 
 hybrid_flags=(
   --train.colocate_all

@@ -60,21 +60,23 @@ def save(config, folder) -> str:
     return str(folder)
 
 
+def actor(kind, folder, attn_implementation="sdpa", **kwargs):
+    """Return an actor of this class with float32 weights, LoRA's included."""
+    torch.manual_seed(1)  # LoRA's
+    made = kind(folder, attn_implementation=attn_implementation, param_dtype="bf16", temperature=0.7, **kwargs)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made.float()
+
+
 def actors(folder, attn_implementation="sdpa", **kwargs):
     """(upstream's actor, ours) with the same float32 weights."""
     from openrlhf.models import Actor
 
     from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 
-    pair = []
-    for kind in (Actor, SelectiveActor):
-        torch.manual_seed(1)  # LoRA's
-        actor = kind(folder, attn_implementation=attn_implementation, param_dtype="bf16", temperature=0.7, **kwargs)
-        for name, parameter in actor.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        pair.append(actor.float())
-    return pair
+    return [actor(kind, folder, attn_implementation, **kwargs) for kind in (Actor, SelectiveActor)]
 
 
 def run(actor, batch, mask=None, entropy=True):
@@ -96,7 +98,13 @@ def run(actor, batch, mask=None, entropy=True):
 
 
 def assert_same(stock, ours, batch, **kwargs):
-    (a, gradient_a), (b, gradient_b) = run(stock, batch, **kwargs), run(ours, batch, **kwargs)
+    expected = run(stock, batch, **kwargs)
+    assert_equal(run(ours, batch, **kwargs), expected)
+
+
+def assert_equal(found, expected):
+    """Hold the results of `run` together: each log-prob and entropy, and the gradient by its norm."""
+    (b, gradient_b), (a, gradient_a) = found, expected
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
     assert (gradient_a - gradient_b).norm() <= 1e-5 * gradient_a.norm() and gradient_a.norm() > 0.1

@@ -12,19 +12,20 @@ from arlopti_openrlhf.patching import plain_class
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "backend", "attention", "engines", "refusal"),
+    ("on_cpu", "backend", "attention", "liger", "engines", "refusal"),
     [
-        (True, "nccl", "sdpa", ["engine"], "--vllm.sync_backend nccl: .*; give gloo"),
-        (True, "nccl", "sdpa", None, None),
-        (True, "gloo", "sdpa", ["engine"], None),
-        (True, "gloo", "flex_attention", ["engine"], "--ds.attn_implementation flex_attention: .*; give sdpa"),
-        (False, "nccl", "flex_attention", ["engine"], None),
+        (True, "nccl", "sdpa", False, ["engine"], "--vllm.sync_backend nccl: .*; give gloo"),
+        (True, "nccl", "sdpa", False, None, None),
+        (True, "gloo", "sdpa", False, ["engine"], None),
+        (True, "gloo", "flex_attention", False, ["engine"], "--ds.attn_implementation flex_attention: .*; give sdpa"),
+        (True, "gloo", "sdpa", True, ["engine"], "--ds.use_liger_kernel: .*; leave it out"),
+        (False, "nccl", "flex_attention", True, ["engine"], None),
     ],
 )
-def test_flags_fit_the_machine(monkeypatch, on_cpu, backend, attention, engines, refusal):
+def test_flags_fit_the_machine(monkeypatch, on_cpu, backend, attention, liger, engines, refusal):
     monkeypatch.setattr(cpu, "uses_cpu", lambda: on_cpu)
-    vllm, ds = SimpleNamespace(sync_backend=backend), SimpleNamespace(attn_implementation=attention)
-    args = SimpleNamespace(vllm=vllm, ds=ds)
+    ds = SimpleNamespace(attn_implementation=attention, use_liger_kernel=liger)
+    args = SimpleNamespace(vllm=SimpleNamespace(sync_backend=backend), ds=ds)
     with pytest.raises(ValueError, match=refusal) if refusal else nullcontext():
         refusals.check(args, syncs=bool(engines))
 

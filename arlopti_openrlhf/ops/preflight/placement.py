@@ -93,6 +93,9 @@ def _check_machine(args: SimpleNamespace) -> Iterator[Finding]:
     if args.ds.attn_implementation == "flex_attention":
         problem = "there is no CUDA device on this machine, and FlexAttention has no backward pass on a CPU"
         yield Finding.of(args, "ds.attn_implementation", problem, "give sdpa")
+    if args.ds.use_liger_kernel:
+        problem = "there is no CUDA device on this machine, and Liger's kernels run on a GPU only"
+        yield Finding.of(args, "ds.use_liger_kernel", problem, "leave the flag out")
 
 
 def check_cluster(args: SimpleNamespace) -> Iterator[Finding]:

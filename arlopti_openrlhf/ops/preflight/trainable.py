@@ -1,7 +1,8 @@
-"""Checks that the models can be trained as they are: none is quantized, and LoRA finds its modules."""
+"""Checks that the models can be trained as they are: none is quantized, LoRA finds its modules, packages are there."""
 
 import importlib.util
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ _LORA = "ds.lora.target_modules"
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield why a model of the run could not be trained, or its weights not be sent to vLLM."""
-    if args.ds.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        missing, remedy = "it needs bitsandbytes, which is not installed", "install it, or leave the flag out"
-        yield Finding.of(args, "ds.load_in_4bit", missing, remedy)
+    for flag, package in (("ds.load_in_4bit", "bitsandbytes"), ("ds.use_liger_kernel", "liger-kernel")):
+        if attrgetter(flag)(args) and importlib.util.find_spec(package.replace("-", "_")) is None:
+            missing = f"it needs {package}, which is not installed"
+            yield Finding.of(args, flag, missing, "install it, or leave the flag out")
     for flag, model in loaded(args):
         folder = local_folder(model)
         if folder is None:

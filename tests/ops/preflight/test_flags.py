@@ -69,6 +69,7 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         (f"{GAE} --critic.num_gpus_per_node 2", "--critic.num_gpus_per_node", "1 at most"),
         ("--vllm.sync_backend nccl", "--vllm.sync_backend", "gloo"),
         ("--ds.attn_implementation flex_attention", "--ds.attn_implementation", "no backward"),
+        ("--ds.use_liger_kernel", "--ds.use_liger_kernel", "run on a GPU only"),
         # Images.
         (f"{IMAGES} 1 --ds.packing_samples", "--ds.packing_samples", "does not support"),
         (f"{IMAGES} 1 --train.dynamic_batch_enable", IMAGES, "--train.dynamic_batch_enable True: it packs"),

@@ -62,11 +62,12 @@ def test_weights_that_model_optimizer_has_quantized(folder):
     assert "quantized (hf_quant_config.json)" in check(folder)[0]
 
 
-def test_4_bits_without_bitsandbytes(folder, monkeypatch):
-    args = changed(actor__model_name_or_path=str(folder), ds__load_in_4bit=True)
+@pytest.mark.parametrize(("flag", "package"), [("load_in_4bit", "bitsandbytes"), ("use_liger_kernel", "liger-kernel")])
+def test_a_package_that_a_flag_needs(folder, monkeypatch, flag, package):
+    args = changed(actor__model_name_or_path=str(folder), **{f"ds__{flag}": True})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert ["!" * finding.is_fatal + str(finding) for finding in trainable.check(args)] == [
-        "!--ds.load_in_4bit True: it needs bitsandbytes, which is not installed; install it, or leave the flag out"
+        f"!--ds.{flag} True: it needs {package}, which is not installed; install it, or leave the flag out"
     ]
 
 
