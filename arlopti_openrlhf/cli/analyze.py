@@ -115,7 +115,7 @@ def make_parser() -> Parser:
     add("--temperature", type=positive, default=1.0, help="temperature of sampling and update (default: 1)")
     add("--max-new-tokens", type=integer(1), help="longest response in tokens (default: 1024, or 256 on a CPU)")
     most = (
-        "most tokens of prompts and responses. Prompts beyond are left out (default: any number, or on a CPU 1.6e12 "
+        "most tokens of prompts and responses. Prompts beyond are left out (default: any number, or on a CPU 1.3e12 "
         "divided by the parameters)"
     )
     add("--tokens", type=integer(1), help=most)

@@ -56,7 +56,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "micro_batch_tokens": 1024,
 }
 _SMALL = 20_000_000
-_WORK = 1.6e12  # parameters times tokens
+_WORK = 1.3e12  # parameters times tokens
 
 
 class Settings(NamedTuple):
