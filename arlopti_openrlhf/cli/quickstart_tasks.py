@@ -120,7 +120,7 @@ def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
         --data.input_key prompt --data.output_key response --data.input_template {{}} --data.max_len 512
         --adam.lr 2e-4 --train.batch_size {_SFT_BATCH} --train.micro_batch_size {_SFT_MICRO_BATCH}
         --train.max_epochs 1 --train.seed {plan.seed} --ds.zero_stage 2 --ds.attn_implementation sdpa
-        --ckpt.save_steps {_SFT_SAVE_STEPS} --ckpt.max_num 1 --ckpt.load_enable
+        --ckpt.save_steps {_SFT_SAVE_STEPS} --ckpt.max_num 2 --ckpt.load_enable
     """.split()
     flags += [f"--model.model_name_or_path={pretrained}", f"--data.dataset={solved}"]
     flags += [f"--ckpt.output_dir={folder}", f"--ckpt.path={checkpoints}"]

@@ -102,7 +102,7 @@ def test_a_large_model_on_a_cpu_gets_less(monkeypatch):
     models.set_defaults(small, ["1000000"])
     models.set_defaults(large, ["1000000", "160000000"])
     assert (small.samples, small.max_new_tokens, small.tokens) == (16, 1024, None)
-    assert (large.samples, large.max_new_tokens, large.tokens) == (16, 256, 10_000)
+    assert (large.samples, large.max_new_tokens, large.tokens) == (16, 256, 8_125)
 
 
 def test_memory_is_looked_at_first(tiny_model, tiny_data, tmp_path, monkeypatch, capsys):

@@ -111,8 +111,8 @@ def _check_cuda_toolkit(args: SimpleNamespace) -> Iterator[Finding]:
     op = "cpu_adam" if args.ds.adam_offload else "fused_adam"
     is_built = any(Path(deepspeed.submodule_search_locations[0], "ops/adam").glob(f"{op}_op*.so"))
     home = cpp_extension.CUDA_HOME
-    # The Adam on the CPU is compiled by g++, and linked with CUDA's libraries.
-    if not is_built and not (home and (args.ds.adam_offload or Path(home, "bin/nvcc").exists())):
+    # g++ compiles the Adam on the CPU, but DeepSpeed asks nvcc for its version there, too.
+    if not is_built and not (home and Path(home, "bin/nvcc").exists()):
         problem = f"DeepSpeed builds its {op} with the CUDA toolkit, which is not there"
         yield Finding("CUDA_HOME", home or "", problem, "install that of PyTorch's CUDA, or set CUDA_HOME to it")
 
