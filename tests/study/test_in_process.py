@@ -83,7 +83,8 @@ def test_dppo_leaves_out_no_token_where_the_policy_has_drawn_them_itself(inputs,
 @pytest.mark.long
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(inputs, tmp_path):
     # Eight prompts in two mini-batches, which are drawn anew in each step.
-    saves = f"--rollout.batch_size 8 --train.batch_size 32 --ckpt.path {tmp_path / 'checkpoints'} --ckpt.save_steps 1 --eval.steps 1"
+    saves = f"--ckpt.path {tmp_path / 'checkpoints'} --ckpt.save_steps 1 --eval.steps 1"
+    saves += " --rollout.batch_size 8 --train.batch_size 32 --train.num_episodes 2"
     whole = train("decisions-lopti-0", inputs, tmp_path / "whole", saves)
     rest = train("decisions-lopti-0", inputs, tmp_path / "rest", f"{saves} --ckpt.load_enable")
     assert [*rest["train/rollout/reward_mean"]] == [2] and [*whole["eval/kk_2ppl/accuracy"]] == [0, 1, 2]
