@@ -61,8 +61,8 @@ IMPORTS = (
     "torch transformers ray deepspeed datasets openrlhf arlopti_openrlhf vllm vllm._C_stable_libtorch "
     "vllm._moe_C_stable_libtorch vllm.cumem_allocator vllm.vllm_flash_attn._vllm_fa3_C vllm.v1.engine.async_llm "
     "vllm.v1.worker.gpu_worker vllm.v1.attention.backends.flash_attn vllm.model_executor.models.llama "
-    "openrlhf.trainer.ray.vllm_engine openrlhf.trainer.ray.vllm_worker_wrap math_verify tensorboard matplotlib "
-    "gguf liger_kernel"
+    "openrlhf.trainer.ray.vllm_engine openrlhf.trainer.ray.vllm_worker_wrap math_verify tensorboard gguf "
+    "liger_kernel"
 ).split()
 # In a library: a container of GPU code, then entries, whose headers have their kind, their size and a GPU's number.
 _CONTAINER, _MACHINE_CODE, _HOPPER, _OTHER = b"\x50\xed\x55\xba", 2, 90, 120

@@ -189,7 +189,8 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
     variables |= {"SLEEP": str(x.size.on_gpu), "LIGER": str(x.size.on_gpu)}
     variables |= {"DATA": str(x.puzzles(seed) / "train.jsonl"), "EVAL_DATA": str(x.puzzles(seed) / "test.jsonl")}
     variables |= {"ALPHA": "0.3", "ETA": "0.5", "ALGO": "grpo", "SAVE_HF": "0"}
-    variables["MODULE"] = x.size.module
+    if x.size.task:
+        variables["MODULE"] = "study.in_process"
     # The script calls `python`, which is to be this one.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(SCRIPT), *x.flags(ARMS[arm], seed)]

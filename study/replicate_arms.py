@@ -45,8 +45,7 @@ class Size(NamedTuple):
     temperature: float = 0.7
     flags: str = ""
     on_gpu: int = 1  # the launch script's SLEEP and LIGER
-    module: str = "arlopti_openrlhf.cli.train_ppo_ray"  # the launch script's MODULE, which trains
-    task: str = ""  # the quickstart's
+    task: str = ""  # the quickstart's, each of whose runs is one process
 
 
 FULL = Size(
@@ -69,7 +68,7 @@ TOY = Size(
 _SMALL_FLAGS = "--ds.attn_implementation sdpa --ds.zero_stage 2 --vllm.enforce_eager --vllm.sync_backend gloo"
 
 
-def _small(task: str, steps: int, held_out: int, max_len: int, save_steps: int, epochs: int) -> Size:
+def _small(task: str, steps: int, held_out: int, save_steps: int, epochs: int) -> Size:
     """Return the size of runs of a quickstart's task, each in one process."""
     of = TASKS[task]
     return Size(
@@ -78,20 +77,19 @@ def _small(task: str, steps: int, held_out: int, max_len: int, save_steps: int, 
         steps=steps,
         held_out=held_out,
         max_new_tokens=of.max_new_tokens,
-        max_len=max_len,
+        max_len=of.max_len,
         save_steps=save_steps,
         epochs=epochs,
         temperature=1.0,
         flags=f"{_SMALL_FLAGS} {of.flags}",
         on_gpu=0,
-        module="study.in_process",
         task=task,
     )
 
 
 SMALL = {
-    "sums": _small("sums", steps=40, held_out=123, max_len=128, save_steps=8, epochs=1),
-    "puzzles": _small("puzzles", steps=100, held_out=64, max_len=512, save_steps=5, epochs=5),
+    "sums": _small("sums", steps=40, held_out=123, save_steps=8, epochs=1),
+    "puzzles": _small("puzzles", steps=100, held_out=64, save_steps=5, epochs=5),
 }
 
 

@@ -17,6 +17,7 @@ from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.update import checkpointing, partition
 from arlopti_openrlhf.update.checkpointing import NONE, WHOLE, Checkpointing
+from arlopti_openrlhf.update.settings import Settings
 
 
 def model(kind, hidden, inner, heads, keys, layers, vocabulary, **more):
@@ -127,7 +128,7 @@ def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Ex
 def setter_of(model: nn.Module, micro_batch_size: int, is_checkpointed: bool) -> Checkpointing:
     actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed)
     train = SimpleNamespace(dynamic_batch_enable=False, micro_batch_size=micro_batch_size)
-    return Checkpointing(model, SimpleNamespace(train=train, actor=actor))
+    return Checkpointing(model, SimpleNamespace(train=train, actor=actor), Settings())
 
 
 def budgets_of(items: list[Experience], setter: Checkpointing) -> dict[str, int]:

@@ -167,7 +167,7 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
     Flag("--actor.fill_memory", _SWITCH,
      "Let the selective update's micro-batches take the memory that is free on every GPU, whatever "
      "--train.micro_batch_size says. The gradients are equal to rounding. The log of the first update says how many "
-     "tokens a micro-batch has."),
+     "tokens a micro-batch has, or why the flag has no effect."),
 ), "care for the run": (
     Flag("--ops", _choice(["on", "off"], "on"),
      "off: the run is OpenRLHF's own, with the update of the given methods and nothing else of this package. Only the "

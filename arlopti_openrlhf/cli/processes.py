@@ -50,7 +50,7 @@ class Log:
             raise SystemExit(f"\n{tail}\n{name} failed with status {process.returncode}: {self.path}")
 
     def follow(self, command: str, flags: Sequence[str], bar: tqdm, progress: str) -> None:
-        """Run a Python module, whose lines move a bar.
+        """Run a Python module, whose lines move a bar. Its end fills it.
 
         Args:
             command: what follows `python -m`, before the flags.
@@ -69,6 +69,7 @@ class Log:
 
         with ticking(bar):
             self.run(f"python -m {command}", [sys.executable, "-m", *command.split(), *flags], advance)
+            bar.update(bar.total - bar.n)  # a resumed command says less
 
 
 class InUse(Exception):

@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
@@ -26,12 +27,12 @@ from tqdm import tqdm
 from arlopti_openrlhf import __version__
 from arlopti_openrlhf.cli.bad_input import Parser, check_out, command_parser
 from arlopti_openrlhf.cli.processes import InUse, Log, PeakMemory, lock
-from arlopti_openrlhf.cli.quickstart_tasks import CHECKPOINTS, TASKS, Plan
+from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.analysis.curves import read_scalars
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
 _SETTINGS = "settings.json"  # in the folder: what the quickstart there does
-_FOLDERS = ("data", "pretrained", "model", "model.partial", "checkpoint", "tensorboard", "evaluation") + CHECKPOINTS
+_FOLDERS = ("data", "pretrained", "model", "model.partial", "checkpoint", "checkpoints", "tensorboard", "evaluation")
 
 
 def main() -> None:
@@ -82,6 +83,8 @@ def run(plan: Plan, anew: bool = False) -> None:
         print(f"Resumes the run in {out}. --force would begin anew.")
     if is_reduced:
         print("--reduced tests the set-up. Its few steps teach the policy nothing.")
+    if not (draws := find_spec("matplotlib")):
+        print("matplotlib is not installed (it comes with the extra `analyze`), so there will be no curves.png.")
 
     # Imports PyTorch and transformers, which takes seconds that a typing mistake should not cost.
     from arlopti_openrlhf.lab import quickstart_results
@@ -98,7 +101,8 @@ def run(plan: Plan, anew: bool = False) -> None:
     # What came out, as a picture, as JSON and as text.
     records = [quickstart_results.read_records(path) for path in (first, last)]
     before, after = map(quickstart_results.accuracies, records)
-    quickstart_results.plot(read_scalars(out / "tensorboard"), before, after, task.rewards, out / "curves.png")
+    if draws:
+        quickstart_results.plot(read_scalars(out / "tensorboard"), before, after, task.rewards, out / "curves.png")
     summary = {
         "seed": plan.seed,
         "minutes": round((time.time() - start) / 60, 2),
@@ -186,7 +190,6 @@ def evaluate_model(plan: Plan, model: str, log: Log, title: str) -> Path:
     with tqdm(total=100, desc=f"{title} (vLLM)", unit="%") as bar:
         bar.set_postfix_str("starting vLLM, usually a minute")
         log.follow("arlopti_openrlhf evaluate", flags, bar, r"Processed prompts: +(\d+)%")
-        bar.update(bar.total - bar.n)
     return folder / f"{model}.responses.jsonl"
 
 
@@ -200,7 +203,7 @@ def train(plan: Plan, log: Log) -> None:
             log.follow("arlopti_openrlhf train", training_flags(plan), bar, progress)
             trained.touch()
             # They have the optimizer's state, and are seven times the model.
-            shutil.rmtree(plan.out / CHECKPOINTS[0], ignore_errors=True)
+            shutil.rmtree(plan.out / "checkpoints", ignore_errors=True)
         bar.update(bar.total - bar.n)
 
 
@@ -226,7 +229,7 @@ def training_flags(plan: Plan) -> list[str]:
         --rollout.batch_size {task.prompts_per_step} --rollout.n_samples_per_prompt 8
         --rollout.temperature 1.0 --rollout.max_new_tokens {task.max_new_tokens}
         --train.seed {plan.seed + 1}
-        --data.input_key prompt --data.label_key label --data.apply_chat_template
+        --data.input_key prompt --data.label_key label --data.apply_chat_template --data.max_len {task.max_len}
         --eval.steps {every} --eval.temperature 1.0 --eval.n_samples_per_prompt 4
         --ckpt.best_metric_key none --ckpt.save_steps {every} --ckpt.max_num 1 --ckpt.load_enable
         --logger.wandb.run_name quickstart
@@ -237,7 +240,7 @@ def training_flags(plan: Plan) -> list[str]:
         f"--data.prompt_dataset={plan.files.train}",
         f"--eval.dataset={plan.files.during}",
         f"--ckpt.output_dir={out / 'checkpoint'}",
-        f"--ckpt.path={out / CHECKPOINTS[0]}",
+        f"--ckpt.path={out / 'checkpoints'}",
         f"--logger.tensorboard_dir={out / 'tensorboard'}",
     ]
 

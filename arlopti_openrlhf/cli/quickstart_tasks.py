@@ -11,7 +11,6 @@ from arlopti_openrlhf.cli.processes import Log
 from arlopti_openrlhf.lab.data import sums
 from arlopti_openrlhf.lab.scoring.inputs import Row
 
-CHECKPOINTS = ("checkpoints", "checkpoints_sft")  # in a quickstart's folder, of RL and of the warm start
 PEOPLE = (2, 3)
 _SFT_BATCH, _SFT_MICRO_BATCH, _SFT_SAVE_STEPS = 16, 4, 4
 
@@ -38,6 +37,7 @@ class Task(NamedTuple):
     full: Size
     reduced: Size
     prompts_per_step: int
+    max_len: int  # tokens of prompt and answer
     max_new_tokens: int
     eval_samples: int  # per problem, before and after
     rewards: str  # what they range over
@@ -75,10 +75,7 @@ def _puzzles_of_few_names(count: int, **options) -> list[Row]:
 
 
 def _puzzles_without_instruction(count: int, **options) -> list[Row]:
-    """Make puzzles of two people without the published system text, which the warm start makes superfluous.
-
-    It is half of a prompt's tokens.
-    """
+    """Make puzzles of two people without the published system text, which is half of a prompt."""
     from arlopti_openrlhf.lab.data.preparation import generate_rows
 
     rows = generate_rows((2,), count, **options)
@@ -108,7 +105,7 @@ def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
     from arlopti_openrlhf.lab.data.preparation import render, write_rows
 
     pretrained, solved = plan.out / "pretrained", plan.out / "data" / "solved.jsonl"
-    checkpoints = plan.out / CHECKPOINTS[1]
+    checkpoints = pretrained / "checkpoints"
     _smollm2(plan, pretrained, log)
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     tokenizer.chat_template = knights_knaves.CHAT_TEMPLATE  # answers begin inside <think>, as the published ones do
@@ -127,7 +124,6 @@ def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
     with tqdm(total=len(rows) // _SFT_MICRO_BATCH, desc="2/5 supervised fine-tuning", unit="micro-batch") as bar:
         progress = r"Train step of epoch 0: .*?(\d+)/\d+ \[.*gpt_loss=(?P<loss>[\d.]+)"
         log.follow("arlopti_openrlhf.lab.train_sft", flags, bar, progress)
-        bar.update(bar.total - bar.n)  # resumed, it starts from zero
     shutil.rmtree(checkpoints, ignore_errors=True)
 
 
@@ -142,6 +138,7 @@ _TASKS = (
         full=Size(steps=30, held_out=384, eval_every=10, eval_problems=64, warm_start_steps=1200),
         reduced=Size(steps=4, held_out=16, eval_every=2, eval_problems=8, warm_start_steps=40),
         prompts_per_step=32,
+        max_len=512,
         max_new_tokens=112,
         eval_samples=8,
         rewards="from −3 to 3",
@@ -152,7 +149,6 @@ _TASKS = (
             --algo.kl.init_coef 0.001
             --actor.adam.lr 3e-4
             --rollout.micro_batch_size 64 --train.batch_size 128 --train.micro_batch_size 32
-            --data.max_len 512
         """,
     ),
     # The pretrained model has no reference, which would take a sixth of a step. KL changes nothing in so few.
@@ -166,6 +162,7 @@ _TASKS = (
         full=Size(steps=20, held_out=123, eval_every=5, eval_problems=32),
         reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4),
         prompts_per_step=8,
+        max_len=128,
         max_new_tokens=24,
         eval_samples=4,
         rewards="0 or 1",
@@ -176,7 +173,6 @@ _TASKS = (
             --algo.kl.init_coef 0
             --actor.adam.lr 3e-5
             --rollout.micro_batch_size 64 --train.batch_size 64 --train.micro_batch_size 16
-            --data.max_len 128
         """,
     ),
     Task(
@@ -189,6 +185,7 @@ _TASKS = (
         full=Size(steps=12, held_out=64, eval_every=6, eval_problems=12, warm_start_steps=24),
         reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4, warm_start_steps=1),
         prompts_per_step=4,
+        max_len=512,
         max_new_tokens=256,
         eval_samples=4,
         rewards="from −3 to 3",
@@ -199,7 +196,6 @@ _TASKS = (
             --algo.kl.init_coef 0
             --actor.adam.lr 3e-5
             --rollout.micro_batch_size 16 --train.batch_size 32 --train.micro_batch_size 8
-            --data.max_len 512
         """,
     ),
 )

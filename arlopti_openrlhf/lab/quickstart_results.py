@@ -155,7 +155,7 @@ def report(summary: dict, out: Path, pass_k: str, command: str, is_reduced: bool
     lines += [
         "",
         f"{outcome}. It took {summary['minutes']:.1f} minutes{since} and {summary['peak_rss_gib']:.1f} GiB.",
-        f"Curves:  {out / 'curves.png'}",
+        *([f"Curves:  {out / 'curves.png'}"] if (out / "curves.png").exists() else []),
         f"Trained: {out / 'checkpoint'}",
         f"Next:    SEED={summary['seed'] + 1} {command}    # leaves this one as it is",
         f"         {os.path.relpath(Path(sys.executable).with_name('tensorboard'))} --logdir {out / 'tensorboard'}",

@@ -17,6 +17,7 @@ from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
 from arlopti_openrlhf.update import partition
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample
+from arlopti_openrlhf.update.settings import Settings
 
 NONE, WHOLE = "none", "whole"  # which layers the backward pass computes again
 # Per token. Layers that are computed again take one more forward pass, a third of what they take otherwise (counted by
@@ -38,23 +39,20 @@ class Checkpointing:
     Args:
         model: Hugging Face's, with checkpointing as OpenRLHF has enabled it, or not.
         args: upstream's nested arguments.
-        choice: "auto", or "whole" for OpenRLHF's own level.
-        fills_memory: whether micro-batches take what is free, and not as many samples as the user says.
+        settings: the choice of the level, and whether micro-batches take what is free.
 
     Attributes:
         levels: available levels. The last is OpenRLHF's own.
         level: the current one.
     """
 
-    def __init__(
-        self, model: nn.Module, args: SimpleNamespace, choice: str = "auto", fills_memory: bool = False
-    ) -> None:
-        self.model, self.args, self.fills_memory = model, args, fills_memory
+    def __init__(self, model: nn.Module, args: SimpleNamespace, settings: Settings) -> None:
+        self.model, self.args, self.fills_memory = model, args, settings.fills_memory
         self.modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.config: PretrainedConfig = model.config.get_text_config()
         self.levels = [NONE]
         if args.actor.gradient_checkpointing_enable:
-            is_free = choice != WHOLE and is_known(self.config)
+            is_free = settings.checkpointing != WHOLE and is_known(self.config)
             self.levels = [NONE, WHOLE] if is_free else [WHOLE]
         self.level = self.levels[-1]
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import torch
 
-from arlopti_openrlhf.activation_memory import is_known
 from arlopti_openrlhf.update.checkpointing import WHOLE, Checkpointing
 
 _SECONDS = 0.25  # between readings. The driver's share covers its last second, or less
@@ -19,7 +18,6 @@ class GpuWatch:
 
     def __init__(self) -> None:
         self.shares: list[float] = []
-        self.seconds = 0.0
 
     def __enter__(self) -> "GpuWatch":
         self._start, self._ends, self._device = time.monotonic(), threading.Event(), torch.cuda.current_device()
@@ -44,27 +42,28 @@ class GpuWatch:
         return sum(later) / len(later) if later else None
 
 
-def report(watch: GpuWatch, tokens: Sequence[int], checkpointing: Checkpointing) -> str:
+def report(watch: GpuWatch, tokens: Sequence[int], checkpointing: Checkpointing, fits_tokens: bool) -> str:
     """Return a line on the first update.
 
     Args:
         watch: which has seen it.
         tokens: of each micro-batch of its first mini-batch.
         checkpointing: which has chosen their size.
+        fits_tokens: whether it has done so by their tokens, and not by their number of samples.
     """
     busy = "unknown" if watch.busy is None else f"{watch.busy:.0%}, in its second half"
     per_batch = f"{sum(tokens) / len(tokens):,.0f} tokens per micro-batch"
     line = f"first update: {watch.seconds:.1f} s, {per_batch}, GPU busy: {busy}"
-    hints = list(_hints(watch.busy, len(tokens), checkpointing))
+    hints = list(_hints(watch.busy, len(tokens), checkpointing, fits_tokens))
     return f"{line}. To make updates faster: {'; '.join(hints)}" if hints else line
 
 
-def _hints(busy: float | None, micro_batches: int, checkpointing: Checkpointing) -> Iterator[str]:
+def _hints(busy: float | None, micro_batches: int, checkpointing: Checkpointing, fits_tokens: bool) -> Iterator[str]:
     args, waits = checkpointing.args, busy is None or busy < _BUSY
     if waits and micro_batches > 1:
         if args.train.dynamic_batch_enable:
             yield "a larger --train.max_tokens_per_gpu"
-        elif is_known(checkpointing.config) and not checkpointing.fills_memory:
+        elif fits_tokens and not checkpointing.fills_memory:
             yield "--actor.fill_memory for larger micro-batches"
     if waits and not args.ds.use_liger_kernel:
         yield "--ds.use_liger_kernel for fewer kernels"

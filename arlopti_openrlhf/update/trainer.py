@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from arlopti_openrlhf import learning_rate, token_method
+from arlopti_openrlhf.activation_memory import is_known
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.update import mini_batches, old_log_probs, optimizer_steps, partition
 from arlopti_openrlhf.update.checkpointing import Checkpointing
@@ -40,13 +41,11 @@ class TokenUpdateTrainer(StepTrainer):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        settings = self.settings
-        self.checkpointing = Checkpointing(
-            self.actor.model.module, self.args, settings.checkpointing, settings.fills_memory
-        )
+        self.checkpointing = Checkpointing(self.actor.model.module, self.args, self.settings)
         self.ranks = Ranks(self.strategy)
         # Of the first mini-batch of the run, which the log describes: the tokens of its micro-batches
         self.first_tokens: list[int] = []
+        self.fits_tokens = True  # whether these micro-batches follow from memory
         # What counts optimizer steps is shared out between the passes. At equal data the learning rate and the average
         # of the weights are those of one pass.
         passes = len(self.token_weights.labels)
@@ -90,7 +89,7 @@ class TokenUpdateTrainer(StepTrainer):
         with GpuWatch() if reports else nullcontext() as watch:
             status = self._train(kl_ctl) if is_ours else super().ppo_train(kl_ctl)
         if watch and self.first_tokens:
-            logger.info(report(watch, self.first_tokens, self.checkpointing))
+            logger.info(report(watch, self.first_tokens, self.checkpointing, self.fits_tokens))
         if self.statistics is None:
             return status
         # GSPO's gradient is spread over the response.
@@ -146,6 +145,10 @@ class TokenUpdateTrainer(StepTrainer):
             if self.args.actor.gradient_checkpointing_enable:
                 described += f"; gradient checkpointing: {self.checkpointing.level}"
             logger.info(f"selective update, first mini-batch of this rank: {described}")
+            self.fits_tokens = isinstance(limit, int) and is_known(self.checkpointing.config)
+            if self.settings.fills_memory and not self.fits_tokens:
+                why = limit if isinstance(limit, str) else "the size of the model's layers is not known"
+                logger.warning(f"--actor.fill_memory has no effect: {why}")
         return batches
 
     def _reports(self) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from arlopti_openrlhf.cli import train_ppo_ray
+from arlopti_openrlhf.cli.quickstart_tasks import TASKS
 from study import replicate, replicate_report
 from study.summary import CURVES, MEASURES, NORMS
 
@@ -181,6 +182,20 @@ def test_every_arm_is_what_it_is_called(start, tmp_path):
     own = {*names, "ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir", "logger.wandb.run_name"}
     common = [{name: value for name, value in args.items() if name not in own} for args in found.values()]
     assert all(args == common[0] for args in common)
+
+
+@pytest.mark.parametrize("task", ["sums", "puzzles"])
+def test_a_small_run_is_the_quickstarts_task_in_one_process(start, tmp_path, task):
+    with pytest.raises(SystemExit):  # the log of the script above is that of other sources
+        start("--small", task, "--model", "m", "--arms", "double-steps", "--seeds=1")
+    _, module, *argv = (tmp_path / "out" / "double-steps-0.argv").read_text().split("\0")[:-1]
+    args, of = vars(train_ppo_ray.parse(argv)), TASKS[task]
+    assert module == "study.in_process" and args["ds.zero_stage"] == 2 and not args["ds.use_liger_kernel"]
+    assert args["train.batch_size"] == of.prompts_per_step * 8 // 4
+    assert (args["data.max_len"], args["rollout.max_new_tokens"]) == (of.max_len, of.max_new_tokens)
+    assert args["reward.remote_url"] == {"sums": "math", "puzzles": "kk"}[task]
+    (row, *_) = (tmp_path / "out" / "puzzles-0" / "test.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(row)["datasource"] == {"sums": "math", "puzzles": "kk_2ppl"}[task]
 
 
 def test_steps_that_make_no_whole_epochs_are_refused(capsys):

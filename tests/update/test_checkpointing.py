@@ -14,6 +14,7 @@ from arlopti_openrlhf.activation_memory import layer_bytes
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.update import checkpointing, partition
 from arlopti_openrlhf.update.checkpointing import NONE, WHOLE, Checkpointing
+from arlopti_openrlhf.update.settings import Settings
 
 LAYERS = 3
 
@@ -68,7 +69,7 @@ def test_gradients_are_the_same(dtype, reentrant):
     sequences[1::2, :8] = sequences[::2, :8]  # two prompts with two responses each
     attention_mask, action_mask = torch.ones_like(sequences), torch.ones(4, 12, dtype=torch.long)
     actor.check(sequences, attention_mask)
-    setter = Checkpointing(model, flags())
+    setter = Checkpointing(model, flags(), Settings())
     for level in (NONE, WHOLE):
         setter.set(level)
         model.zero_grad()
@@ -89,7 +90,7 @@ def change_levels(folder: str) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     model = made(num_hidden_layers=8)
-    actor, setter = SelectiveActor(model), Checkpointing(model, flags())
+    actor, setter = SelectiveActor(model), Checkpointing(model, flags(), Settings())
     actor.packing_samples = actor.is_vlm = False
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     zero = {
@@ -154,7 +155,7 @@ def test_what_is_free_is_room_for_activations(free, room):
     """A layer keeps 1,216 bytes of a token, or 64, and the last norm 256. Gradients take one layer more, and what is
     computed again another one. At a vocabulary of 8 OpenRLHF's peak is there, too. A prompt has 250 tokens.
     """
-    setter = Checkpointing(made(vocab_size=8), flags())
+    setter = Checkpointing(made(vocab_size=8), flags(), Settings())
     assert layer_bytes(setter.config) == 1216
     assert setter.budget(NONE, 100, 250, keys_per_token=1, free=free) == min(250, room // (4 * 1216 + 256))
     assert setter.budget(WHOLE, 100, 250, keys_per_token=1, free=free) == 100
@@ -168,7 +169,7 @@ def test_what_is_free_is_filled(is_checkpointed, monkeypatch):
     """
     kept = 3 * 1216 + 256 if not is_checkpointed else 3 * 64 + 256
     at_work = 1216 if not is_checkpointed else 2 * 1216
-    setter = Checkpointing(made(vocab_size=8), flags(is_checkpointed=is_checkpointed), fills_memory=True)
+    setter = Checkpointing(made(vocab_size=8), flags(is_checkpointed=is_checkpointed), Settings(fills_memory=True))
     level = setter.levels[-1]
     assert setter.budget(level, 100, 250, keys_per_token=1, free=10**9) == 10**9 // (kept + at_work) > 250
     assert setter.budget(level, 1000, 250, keys_per_token=1, free=0) == 1000  # its logits are 8 numbers
@@ -177,14 +178,14 @@ def test_what_is_free_is_filled(is_checkpointed, monkeypatch):
     assert len(partition.micro_batches(items, setter.fit([items], Ranks(2**60), has_stepped=True))) == 1
     setter.fills_memory = False
     assert len(partition.micro_batches(items, setter.fit([items], Ranks(2**60), has_stepped=True))) > 1
-    unknown = Checkpointing(made("gemma"), flags(is_checkpointed=is_checkpointed), fills_memory=True)
+    unknown = Checkpointing(made("gemma"), flags(is_checkpointed=is_checkpointed), Settings(fills_memory=True))
     assert unknown.budget(level, 100, 250, keys_per_token=1, free=10**9) == 100
 
 
 @pytest.mark.parametrize("level", [NONE, WHOLE])
 def test_openrlhfs_own_peak_is_room(level):
     """Its logits of 200 tokens, at 1 MB each with all that goes with them, hold 250 tokens and a block of ours."""
-    setter = Checkpointing(made(vocab_size=100_000), flags())
+    setter = Checkpointing(made(vocab_size=100_000), flags(), Settings())
     assert setter.budget(level, 200, 250, keys_per_token=1, free=0) == 250
 
 
@@ -193,7 +194,7 @@ def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
     and states in the head take 48."""
     sizes = dict(hidden_size=8, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     model, args = made(num_key_value_heads=1, **sizes), flags(micro_batch_size=2, is_checkpointed=False)
-    setter = Checkpointing(model, args)
+    setter = Checkpointing(model, args, Settings())
 
     def budget(costliest: int, keys: int = 1) -> int:
         return setter.budget(NONE, 10_000, costliest, keys, free=2**60)  # what is free does not count
@@ -219,7 +220,7 @@ def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
 @pytest.mark.parametrize(("tokens", "expected"), [(199, WHOLE), (201, NONE)])
 def test_the_longest_sample_needs_room(tokens, expected, monkeypatch):
     monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: tokens * (4 * 1216 + 256))
-    setter = Checkpointing(made(vocab_size=8), flags())
+    setter = Checkpointing(made(vocab_size=8), flags(), Settings())
     setter.fit([samples(1, 100, 100)], Ranks(free=2**60), has_stepped=True)
     assert setter.level == expected
 
@@ -228,7 +229,7 @@ def test_the_longest_sample_needs_room(tokens, expected, monkeypatch):
 def test_dynamic_batches_are_as_large_as_asked_for(free, expected, monkeypatch):
     """OpenRLHF's peak, where its logits do not show, holds all of them but for the states in our head."""
     monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: free)
-    setter = Checkpointing(made(vocab_size=8), flags(tokens=77))
+    setter = Checkpointing(made(vocab_size=8), flags(tokens=77), Settings())
     assert setter.fit([samples(1, 10, 10)], Ranks(free=2**60), has_stepped=True) == 77
     assert setter.level == expected
     # A prompt of which each token has 100 keys keeps them in the layer at work.
@@ -239,7 +240,7 @@ def test_dynamic_batches_are_as_large_as_asked_for(free, expected, monkeypatch):
     ("packs", "size", "expected"), [(False, 3, 3 * 30), (True, 3, 75), (True, 9, 85), (False, 9, 120)]
 )
 def test_openrlhf_pads_where_it_does_not_pack(packs, size, expected):
-    setter = Checkpointing(made(), flags(micro_batch_size=size, packs=packs))
+    setter = Checkpointing(made(), flags(micro_batch_size=size, packs=packs), Settings())
     assert setter._tokens_of_stock([30, 25, 20, 10], Ranks(0)) == expected
 
 
@@ -260,14 +261,14 @@ def test_the_level_of_least_time_is_taken(vocabulary, layers, responses, prompt,
     2. With all kept there is room for one response: 8 x (2,000 + 3,500) > (15,300 + 3,500) x 4/3.
     3. With all kept there is room for 65,542: 56,000 + 20,000 + 2 x 3,500 < (74,000 + 3,500) x 4/3.
     """
-    setter = Checkpointing(made(vocab_size=vocabulary, num_hidden_layers=layers), flags())
+    setter = Checkpointing(made(vocab_size=vocabulary, num_hidden_layers=layers), flags(), Settings())
     budget = setter.fit([samples(responses, prompt, response)], Ranks(free=0), has_stepped=True)
     assert (setter.level, budget) == expected
 
 
 def test_all_ranks_choose_alike(monkeypatch):
     monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: 2**50)
-    setter = Checkpointing(made(vocab_size=8), flags())
+    setter = Checkpointing(made(vocab_size=8), flags(), Settings())
     for free, expected in ((2**60, NONE), (0, WHOLE), (2**60, NONE)):
         setter.fit([samples(2, 10, 10)], Ranks(free), has_stepped=True)
         assert setter.level == expected
@@ -285,7 +286,10 @@ def test_all_ranks_choose_alike(monkeypatch):
     ids=["auto", "forced", "unknown", "off"],
 )
 def test_levels(kind, is_checkpointed, choice, expected):
-    assert Checkpointing(made(kind), flags(is_checkpointed=is_checkpointed), choice).levels == expected
+    assert (
+        Checkpointing(made(kind), flags(is_checkpointed=is_checkpointed), Settings(checkpointing=choice)).levels
+        == expected
+    )
 
 
 def test_deepspeed_needs_room_too(monkeypatch):

@@ -19,11 +19,11 @@ from arlopti_openrlhf.update.checkpointing import NONE, WHOLE  # noqa: E402
 from arlopti_openrlhf.update.first_update import GpuWatch, report  # noqa: E402
 
 
-def chosen(level: str = NONE, kind: str = "qwen2", fills: bool = False, **flags) -> SimpleNamespace:
+def chosen(level: str = NONE, fills: bool = False, **flags) -> SimpleNamespace:
     """Stands in for `Checkpointing`."""
     given = dict(dynamic_batch_enable=False, use_liger_kernel=False, adam_offload=False) | flags
     args = SimpleNamespace(train=SimpleNamespace(**given), ds=SimpleNamespace(**given))
-    return SimpleNamespace(args=args, level=level, config=SimpleNamespace(model_type=kind), fills_memory=fills)
+    return SimpleNamespace(args=args, level=level, fills_memory=fills)
 
 
 def watched(*shares: float) -> GpuWatch:
@@ -43,7 +43,6 @@ FILL, LIGER = "--actor.fill_memory for larger micro-batches", "--ds.use_liger_ke
         ([0.9], [4000, 2000], chosen(), "90%", []),
         ([0.4], [3000], chosen(), "40%", [LIGER]),
         ([0.4], [3000, 3000], chosen(fills=True, use_liger_kernel=True), "40%", []),
-        ([0.4], [3000, 3000], chosen(kind="gemma", use_liger_kernel=True), "40%", []),
         (
             [0.4],
             [3000, 3000],
@@ -55,10 +54,14 @@ FILL, LIGER = "--actor.fill_memory for larger micro-batches", "--ds.use_liger_ke
     ],
 )
 def test_what_is_said(shares, tokens, of, busy, hints):
-    said, _, advice = report(watched(*shares), tokens, of).partition(". To make updates faster: ")
+    said, _, advice = report(watched(*shares), tokens, of, fits_tokens=True).partition(". To make updates faster: ")
     assert said.startswith(f"first update: 12.3 s, 3,000 tokens per micro-batch, GPU busy: {busy}")
     found = advice.split("; ") if advice else []
     assert len(found) == len(hints) and all(line.startswith(hint) for line, hint in zip(found, hints, strict=True))
+
+
+def test_memory_is_no_advice_where_micro_batches_count_samples():
+    assert "fill_memory" not in report(watched(0.4), [3000, 3000], chosen(), fits_tokens=False)
 
 
 def test_the_driver_is_asked_while_the_context_lasts(monkeypatch):
@@ -83,11 +86,16 @@ def test_a_gpu_that_the_driver_does_not_count_ends_nothing(monkeypatch):
     assert watch.busy is None
 
 
-@pytest.mark.parametrize("flags", [[], ["--actor.fill_memory"]])
-def test_the_first_update_of_the_trainer_is_reported_once(flags, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "is_known"), [([], True), (["--actor.fill_memory"], True), (["--actor.fill_memory"], False)]
+)
+def test_the_first_update_of_the_trainer_is_reported_once(flags, is_known, monkeypatch):
     """Two prompts, in micro-batches of two samples, or in one that takes what is free."""
-    said = []
+    said, warned = [], []
     monkeypatch.setattr(trainer.logger, "info", said.append)
+    monkeypatch.setattr(trainer.logger, "warning", warned.append)
+    for module in (checkpointing, trainer):
+        monkeypatch.setattr(module, "is_known", lambda config: is_known)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: 2**40)
     monkeypatch.setitem(rollouts.SHAPES, "filled", rollouts.Shape("filled", 32, 64, 1, 4, 2, vocab_size=211))
@@ -113,5 +121,7 @@ def test_the_first_update_of_the_trainer_is_reported_once(flags, monkeypatch):
             driver.ppo_train(args.algo.kl.init_coef)
             driver.replay_buffer.clear()
     divided, first = said
-    assert ("in 1 micro-batch " in divided) == bool(flags) and first.startswith("first update: ")
+    assert ("in 1 micro-batch " in divided) == (bool(flags) and is_known) and first.startswith("first update: ")
     assert ("--actor.fill_memory" in first) == (not flags)
+    expected = "--actor.fill_memory has no effect: the size of the model's layers is not known"
+    assert warned == ([] if is_known else [expected])
