@@ -11,7 +11,6 @@ a text model in bf16 on such a GPU. `gpu_stack.sh` trains there, and README.md l
 import argparse
 import hashlib
 import importlib
-import io
 import lzma
 import shutil
 import struct
@@ -168,23 +167,6 @@ def write_parts(stack: Path, folder: Path) -> None:
     (folder / "SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
 
 
-class Joined(io.RawIOBase):
-    """Reads files as one."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.files = [path.open("rb") for path in paths]
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while self.files:
-            if count := self.files[0].readinto(buffer):
-                return count
-            self.files.pop(0).close()
-        return 0
-
-
 def unpack(folder: Path, count: int) -> None:
     """Keep the parts of a folder. Once all have arrived, compare, unpack and import them."""
     kept = STACK / "parts"
@@ -199,8 +181,11 @@ def unpack(folder: Path, count: int) -> None:
     if found != (kept / "SUMS").read_text("utf-8").split("\n")[:-1]:
         raise SystemExit("the parts are not those of SUMS")
     start = time.monotonic()
-    with lzma.open(io.BufferedReader(Joined(parts), 1 << 20)) as file, tarfile.open(fileobj=file, mode="r|") as tar:
+    whole = kept / "whole"
+    whole.write_bytes(b"".join(path.read_bytes() for path in parts))
+    with lzma.open(whole) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         tar.extractall(STACK, filter="fully_trusted")
+    whole.unlink()
     print(f"unpacked in {time.monotonic() - start:.0f} s")
     sys.path[:0] = [str(ROOT), str(STACK / "site")]
     for name in IMPORTS:
