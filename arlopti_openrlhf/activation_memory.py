@@ -17,17 +17,19 @@ def is_known(config: "PreTrainedConfig") -> bool:
     return config.model_type in _KNOWN
 
 
-def layer_bytes(config: "PreTrainedConfig", keys_per_token: float = 1.0) -> float:
+def layer_bytes(config: "PreTrainedConfig", keys_per_token: float = 1.0, liger: bool = False) -> float:
     """Return the bytes per token that a decoder layer keeps for its backward pass, in 16 bits with flash-attn.
 
     The MLP keeps its gate, the gate's activation, the other branch and their product. A norm keeps a float32 copy of
-    its input, the normalised one and its result. Attention keeps queries, keys, values and its result. Other models
-    than those of `is_known` are taken for one of them, with the experts that a token goes to in place of the MLP.
+    its input, the normalised one and its result. Liger's kernels keep neither the activation nor the copy and the
+    normalised input. Attention keeps queries, keys, values and its result. Other models than those of `is_known` are
+    taken for one of them, with the experts that a token goes to in place of the MLP.
 
     Args:
         config: of the language model.
         keys_per_token: keys and values that attention keeps for each token. They are more than one where packed
             responses see a shared prompt.
+        liger: whether Liger's kernels compute norms and MLP (`--ds.use_liger_kernel`).
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     width = getattr(config, "head_dim", None) or hidden // heads
@@ -35,11 +37,13 @@ def layer_bytes(config: "PreTrainedConfig", keys_per_token: float = 1.0) -> floa
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     if experts := getattr(config, "num_experts_per_tok", None):
         inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
-    norms = 6 * (queries + keys) if config.model_type == "qwen3" else 0  # of queries and keys
-    return 8 * inner + 16 * hidden + 4 * queries + 4 * keys * keys_per_token + norms
+    # What an MLP keeps for each of its numbers, and a norm for each of its inputs beside its result.
+    mlp, norm = (6, 2) if liger else (8, 6)
+    norms = norm * (queries + keys) if config.model_type == "qwen3" else 0  # of queries and keys
+    return mlp * inner + 2 * (norm + 2) * hidden + 4 * queries + 4 * keys * keys_per_token + norms
 
 
-def peak_bytes(config: "PreTrainedConfig", is_checkpointed: bool, keeps_logits: bool) -> float:
+def peak_bytes(config: "PreTrainedConfig", is_checkpointed: bool, keeps_logits: bool, liger: bool = False) -> float:
     """Return the bytes per token of a micro-batch when its backward pass has most in memory.
 
     That is at the last layer, or where it begins: at the logits, or in the selective update at one block of them
@@ -49,13 +53,14 @@ def peak_bytes(config: "PreTrainedConfig", is_checkpointed: bool, keeps_logits: 
         config: of the language model.
         is_checkpointed: whether only the layers' inputs are kept, and the inside of one layer at a time.
         keeps_logits: as OpenRLHF's update does.
+        liger: as in `layer_bytes`.
     """
-    kept, at_work = _kept_and_at_work(config, is_checkpointed)
+    kept, at_work = _kept_and_at_work(config, is_checkpointed, liger=liger)
     return kept + max(at_work, LOGIT * config.vocab_size if keeps_logits else 0)
 
 
 def most_tokens(
-    config: "PreTrainedConfig", room: float, is_checkpointed: bool, keys_per_token: float, block: int
+    config: "PreTrainedConfig", room: float, is_checkpointed: bool, keys_per_token: float, block: int, liger: bool
 ) -> int:
     """Return how many tokens a micro-batch of the selective update can have in so much memory.
 
@@ -65,8 +70,9 @@ def most_tokens(
         is_checkpointed: as in `peak_bytes`.
         keys_per_token: as in `layer_bytes`.
         block: how many logits the head has at a time, at most, unless 1,024 columns hold more.
+        liger: as in `layer_bytes`.
     """
-    kept, at_work = _kept_and_at_work(config, is_checkpointed, keys_per_token)
+    kept, at_work = _kept_and_at_work(config, is_checkpointed, keys_per_token, liger)
     # The head copies the states that it selects, and sums their gradient in float32, beside one block of logits.
     states = kept + 6 * config.hidden_size
     at_head = max(
@@ -77,12 +83,12 @@ def most_tokens(
 
 
 def _kept_and_at_work(
-    config: "PreTrainedConfig", is_checkpointed: bool, keys_per_token: float = 1.0
+    config: "PreTrainedConfig", is_checkpointed: bool, keys_per_token: float = 1.0, liger: bool = False
 ) -> tuple[float, float]:
     """Return the bytes per token that all layers and the last norm keep, and those of the layer at work.
 
     A layer at work holds about as much in gradients as it has kept. If it is checkpointed, it has been computed again.
     """
-    layer = layer_bytes(config, keys_per_token)
+    layer = layer_bytes(config, keys_per_token, liger)
     of_each, at_work = (2 * config.hidden_size, 2 * layer) if is_checkpointed else (layer, layer)
     return config.num_hidden_layers * of_each + 8 * config.hidden_size, at_work

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from arlopti_testing import saved_bytes
 from arlopti_testing.peak_bytes import PeakBytes
 from openrlhf.models import Actor
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arlopti_openrlhf.activation_memory import layer_bytes, peak_bytes
 from arlopti_openrlhf.forward import lm_head, segment_attention
@@ -45,61 +45,18 @@ MODELS = {
     "Mistral-7B": model("mistral", 4096, 14336, 32, 8, 32, 32_768, sliding_window=None),
     "Qwen3-1.7B": model("qwen3", 2048, 6144, 16, 8, 28, 151_936, head_dim=128),
 }
-TOKENS = 256
-
-
-class _Attention(torch.autograd.Function):
-    """Saves what flash-attn does: queries, keys, values, the result, and a float32 normaliser for each query.
-
-    No test goes backward through it.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value):
-        result = torch.empty_like(query.transpose(1, 2).contiguous())
-        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:3], dtype=torch.float32))
-        return result
-
-
-@pytest.fixture(scope="module", autouse=True)
-def attention():
-    def attend(module, query, key, value, *args, **kwargs):
-        return _Attention.apply(query, key, value), None
-
-    ALL_ATTENTION_FUNCTIONS.register("counted", attend)  # for good: transformers' registry takes no name out again
-
-
-def saved_bytes(config, layers: int, is_checkpointed: bool = False) -> int:
-    """Return the bytes of all tensors that a forward pass of so many layers saves, without the weights."""
-    config = type(config)(**config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
-    with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(config, attn_implementation="counted").bfloat16()
-    if is_checkpointed:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
-    weights = {tensor.untyped_storage()._cdata for tensor in (*policy.parameters(), *policy.buffers())}
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = policy.train()(torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), logits_to_keep=1)
-    assert output.logits.requires_grad
-    return sum(storage.nbytes() for address, storage in storages.items() if address not in weights)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_keeps_what_is_counted(name):
     config = MODELS[name]
-    saved = (saved_bytes(config, 3) - saved_bytes(config, 2)) / TOKENS
-    assert layer_bytes(config) == pytest.approx(saved, rel=0.05)
+    assert layer_bytes(config) == pytest.approx(saved_bytes.of_a_layer(config), rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Llama-3.1-8B"])
 def test_a_checkpointed_layer_keeps_its_input(name):
     config = MODELS[name]
-    saved = (saved_bytes(config, 3, True) - saved_bytes(config, 2, True)) / TOKENS
+    saved = saved_bytes.of_a_layer(config, is_checkpointed=True)
     assert saved == pytest.approx(2 * config.hidden_size, rel=0.05)
     layer, config.num_hidden_layers = layer_bytes(config), 2
     assert peak_bytes(config, True, keeps_logits=False) == (2 * 2 + 8) * config.hidden_size + 2 * layer
@@ -128,7 +85,8 @@ def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Ex
 def setter_of(model: nn.Module, micro_batch_size: int, is_checkpointed: bool) -> Checkpointing:
     actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed)
     train = SimpleNamespace(dynamic_batch_enable=False, micro_batch_size=micro_batch_size)
-    return Checkpointing(model, SimpleNamespace(train=train, actor=actor), Settings())
+    ds = SimpleNamespace(use_liger_kernel=False)
+    return Checkpointing(model, SimpleNamespace(train=train, actor=actor, ds=ds), Settings())
 
 
 def budgets_of(items: list[Experience], setter: Checkpointing) -> dict[str, int]:
@@ -152,7 +110,7 @@ def test_a_micro_batch_takes_no_more_memory_than_stocks(name, micro_batch_size, 
     items = samples(2000, [100 * n for n in range(1, 17)])
     model = nn.Linear(1, 1)
     model.config = config
-    layer = (saved_bytes(config, 3) - saved_bytes(config, 2)) / TOKENS
+    layer = saved_bytes.of_a_layer(config)
     layers, hidden = config.num_hidden_layers, config.hidden_size
     inputs = 2 * hidden
     padded = micro_batch_size * max(len(item.sequences) for item in items)

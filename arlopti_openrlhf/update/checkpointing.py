@@ -120,10 +120,10 @@ class Checkpointing:
         """
         if not is_known(self.config):
             return of_stock
-        own = self.levels[-1]
-        stock = of_stock * peak_bytes(self.config, own == WHOLE, keeps_logits=True)
+        own, liger = self.levels[-1], self.args.ds.use_liger_kernel
+        stock = of_stock * peak_bytes(self.config, own == WHOLE, True, liger)
         room = stock if level == own and not self.fills_memory else max(stock, free)
-        fitting = most_tokens(self.config, room, level == WHOLE, keys_per_token, BLOCK_ELEMENTS)
+        fitting = most_tokens(self.config, room, level == WHOLE, keys_per_token, BLOCK_ELEMENTS, liger)
         if self.fills_memory:
             return fitting
         return min(fitting, of_stock if self.args.train.dynamic_batch_enable else max(of_stock, costliest))

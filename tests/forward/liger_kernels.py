@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from arlopti_testing import liger
+from arlopti_testing import liger, saved_bytes
 from arlopti_testing.forward_models import SHAPE, actor, assert_equal, run, save
 from arlopti_testing.processes import errors_on_two_ranks
 from transformers import AutoConfig
+
+from arlopti_openrlhf.activation_memory import layer_bytes
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -80,6 +82,15 @@ def test_a_kernel_that_is_wrong_shows(model, batch, monkeypatch):
     _, found, expected = ours_and_stocks(model, batch)
     with pytest.raises(AssertionError):
         assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_layer_keeps_what_is_counted(kind):
+    config = AutoConfig.for_model(kind, **SHAPE)
+    with liger.undone_afterwards(kind):
+        saved = saved_bytes.of_a_layer(config, liger=True)
+    assert layer_bytes(config, liger=True) == pytest.approx(saved, rel=0.05)
+    assert layer_bytes(config) > 1.2 * saved
 
 
 def test_two_ranks_under_zero3(tmp_path):

@@ -24,6 +24,7 @@ def flags(
     is_checkpointed: bool = True,
     tokens: int | None = None,
     packs: bool = False,
+    liger: bool = False,
 ) -> SimpleNamespace:
     """With `tokens` in dynamic batches of so many."""
     actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed)
@@ -34,7 +35,12 @@ def flags(
         colocate_all=True,
     )
     ds = SimpleNamespace(
-        packing_samples=packs, zero_stage=2, adam_offload=False, grad_accum_dtype=None, enable_sleep=False
+        packing_samples=packs,
+        zero_stage=2,
+        adam_offload=False,
+        grad_accum_dtype=None,
+        enable_sleep=False,
+        use_liger_kernel=liger,
     )
     algo = SimpleNamespace(advantage=SimpleNamespace(estimator="group_norm"))
     return SimpleNamespace(actor=actor, train=train, ds=ds, algo=algo)
@@ -159,6 +165,12 @@ def test_what_is_free_is_room_for_activations(free, room):
     assert layer_bytes(setter.config) == 1216
     assert setter.budget(NONE, 100, 250, keys_per_token=1, free=free) == min(250, room // (4 * 1216 + 256))
     assert setter.budget(WHOLE, 100, 250, keys_per_token=1, free=free) == 100
+
+
+def test_ligers_layers_keep_less():
+    """6 x 64 + 8 x 32 + 4 x 32 + 4 x 16 = 832 bytes of a token."""
+    setter = Checkpointing(made(vocab_size=8), flags(liger=True), Settings())
+    assert setter.budget(NONE, 100, 10**9, keys_per_token=1, free=10**9) == 10**9 // (4 * 832 + 256)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
