@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Bytes of one logit where most are in memory: float32, its gradient, and that gradient in 16 bits. A block of the
-# selective update's takes as much.
+# Bytes of a logit where most are in memory, in a block of ours, too: float32, its gradient, and that in 16 bits.
 LOGIT = 10
 # Types of models whose layers keep what `layer_bytes` counts. Their whole LM head runs in blocks, too.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3")
@@ -20,10 +19,10 @@ def is_known(config: "PreTrainedConfig") -> bool:
 def layer_bytes(config: "PreTrainedConfig", keys_per_token: float = 1.0, liger: bool = False) -> float:
     """Return the bytes per token that a decoder layer keeps for its backward pass, in 16 bits with flash-attn.
 
-    The MLP keeps its gate, the gate's activation, the other branch and their product. A norm keeps a float32 copy of
-    its input, the normalised one and its result. Liger's kernels keep neither the activation nor the copy and the
-    normalised input. Attention keeps queries, keys, values and its result. Other models than those of `is_known` are
-    taken for one of them, with the experts that a token goes to in place of the MLP.
+    The MLP keeps its gate, the gate's activation, the other branch and their product; Liger's no activation. A norm
+    keeps a float32 copy of its input, the normalised one and its result; Liger's the input and the result. Attention
+    keeps queries, keys, values and its result. Other models than those of `is_known` are taken for one of them, with
+    the experts that a token goes to in place of the MLP.
 
     Args:
         config: of the language model.
@@ -37,8 +36,7 @@ def layer_bytes(config: "PreTrainedConfig", keys_per_token: float = 1.0, liger: 
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     if experts := getattr(config, "num_experts_per_tok", None):
         inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
-    # What an MLP keeps for each of its numbers, and a norm for each of its inputs beside its result.
-    mlp, norm = (6, 2) if liger else (8, 6)
+    mlp, norm = (6, 2) if liger else (8, 6)  # for each number, a norm's result not counted
     norms = norm * (queries + keys) if config.model_type == "qwen3" else 0  # of queries and keys
     return mlp * inner + 2 * (norm + 2) * hidden + 4 * queries + 4 * keys * keys_per_token + norms
 
@@ -68,9 +66,8 @@ def most_tokens(
         config: of the language model.
         room: bytes.
         is_checkpointed: as in `peak_bytes`.
-        keys_per_token: as in `layer_bytes`.
         block: how many logits the head has at a time, at most, unless 1,024 columns hold more.
-        liger: as in `layer_bytes`.
+        keys_per_token, liger: as in `layer_bytes`.
     """
     kept, at_work = _kept_and_at_work(config, is_checkpointed, keys_per_token, liger)
     # The head copies the states that it selects, and sums their gradient in float32, beside one block of logits.

@@ -21,6 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from arlopti_openrlhf.forward import lm_head
+from arlopti_openrlhf.patching import replaced_attribute
+
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 _MAKERS = (torch.tensor, torch.as_tensor, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange) + (
     torch.zeros_like,
@@ -99,9 +102,16 @@ def claimed_gpu():
 
 @contextmanager
 def _launches(counts: Counts):
-    """Count the launches of Triton kernels, which see tensors of the CPU, as long as the context lasts."""
+    """Count the launches of Triton kernels, which see tensors of the CPU, as long as the context lasts.
+
+    Without the interpreter the LM head takes plain torch, as it does where there is no Triton.
+    """
     if not os.environ.get("TRITON_INTERPRET"):
-        yield
+        with (
+            replaced_attribute(lm_head, "_is_fused", lambda device: False),
+            replaced_attribute(lm_head, "_arithmetic", lm_head._arithmetic.__wrapped__),  # it keeps its answers
+        ):
+            yield
         return
     from liger_on_cpu import STAND_INS
     from triton.runtime.interpreter import InterpretedFunction

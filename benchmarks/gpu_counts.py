@@ -4,8 +4,8 @@ python benchmarks/gpu_counts.py [--layers 24] [--liger] [--flags ...]
 
 The project's own trainer updates a small model in bf16 whose tensors claim to be on a GPU (`claimed_gpu`). What a
 micro-batch takes is the difference between an update of two and one of three. DeepSpeed's own kernels are not counted:
-its engine is a stand-in. On a GPU with Triton the LM head takes fewer kernels than here. With Triton installed and
-TRITON_INTERPRET=1 it takes as many, and `--liger` gives the layers Liger's.
+its engine is a stand-in. The LM head is in plain torch. With Triton installed and TRITON_INTERPRET=1 it takes Triton's
+kernels as on a GPU, and `--liger` gives the layers Liger's.
 """
 
 import argparse

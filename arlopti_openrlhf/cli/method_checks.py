@@ -1,7 +1,6 @@
 """Checks the flags of the methods and of how the update is computed, and tries the token methods."""
 
 from collections.abc import Iterator
-from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -62,8 +61,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
 
 def describe_update(args: SimpleNamespace) -> Update:
     """Return what the other checks have to know of the run's update."""
-    bytes_per_token = partial(peak_bytes, liger=args.ds.use_liger_kernel)
-    return Update(trains_in_passes(args), not is_selective(args), bytes_per_token)
+    return Update(trains_in_passes(args), not is_selective(args), peak_bytes)
 
 
 def describe_methods(args: SimpleNamespace) -> str:

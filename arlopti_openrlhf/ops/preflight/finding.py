@@ -39,9 +39,9 @@ class Update(NamedTuple):
     # own loop carries a rest over to the next rollout batch.
     takes_whole_steps: bool
     keeps_logits: bool  # of a micro-batch, for its backward pass
-    # From the model's configuration, whether gradients are checkpointed and whether logits are kept: the bytes that
-    # training has in memory per token of a micro-batch.
-    bytes_per_token: Callable[["PreTrainedConfig", bool, bool], float]
+    # From the model's configuration, and whether gradients are checkpointed, logits are kept and Liger's kernels run:
+    # the bytes that training has in memory per token of a micro-batch.
+    bytes_per_token: Callable[["PreTrainedConfig", bool, bool, bool], float]
 
 
 def first_of(problems: Sequence[str], others: str = "more") -> str:

@@ -104,8 +104,8 @@ def _others(args: SimpleNamespace, parameters: int, critic: float) -> float:
 
 def _activations(args: SimpleNamespace, size: ModelSize, update: Update) -> float:
     """Return the bytes of one micro-batch's activations and logits."""
-    is_checkpointed = args.actor.gradient_checkpointing_enable
-    stock, selective = (update.bytes_per_token(size.config, is_checkpointed, logits) for logits in (True, False))
+    is_checkpointed, liger = args.actor.gradient_checkpointing_enable, args.ds.use_liger_kernel
+    stock, selective = (update.bytes_per_token(size.config, is_checkpointed, kept, liger) for kept in (True, False))
     is_dynamic = args.train.dynamic_batch_enable
     most = args.train.max_tokens_per_gpu if is_dynamic else args.train.micro_batch_size * args.data.max_len
     tokens = most / args.ds.ring_attn_size
