@@ -48,7 +48,7 @@ test: setup
 else
 # Two processes, for two cores: one for the tests that start much of the stack, one after the other, and one for the rest.
 test: setup
-	@echo "make test: about twelve minutes on two cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
+	@echo "make test: 12 to 27 minutes on two cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
 	.venv/bin/python -m pytest -m "whole_stack and not long" --durations 25 >.venv/whole-stack.log 2>&1 &
 	whole_stack=$$!
 	trap 'kill $$whole_stack 2>/dev/null || true' EXIT
