@@ -151,7 +151,7 @@ def analyze_model(
         "agreement": [settings.cells, settings.seed],
     }
     kept = Kept(folder, [*offline.version_of(model), settings.temperature], batch, depends)
-    _make(policy, batch, tokens, settings, kept, kept.missing(wanted), progress)
+    _make(policy, batch, tokens, settings, kept, wanted, progress)
     data = {figure: kept.read(figure) for figure in sorted(wanted)}
     for figure in ("fig1", "fig3"):
         if figure in data:
@@ -213,10 +213,11 @@ def _make(
     tokens: Tokens,
     settings: Settings,
     kept: Kept,
-    missing: Sequence[str],
+    wanted: Sequence[str],
     progress: Progress,
 ) -> None:
-    """Make the missing figures, and write each once it is done."""
+    """Make the wanted figures that are missing, and write each once it is done."""
+    missing = kept.missing(wanted)
     forward, positive = _work(batch, batch.action_mask), _work(batch, batch.advantages > 0)
     gradient = BACKWARD * _work(batch, batch.advantages != 0)
     searches = 0 if settings.learning_rate else SEARCHES
@@ -230,7 +231,7 @@ def _make(
     }
     phases = [*missing, *(["update"] if {"fig1", "fig3"} & set(missing) else [])]
     minutes = sum(work[phase] for phase in phases) / progress.rate / 60
-    done = [figure for figure in work if figure not in phases and figure in settings.figures]
+    done = [figure for figure in wanted if figure not in missing]
     if done:
         print(f"{', '.join(done)}: done earlier", flush=True)
     if phases:
