@@ -37,7 +37,7 @@ def fit(size: ModelSize, most: int, longest: int, samples: int) -> Fit | None:
         ValueError: the longest response does not fit.
     """
     config, on_cpu = size.config, cpu.uses_cpu()
-    free = psutil.virtual_memory().available if on_cpu else gpu_memory("free")
+    free = psutil.virtual_memory().available if on_cpu else gpu_memory()
     if free is None:
         return None
     # Heads that share keys and values get copies. Float32 on a GPU also copies the prompt's for each response.

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from arlopti_openrlhf.ops.preflight.finding import Finding, Update, in_words
 from arlopti_openrlhf.ops.preflight.model import ModelSize, model_size
@@ -46,11 +46,11 @@ def describe(args: SimpleNamespace, update: Update) -> str | None:
     return guess and f"estimated peak memory per GPU of the actor: {guess}{there}"
 
 
-def gpu_memory(kind: Literal["total", "free"] = "total") -> int | None:
-    """Return the memory in bytes of the GPU with the least, by NVIDIA's driver. None without one."""
+def gpu_memory() -> int | None:
+    """Return the memory in bytes of the smallest GPU that NVIDIA's driver shows. None without one."""
     if not shutil.which("nvidia-smi"):
         return None
-    query = ["nvidia-smi", f"--query-gpu=memory.{kind}", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         return min(int(line) for line in done.stdout.split()) << 20
