@@ -65,7 +65,7 @@ for stage in "${stages[@]}"; do
     both) step both 560 --rounds 1 --steps 8 --json "$logs/both.json" -- "${flags[@]}" ;;
     kk) run kk 400 bash -c 'python3 -m arlopti_openrlhf data --generate --people 2 3 --train 64 --test 8 --prompt-format text \
       --out /tmp/run/kk && MODEL=/tmp/run/sums/model DATA=/tmp/run/kk/train.jsonl EVAL_DATA=/tmp/run/kk/test.jsonl \
-      OUT=/tmp/run/kk-run SAVE_HF=0 bash examples/scripts/train_kk_small.sh "$@"' kk --data.max_len 1280 "${flags[@]}" ;;
+      OUT=/tmp/run/kk-run SAVE_HF=0 bash examples/scripts/train_kk_small.sh "$@"' kk --data.max_len 1408 "${flags[@]}" ;;
     check) run check 590 python3 benchmarks/gpu_check.py --minutes 9 --out "$logs/check" ;;
     *) echo "no stage $stage" ;;
   esac
