@@ -231,8 +231,7 @@ def _make(
     }
     phases = [*missing, *(["update"] if {"fig1", "fig3"} & set(missing) else [])]
     minutes = sum(work[phase] for phase in phases) / progress.rate / 60
-    done = [figure for figure in wanted if figure not in missing]
-    if done:
+    if done := [figure for figure in wanted if figure not in missing]:
         print(f"{', '.join(done)}: done earlier", flush=True)
     if phases:
         print(f"{', '.join(missing)}: about {max(1, minutes):.0f} minutes", flush=True)
