@@ -26,8 +26,7 @@ def layer_bytes(config: "PreTrainedConfig", keys_per_token: float = 1.0, liger: 
 
     Args:
         config: of the language model.
-        keys_per_token: keys and values that attention keeps for each token. They are more than one where packed
-            responses see a shared prompt.
+        keys_per_token: keys and values that attention keeps per token, more than one where responses share a prompt.
         liger: whether Liger's kernels compute norms and MLP (`--ds.use_liger_kernel`).
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -48,10 +47,9 @@ def peak_bytes(config: "PreTrainedConfig", is_checkpointed: bool, keeps_logits: 
     (`most_tokens`).
 
     Args:
-        config: of the language model.
+        config, liger: as in `layer_bytes`.
         is_checkpointed: whether only the layers' inputs are kept, and the inside of one layer at a time.
         keeps_logits: as OpenRLHF's update does.
-        liger: as in `layer_bytes`.
     """
     kept, at_work = _kept_and_at_work(config, is_checkpointed, liger=liger)
     return kept + max(at_work, LOGIT * config.vocab_size if keeps_logits else 0)
@@ -63,11 +61,9 @@ def most_tokens(
     """Return how many tokens a micro-batch of the selective update can have in so much memory.
 
     Args:
-        config: of the language model.
+        config, is_checkpointed, keys_per_token, liger: as in `layer_bytes` and `peak_bytes`.
         room: bytes.
-        is_checkpointed: as in `peak_bytes`.
         block: how many logits the head has at a time, at most, unless 1,024 columns hold more.
-        keys_per_token, liger: as in `layer_bytes`.
     """
     kept, at_work = _kept_and_at_work(config, is_checkpointed, keys_per_token, liger)
     # The head copies the states that it selects, and sums their gradient in float32, beside one block of logits.

@@ -12,6 +12,7 @@ import claimed_gpu  # noqa: E402
 import gpu_counts  # noqa: E402
 
 from arlopti_openrlhf import methods  # noqa: E402
+from arlopti_openrlhf.forward import lm_head  # noqa: E402
 
 # Of one micro-batch at 24 layers: kernels, DeepSpeed's not among them, and waits. A change that needs more says why.
 MOST = {"GRPO": (3560, 2), "AR + Lopti": (7110, 3)}
@@ -47,6 +48,14 @@ def test_nothing_mixes_devices(name):
     flags = MORE.get(name) or ["--algo.token_method", name, *ARGUMENTS.get(name, [])]
     counts = gpu_counts.update(flags, layers=1, prompts=1)
     assert counts.kernels["_flash_attention_forward"] and not counts.mixtures
+
+
+def test_triton_without_its_interpreter_is_not_asked(monkeypatch):
+    """PyTorch's builds for CUDA bring it to machines without a GPU, where it computes nothing."""
+    monkeypatch.setattr(lm_head, "find_spec", lambda name: pytest.fail("asked for"))
+    for cached in (lm_head._is_fused, lm_head._arithmetic):
+        cached.cache_clear()
+    assert gpu_counts.update([], layers=1, prompts=1).kernels
 
 
 def test_what_is_counted():

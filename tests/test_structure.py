@@ -15,7 +15,7 @@ FILES = sorted(
 )
 # Lines of each room. A change that needs more says in the changelog why, and raises the number here.
 BUDGETS = {
-    ".": 1436,
+    ".": 1433,
     "cli": 2939,
     "cpu": 678,
     "evaluation": 134,

@@ -129,29 +129,35 @@ ALIKE = {
 }
 
 
+def seconds_of(statements) -> tuple[float, tuple]:
+    start = time.perf_counter()
+    form = canonical_form(statements)
+    return time.perf_counter() - start, form
+
+
 @pytest.mark.parametrize("statements", ALIKE.values(), ids=ALIKE)
 def test_eight_people_who_look_alike(statements):
-    """One form in any order, and no search through all orders of eight people, which would take seconds."""
-    rng, seconds, form = random.Random(0), [], canonical_form(statements)
+    """One form in any order, in less than 16 times what another puzzle of eight takes, which is 0.1 ms on a fast core.
+
+    Both are timed in turn, and the best of some tries is taken, since the machine may be busy.
+    """
+    rng, form = random.Random(0), canonical_form(statements)
+    ordinary = next(iter(knights_knaves.generate(8, random.Random(0)))).statements
+    of_alike, of_ordinary = [], []
     for _ in range(20):
-        anew = told(statements, rng.sample(range(8), 8))
-        start = time.perf_counter()
-        assert canonical_form(anew) == form
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.02
+        seconds, found = seconds_of(told(statements, rng.sample(range(8), 8)))
+        assert found == form
+        of_alike.append(seconds)
+        of_ordinary.append(seconds_of(ordinary)[0])
+    assert min(of_alike) < 16 * min(of_ordinary)
 
 
 def test_eight_people_of_the_generator():
     puzzles = itertools.islice(knights_knaves.generate(8, random.Random(0)), 200)
     seconds = []
     for puzzle in puzzles:
-        tries = []
-        for _ in range(3):
-            start = time.perf_counter()
-            canonical_form(puzzle.statements)
-            tries.append(time.perf_counter() - start)
-        seconds.append(min(tries))
-    assert sorted(seconds)[195] < 0.02
+        seconds.append(min(seconds_of(puzzle.statements)[0] for _ in range(3)))
+    assert sorted(seconds)[195] < 0.002
 
 
 def test_the_quickstarts_puzzles_are_on_their_sides_of_the_split(tmp_path):
