@@ -71,7 +71,7 @@ def test_a_cause_that_comes_late_changes_nothing(monkeypatch):
 
 
 RUN = """
-import sys, threading
+import sys, time
 from arlopti_openrlhf.ops.lifecycle import driver, stopping
 run = driver.Driver(stall_minutes=%s)
 TRAINING = %s
@@ -80,7 +80,8 @@ stopping.is_training = lambda: TRAINING
 stopping.request_stop = lambda signum: print("asked", signum, flush=True)
 with run.ending():
     print("up", flush=True)
-    threading.Event().wait(60)
+    for _ in range(600):  # a signal that comes just before a wait is handled after it
+        time.sleep(0.1)
 """
 
 
@@ -106,7 +107,8 @@ stopping.is_training = lambda: True
 stopping.request_stop = lambda signum: asked.set()
 with driver.Driver().ending():
     print("up", flush=True)
-    asked.wait(60)
+    while not asked.wait(0.1):
+        pass
     for _ in range(100):
         print("lost " * 1000, flush=True)  # while it saves
     open(sys.argv[1], "w").close()
