@@ -19,13 +19,14 @@ COMMANDS = {
 }
 # Stops a command in its first statement behind `answer`, as a user might by chance.
 STOPPED = """
-import os, runpy, signal, sys
+import os, runpy, sys, time
 from arlopti_openrlhf import interrupts
 answer = interrupts.answer
 def answer_and_wait():
     answer()
     os.write(1, b"up\\n")
-    signal.pause()
+    while True:  # a signal that comes just before a wait is handled after it
+        time.sleep(0.1)
 interrupts.answer = answer_and_wait
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
