@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = TOY if args.toy else SMALL.get(args.small, FULL)
     size = size._replace(steps=args.steps or size.steps)
     model = args.model or (str(out / "model") if name else _MODEL)
-    x = Experiment(model, args.gpus or (1 if name else 4), size, out)
+    x = Experiment(model, args.gpus or (1 if name else 4), size, out, tuple(args.flags))
     if size.steps % x.evaluations:
         parser.error(f"argument --steps: {size.steps} is no multiple of {x.evaluations}, the number of evaluations")
     if args.small == "puzzles" and not args.model:
@@ -371,6 +371,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--toy", action="store_true", help="two steps of a tiny policy of its own, to try everything on a CPU"
     )
     add("--dry-run", action="store_true", help="print the plan, and start nothing")
+    add("flags", nargs="*", metavar="FLAG", help="OpenRLHF's, for each run, as in `-- --actor.adam.lr 1e-5`")
     add("--out", type=Path, metavar="FOLDER", help="default: outputs/replicate, with -toy or -sums behind it")
     return parser
 

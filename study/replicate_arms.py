@@ -100,6 +100,7 @@ class Experiment(NamedTuple):
     gpus: int
     size: Size
     out: Path
+    extra: tuple[str, ...] = ()  # flags that win over all others
 
     @property
     def epochs(self) -> int:
@@ -125,7 +126,7 @@ class Experiment(NamedTuple):
     def flags(self, arm: Arm, seed: int) -> list[str]:
         """Return what the launch script gets behind its own flags, which it wins over."""
         size, gpus = self.size, self.gpus
-        return f"""
+        own = f"""
             {size.flags}
             --actor.update selective --actor.num_gpus_per_node {gpus} --ref.num_gpus_per_node {gpus}
             --vllm.num_engines {gpus}
@@ -138,7 +139,8 @@ class Experiment(NamedTuple):
             --eval.steps {size.steps // self.evaluations}
             --ckpt.save_steps {size.save_steps} --ckpt.max_num 2 --ckpt.best_metric_key none
             {arm.flags}
-        """.split()
+        """
+        return [*own.split(), *self.extra]
 
     def configuration(self, arm: str, seed: int) -> dict:
         """Return what is trained on what, with which flags. A row with another configuration is not this run's."""
