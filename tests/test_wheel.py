@@ -49,13 +49,15 @@ def python(wheel, tmp_path_factory) -> str:
     """Return the interpreter of a virtual environment that has the wheel, and behind it on the path, our stack.
 
     Python only searches a folder that a .pth file names. The .pth files in there, such as our editable install's, do
-    nothing.
+    nothing. DeepSpeed needs that of setuptools, with which Python 3.12 still has distutils.
     """
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     python = str(folder / "bin" / "python")
     site = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
-    Path(site, "stack.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    stack = Path(sysconfig.get_path("purelib"))
+    lines = f"{stack}\n{(stack / 'distutils-precedence.pth').read_text('utf-8')}\n"
+    Path(site, "stack.pth").write_text(lines, encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--ignore-installed"]
     done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
