@@ -38,9 +38,9 @@ help:
 setup: $(PROJECT)
 
 # The tests' models are too small for a second thread, and threads that wait for each other take the cores of others.
-test long chaos: export OMP_NUM_THREADS := 1
+test long chaos dist: export OMP_NUM_THREADS := 1
 # Ray's workers would yield to everything else, and the tests wait for them.
-test long chaos: export RAY_worker_niceness := 0
+test long chaos dist: export RAY_worker_niceness := 0
 
 ifneq ($(strip $(ARGS)),)
 test: setup
