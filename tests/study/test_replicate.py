@@ -1,5 +1,6 @@
 """The replication plans, goes on with what is not done, and its tables equal arithmetic by hand. A script trains."""
 
+import gc
 import json
 import re
 import shlex
@@ -73,6 +74,7 @@ def test_it_goes_on_where_it_was_ended(start, tmp_path, capsys):
         start(*arms)
     assert end.value.code == 7
     del end  # its traceback holds the lock, as the process would
+    gc.collect()
     assert [(row["arm"], row["seed"]) for row in rows(out)] == [("grpo", 0)]
     said, failed = capsys.readouterr()
     assert re.search("(?s)no memory.*double-steps-0 ended with status 7 .*the same command again goes on", failed)
