@@ -40,6 +40,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 
+from arlopti_openrlhf.cli import command_line
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.processes import InUse, lock, look
 from arlopti_openrlhf.cli.run_folders import LOCK
@@ -47,7 +48,7 @@ from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import summary
 from study.replicate_arms import ARMS, FULL, SMALL, TOY, Experiment, Size, write_puzzles
-from study.replicate_report import of_arm, write_report
+from study.replicate_report import BASE, of_arm, write_report
 from study.summary import CURVES, MEASURES, NORMS, ROOT
 
 SCRIPT = ROOT / "examples" / "scripts" / "train_kk.sh"
@@ -252,15 +253,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"argument --steps: {size.steps} is no multiple of {x.evaluations}, the number of evaluations")
     if args.small == "puzzles" and not args.model:
         parser.error("argument --model: --small puzzles begins with a warm-started policy, such as make pretrained's")
-    if not args.dry_run:
-        if not find_spec("matplotlib"):
-            parser.error("matplotlib, which draws the curves, is not installed: it comes with the extra `analyze`")
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            held = lock(out / "replicate.lock")
-        except InUse as process:
-            parser.error(f"argument --out: another process trains there, {process}")
-    path = out / "rows.jsonl"
+    if args.flags:
+        command_line.parse(args.flags)
+        names = {word.partition("=")[0] for word in args.flags if word.startswith("--")}
+        if own := names & {*x._replace(size=size._replace(flags=""), extra=()).flags(ARMS[BASE], 0)}:
+            parser.error(f"argument FLAG: the study sets {', '.join(sorted(own))} itself")
+    if args.dry_run:
+        return _run(args, x, parser)
+    if not find_spec("matplotlib"):
+        parser.error("matplotlib, which draws the curves, is not installed: it comes with the extra `analyze`")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        held = lock(out / "replicate.lock")
+    except InUse as process:
+        parser.error(f"argument --out: another process trains there, {process}")
+    with held:
+        _run(args, x, parser)
+
+
+def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParser) -> None:
+    """Print the plan, and without --dry-run train what is not done."""
+    out, size, path = x.out, x.size, x.out / "rows.jsonl"
     rows = list(map(json.loads, path.read_text("utf-8").splitlines())) if path.exists() else []
     begun = {(row["arm"], row["seed"]): row["configuration"] for row in rows}
     for arm in ARMS:
@@ -274,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.toy:
         os.environ.update(_TOY_ENVIRONMENT)
-    if name and not args.model:
+    if (args.toy or args.small) and not args.model:
         _make_policy(out / "model", size)
     commit, measured, diverged = summary.commit(), {}, []
 
@@ -312,7 +325,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             _finish(rows, out)
     if rows:
         print((out / "table.md").read_text("utf-8"), end="")
-    held.close()
     if diverged:
         print(f"Diverged, and so without a row: {', '.join(diverged)}.", flush=True)
         raise SystemExit(_DIVERGED)
