@@ -17,7 +17,7 @@ from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.math_normalization import normalize_latex
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parser
-from sympy import Basic, Eq, Expr, Function, MatrixBase
+from sympy import Basic, Eq, Expr, Function, Integer, MatrixBase
 
 from arlopti_openrlhf.grading.math_chain import contradicts_itself, in_degrees
 from arlopti_openrlhf.grading.math_equal import equal
@@ -41,7 +41,15 @@ from arlopti_openrlhf.grading.math_units import MULTIPLIER, split_unit, words
 # Not part of a word or of a longer number.
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}(?!\w)")
 _MULTIPLIED = re.compile(rf"(\$|\\\]|\\\))[\s-]+((?:{MULTIPLIER.pattern})(?![a-zA-Z]))")
-_CONGRUENCE = re.compile(r"(.*\\equiv)?(.*?)\\pmod\s*(?:\{([^{}]*)\}|(\d))\s*", re.DOTALL)
+_CONGRUENCE = re.compile(
+    r"(.*\\equiv)?(.*?)\(?\s*(?:\\[bp]?mod(?![a-zA-Z])|\\(?:text|mathrm)\s*\{\s*\(?mod\s*\}?)"
+    r"\s*\{?\s*([^{}()\s]+)\s*\}?\s*\)?\s*",
+    re.DOTALL,
+)
+# What restricts a label's formulas, and is no part of an answer.
+_CONDITION = re.compile(r"\$\s*,?\s*(?:where|for\s+(?:some|any|all|every))\b.*\Z", re.DOTALL)
+_AND = re.compile(r"(?<![a-zA-Z])(and|or)(?![a-zA-Z])")
+_LISTED = re.compile(r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}")
 _PREFACE = re.compile(r"\A\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*answer[^{}]*\}\s*:?", re.IGNORECASE)
 # A gap between two values, and not one after a comma or before a unit.
 _QUAD = re.compile(r"(?<=[^\s,;:=])\s*\\q?quad(?![a-zA-Z])\s*(?=[^\s,;=\\}]|\\(?!text|math|q?quad|[pb]mod|[ ,;:!]))")
@@ -90,12 +98,13 @@ class _Reading(NamedTuple):
 
 
 class _Labels(NamedTuple):
-    """What reading an answer depends on: the words of the labels, whether one is a ratio, and has a base."""
+    """What reading an answer depends on: the words of the labels, and what one of them is or has."""
 
     words: Set[str]
     has_ratio: bool
     has_base: bool
     has_arrow: bool
+    has_modulus: bool
 
 
 def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str] = ()) -> bool:
@@ -122,6 +131,7 @@ def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str]
         any(map(is_ratio, labels)),
         any(number.base for label in labels if (number := _read_label(label).numbers[-1])),
         any(map(_ARROW.search, labels)),
+        any(_modulo(label) != label for label in labels),
     )
     if boxed and (chosen := choice(answer))[0]:
         if any(spelled(label) == chosen[0].lower() for label in labels):
@@ -149,8 +159,7 @@ def _read_answer(answer: str, labels: _Labels) -> _Reading:
     is_approximate = "\\approx" in answer or "≈" in answer
     answer = re.sub(r"(?<![\\.])[.,;:]\s*\Z", "", re.sub(r"(?<!\\)\$", "", answer).strip())
     answer = _QUAD.sub(", ", _PREFACE.sub("", rewritten(answer)).strip().removeprefix("="))
-    if (congruence := _CONGRUENCE.fullmatch(answer)) and "pmod" not in labels.words:
-        answer = congruence[2] if _are_congruent(congruence) else "?"
+    answer = _modulo(answer, labels.has_modulus)
     if not labels.has_arrow:
         answer = _last_statement(answer)
     if any(
@@ -159,19 +168,29 @@ def _read_answer(answer: str, labels: _Labels) -> _Reading:
         if re.search(r"\d[^=,;]*\Z", answer[: text.start()])
     ):
         answer = "?"
-    reading = _read(answer, labels, has_fallback=False)
+    reading = _read(answer, labels)
     return reading._replace(latex=reading.latex + "\\approx" * is_approximate)
 
 
-def _are_congruent(congruence: re.Match) -> bool:
-    *others, last = re.split(r"\\equiv|=", (congruence[1] or "") + congruence[2])
-    modulus = congruence[3] or congruence[4]
-    numbers = [_expression(split_unit(side, frozenset())[0])[0] for side in (*others, last)]
-    if len(numbers) < 2 or not re.fullmatch(r"\s*[1-9]\d*\s*", modulus):
-        return True
-    return isinstance(numbers[-1], Expr) and all(
-        isinstance(x, Expr) and (x.free_symbols or (x - numbers[-1]).doit() % int(modulus) == 0) for x in numbers
-    )
+def _modulo(latex: str, has_modulus: bool = True) -> str:
+    r"""Return x \equiv 5 \pmod{4} as "? [1] \pmod{4}" if a label has a modulus, and else as 5.
+
+    Other LaTeX is returned as it is. A congruence that does not hold becomes unreadable.
+    """
+    match = _CONGRUENCE.fullmatch(latex)
+    if not match or not ("\\equiv" in latex or "\\pmod" in latex):
+        return latex
+    if not re.fullmatch(r"[1-9]\d*", match[3]):
+        return latex if has_modulus else match[2]
+    modulus = int(match[3])
+    *others, last = re.split(r"\\equiv|=", (match[1] or "") + match[2])
+    known = [_expression(split_unit(side, frozenset())[0])[0] for side in others]
+    residues = [_expression(split_unit(part, frozenset())[0])[0] for part in _LISTED.split(last)]
+    is_clear = all(isinstance(x, Expr) for x in (*known, *residues)) or not known
+    holds = is_clear and all(x.free_symbols or (x - residues[-1]).doit() % modulus == 0 for x in known)
+    if has_modulus and holds and all(isinstance(x, Integer) for x in residues):
+        return f"? {sorted({int(x) % modulus for x in residues})} \\pmod{{{modulus}}}"
+    return latex if has_modulus else match[2] if holds else "?"
 
 
 def _last_statement(latex: str) -> str:
@@ -197,14 +216,20 @@ def _has_letters(side: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _read_label(label: str) -> _Reading:
-    known = _Labels(words(label), is_ratio(label), True, True)
+    known = _Labels(words(label), is_ratio(label), True, True, True)
     if "$" not in label.replace("\\$", ""):
-        return _read(rewritten(label), known, has_fallback=True)
+        return _read(_modulo(rewritten(label)), known)
+    parts = FORMULA.split(_CONDITION.sub("$", label))  # as in `_in_formulas`
+    if not re.search("[a-zA-Z]", _AND.sub("", "".join(parts[::4]))):
+        parts[::4] = (_AND.sub(r"\\text{ \1 }", part) for part in parts[::4])
+        return _read(_modulo(rewritten("".join(parts[::2]).rstrip(". "))), known)
     parsed = _parse(_in_formulas(label.replace("\\$", ""), rewritten), "any_match")
-    return _Reading(parsed, frozenset(), "\\{" in label, [None])
+    # Of "odd $n$" and "all $n$ except $1$", no formula alone is the answer.
+    is_number = len(parts) == 5 and "mod" not in label and isinstance(parsed[0], Expr) and parsed[0].is_number
+    return _Reading(parsed if is_number else [label], frozenset(), False, [None])
 
 
-def _read(latex: str, labels: _Labels, has_fallback: bool) -> _Reading:
+def _read(latex: str, labels: _Labels) -> _Reading:
     """Read LaTeX with its unit as a unit, and as the product that it also is."""
     numbers = [based_number(split_unit(side, labels.words)[0]) for side in latex.split("=")]
     latex = shown = with_times(latex, labels.has_ratio)
@@ -217,7 +242,7 @@ def _read(latex: str, labels: _Labels, has_fallback: bool) -> _Reading:
     bare = "=".join([*(split_unit(side, labels.words)[0] for side in named), bare])
     if re.search(r"\\circ\s*\}?\s*\Z", bare):
         measures |= {"deg"}
-    readings = (_parse_latex(text, has_fallback) for text in dict.fromkeys((bare, latex)))
+    readings = map(_parse_latex, dict.fromkeys((bare, latex)))
     return _Reading(
         [part for parsed in readings for part in parsed], measures | currency, "\\{" in latex, numbers, shown
     )
@@ -247,23 +272,17 @@ def _in_base_ten(latex: str, numbers: list[BasedNumber | None]) -> str:
     return "?" if is_based else with_decimals(latex)
 
 
-def _parse_latex(latex: str, has_fallback: bool) -> list:
-    r"""Parse LaTeX. What math-verify does not read is read with + and - for \pm, or side by side.
-
-    Args:
-        latex: without dollars.
-        has_fallback: a number is looked for in LaTeX that does not parse.
-    """
+def _parse_latex(latex: str) -> list:
+    r"""Parse LaTeX without dollars. What math-verify does not read is read with + and - for \pm, or side by side."""
     parsed = _expression(latex)
     if not isinstance(parsed[0], Basic | MatrixBase):
         if "\\pm" in latex:
-            both = [latex.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
-            found = [_expression(text)[0] for text in both]
+            signs = itertools.product(_LISTED.split(latex), ("+-", "-+"))
+            both = [part.replace("\\pm", a).replace("\\mp", b) for part, (a, b) in signs]
+            found = [_expression(text)[0] for text in dict.fromkeys(both)]
             parsed = [FiniteSet(*found), *parsed] if all(isinstance(x, Expr | Eq) for x in found) else parsed
         elif len(parts := _sides(latex)) > 1 and not re.search(rf"[,;]|{_ORDERED.pattern}", latex):
             parsed = _chain(parts) + parsed
-        elif has_fallback:
-            parsed = _parse(f"${latex}$", "any_match")
     if "\\circ" in latex:
         parsed = [in_degrees(part) if isinstance(part, Expr) else part for part in parsed]
     return parsed

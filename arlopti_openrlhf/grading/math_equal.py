@@ -58,6 +58,8 @@ def _read(parsed: Any, braced: bool, is_cased: bool) -> Any:
     def read(part: Any) -> Any:
         return _read(part, braced, is_cased)
 
+    if isinstance(parsed, sympy.Union | sympy.Intersection | sympy.Complement):
+        parsed, braced = parsed.doit(), True
     if isinstance(parsed, sympy.FiniteSet):
         return Listing(tuple(map(read, getattr(parsed, "_unsorted_args", parsed.args))), braced)
     if isinstance(parsed, sympy.Tuple):
@@ -140,7 +142,7 @@ def _equal(label: Any, answer: Any) -> bool:
     if isinstance(label, sympy.Set) and isinstance(answer, sympy.Set):
         return _equal_sets(label, answer)
     if isinstance(label, sympy.MatrixBase | sympy.Basic) and isinstance(answer, sympy.MatrixBase | sympy.Basic):
-        label, answer = (x.doit() if getattr(x, "is_Matrix", False) else x for x in (label, answer))
+        label, answer = (sympy.Matrix(x.doit()) if getattr(x, "is_Matrix", False) else x for x in (label, answer))
         if isinstance(label, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
             return label.shape == answer.shape and _equal_in_order(tuple(label.flat()), tuple(answer.flat()))
         if isinstance(label, sympy.Expr) and isinstance(answer, sympy.Expr):
@@ -204,7 +206,9 @@ def _equal_equations(label: Any, answer: Any) -> bool:
 
 
 def _same_solutions(label: sympy.Expr, answer: sympy.Expr) -> bool:
-    for symbol in sorted(label.free_symbols & answer.free_symbols, key=str):
+    if label.free_symbols != answer.free_symbols:
+        return False
+    for symbol in sorted(label.free_symbols, key=str):
         with contextlib.suppress(Exception):  # sympy solves few equations, and says so in many ways
             solutions = [sympy.solve(side.xreplace(exact_numbers(side)), symbol) for side in (label, answer)]
             if solutions[0] and all(isinstance(x, list) for x in solutions):

@@ -195,6 +195,8 @@ def _label(value: object) -> str:
         raise ValueError(f"a label was rounded when the file was read: {value}; write it as text")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    if isinstance(value, str) and re.match(r'\s*\{\s*"[^"]*"\s*:', value):
+        raise ValueError(f"a label is a JSON object: {value[:80]!r}")
     text = _without_dollars(str(value))
     box = _BOX.fullmatch(text)
     if box:

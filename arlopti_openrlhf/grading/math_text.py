@@ -23,7 +23,7 @@ _UNICODE = str.maketrans(
 )
 _GAP = r"(?:\s|~|\\[ ,;:!>]|\\q?quad(?![a-zA-Z]))+"
 _TEXT = r"\\(?:text(?:rm|it|bf|sf|normal)?|math(?:rm|it|bf|sf)|mbox)\s*"
-_FUNCTION = "ln|log|exp|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc"
+_FUNCTION = "ln|log|exp|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc"
 _BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 # An argument without braces. A command that has arguments itself is none.
 _BARE = r"(\\pi(?![a-zA-Z])|\\[a-zA-Z]+(?![a-zA-Z]|\s*[{\[])|[^\s\\{}])"
@@ -36,6 +36,10 @@ _REWRITES = [
         (rf"(\\[dtc]?frac)\s*{_BARE}", r"\1{\2}"),
         (rf"(\\[dtc]?frac\s*{_BRACED})\s*{_BARE}", r"\1{\2}"),
         (rf"(\\sqrt\s*\[[^\]]*\])\s*{_BARE}", r"\1{\2}"),
+        (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
+        (r"\^\s*\(([^()]*)\)", r"^{(\1)}"),
+        (rf"\^\s*(\\[dt]?frac\s*{_BRACED}\s*{_BRACED}|\\sqrt\s*(?:{_BRACED}|\d))", r"^{\1}"),
         (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
         (r"\\Pr(?![a-zA-Z])", "P"),
@@ -56,7 +60,9 @@ _REWRITES = [
         (r"\\(?:vee|lor)(?![a-zA-Z])", r"\\text{ or }"),
         (r"\\(?:log|ln)\s*_\s*(?:e|\{\s*(?:\\(?:mathrm|text)\s*)?\{?e\}?\s*\})(?![a-zA-Z])", r"\\ln "),
         (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
-        (r"\\text\s*\{\s*OR\s*\}", r" \\text{ or } "),
+        (rf"(?:\\q?quad)?\s*{_TEXT}\{{\s*(?i:(and|or))\s*\}}(?:\s*\\q?quad(?![a-zA-Z]))?", r" \\text{ \1 } "),
+        # (x, y) = (1, 2), (x, y) = (3, 4)
+        (r"([,;}])\s*\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)\s*=", r"\1 "),
         # {x | x < 3}
         (
             rf"\\\{{\s*[a-zA-Z]\s*(?:{_REALS}\s*)?(?:\\mid|\\vert|\||:)([^{{}}:|]*?)(?:,\s*[a-zA-Z]\s*{_REALS}\s*)?\\\}}",
@@ -72,10 +78,10 @@ _REWRITES = [
         (r"\.(\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)\s*(?:\\[lc]?dots(?![a-zA-Z])|\.\.\.|…)", r".\1\\overline{\2\3}"),
         # Two factors, which would be read as the mixed number 2 3/1.
         (r"(?<![\w^}])(\d+)\s*(?=\(-?[\d.]+\))", r"\1 \\cdot "),
-        (rf"{_TEXT}\{{[\s~]*(?:percent(?:age)?|pct|per\s+cent)[\s~]*\}}|(?<=\d)\s*per\s+cent\s*\Z", r"\\%"),
+        (rf"{_TEXT}\{{[\s~]*(?:percent(?:age)?|pct|per\s+cent)[\s~]*\}}|(?<=\d)\s*per\s*cent\s*\Z", r"\\%"),
         (rf"{_GAP}(?=\\?%)", ""),
-        # A percentage that is no plain number, such as 33\frac{1}{3}\%.
-        (r"([^=,;]*[})])\s*\\?%\s*\Z", r"(\1) \\cdot 1\\%"),
+        # A percentage that is no plain number, such as 33\frac{1}{3}\% and 1/2\%.
+        (r"([^=,;]*(?:[})]|\d\s*/\s*\d+))\s*\\?%\s*\Z", r"(\1) \\cdot 1\\%"),
     )
 ]
 _MILLIONS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}

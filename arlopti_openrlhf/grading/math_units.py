@@ -6,82 +6,18 @@ math-verify drops whatever text an answer ends with, and reads `42 \text{ maybe}
 import re
 from collections.abc import Set
 
-# One unit a line, in all its spellings. The first is its name here.
+# Units, each in all its spellings. The first is its name here.
 _SPELLINGS = """
-    nm nanometer nanometre
-    um micrometer micrometre micron
-    mm millimeter millimetre
-    cm centimeter centimetre
-    dm decimeter decimetre
-    m meter metre
-    km kilometer kilometre
-    in inch inches
-    ft foot feet
-    yd yard
-    mi mile
-    acre
-    ha hectare
-    cc
-    ml mL milliliter millilitre
-    L l liter litre
-    gal gallon
-    oz ounce
-    lb pound
-    mg milligram
-    g gm gram
-    kg kilogram
-    ton tonne
-    ms millisecond
-    s sec second
-    min minute
-    h hr hour
-    day
-    week
-    month
-    yr year
-    am
-    pm
-    mph
-    kmh kph
-    rpm
-    N newton
-    J joule
-    kJ kilojoule
-    eV
-    keV
-    MeV
-    GeV
-    cal calorie
-    kcal kilocalorie
-    W watt
-    kW kilowatt
-    V volt
-    mV millivolt
-    A amp ampere
-    C celsius
-    F fahrenheit
-    K kelvin
-    Pa pascal
-    kPa
-    atm
-    bar
-    Hz hertz
-    kHz
-    MHz
-    GHz
-    T tesla
-    mol mole
-    rad radian
-    deg degree
-    ohm
-    bit
-    byte
-    cent
-    dollar USD
-    euro EUR
-    rupee
+    nm nanometer nanometre; um micrometer micrometre micron; mm millimeter millimetre; cm centimeter centimetre; dm
+    decimeter decimetre; m meter metre; km kilometer kilometre; in inch inches; ft foot feet; yd yard; mi mile;
+    acre; ha hectare; cc; ml mL milliliter millilitre; L l liter litre; gal gallon; oz ounce; lb pound; mg
+    milligram; g gm gram; kg kilogram; ton tonne; ms millisecond; s sec second; min minute; h hr hour; day; week;
+    month; yr year; am; pm; mph; kmh kph; rpm; N newton; J joule; kJ kilojoule; eV; keV; MeV; GeV; cal calorie;
+    kcal kilocalorie; W watt; kW kilowatt; V volt; mV millivolt; A amp ampere; C celsius; F fahrenheit; K kelvin;
+    Pa pascal; kPa; atm; bar; Hz hertz; kHz; MHz; GHz; T tesla; mol mole; rad radian; deg degree; ohm; bit; byte;
+    cent; dollar USD; euro EUR; rupee
 """
-_UNITS = {spelling: line.split()[0] for line in _SPELLINGS.splitlines() if line for spelling in line.split()}
+_UNITS = {spelling: unit.split()[0] for unit in _SPELLINGS.split(";") for spelling in unit.split()}
 _FOLDED = {spelling.lower(): unit for spelling, unit in _UNITS.items() if len(spelling) > 1}
 _POWERS = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
 # What is counted, where it is no plural in -s, and what stands before it.

@@ -205,7 +205,7 @@ def test_a_thought_that_the_template_began_need_not_end(prefill):
     assert reward_func([f"{prompt}It is \\boxed{{42}}"], [prompt], ["42"])["rewards"].item() == 1
 
 
-@pytest.mark.parametrize("label", [None, "", "  ", [], [""], True, {"a": 1}, [["1"]]])
+@pytest.mark.parametrize("label", [None, "", "  ", [], [""], True, {"a": 1}, '{"inputs": ["3\\n"]}', [["1"]]])
 def test_a_label_that_is_none(label):
     with pytest.raises(ValueError, match="label"):
         grade("\\boxed{1}", label)
