@@ -5,7 +5,9 @@ prompt that it has yielded, whether a step has had the samples or not.
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,7 @@ from arlopti_openrlhf.patching import replaced_attribute
 logger = init_logger(__name__)
 
 _upstream_datasets = ppo_trainer.prepare_datasets
+_DATE = re.compile(r"strftime_now\(\s*[\"']([^\"']+)")
 
 
 def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
@@ -33,8 +36,7 @@ def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
     Without a vision-language model, `<image>` in a prompt stays text. The log gets the first prompt.
 
     Raises:
-        ValueError: there would be no optimizer step. The pre-flight says so of data that is on this machine. Upstream
-            would save the model as it came.
+        ValueError: there would be no optimizer step. Upstream would save the model as it came.
     """
     args = strategy.args
     divides = hasattr(tokenizer, "image_processor") or not is_made("image_text", args)
@@ -54,12 +56,13 @@ def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
 def digest_of(dataset) -> str:
     """Return a digest of all prompts and labels in their order, in about 3 s for a million of 1 kB.
 
-    It is of the text that upstream has loaded and rendered. So it does not depend on where the data comes from, on
-    this machine or on the hub, and it knows what --data.max_samples, --data.prompt_probs and a template make of them.
+    It is of the text that upstream has loaded and rendered, wherever from, without the date that a template may write.
     """
     digest = hashlib.blake2b(digest_size=16)
+    formats = _DATE.findall(str(getattr(dataset.tokenizer, "chat_template", None)))
+    date = re.compile("|".join(re.escape(datetime.now().strftime(each)) for each in formats) or "(?!)")
     for pair in zip(dataset.prompts, dataset.labels, strict=True):
-        digest.update(repr(pair).encode("utf-8", "surrogatepass"))
+        digest.update(date.sub("", repr(pair)).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -96,12 +97,34 @@ def test_a_place_that_upstreams_loader_has_kept():
 
 def test_the_digest_knows_prompts_labels_and_their_order():
     def of(*pairs: tuple) -> str:
-        return digest_of(SimpleNamespace(prompts=[p for p, _ in pairs], labels=[label for _, label in pairs]))
+        prompts, labels = zip(*pairs, strict=True)
+        return digest_of(SimpleNamespace(prompts=prompts, labels=labels, tokenizer=None))
 
     rows = [("a", "1"), ("b", "2")]
     others = [rows[::-1], rows[:1], [("a", "1"), ("b", "3")], [("a1", ""), ("b", "2")], [("a", 1), ("b", "2")]]
     assert of(*rows) == of(*rows) and len({of(*rows), *(of(*other) for other in others)}) == 6
     assert of(("\ud800", None)) != of(("", None))
+
+
+# As Llama 3.2's and gpt-oss' chat templates write the date.
+@pytest.mark.parametrize("form", ["%d %b %Y", "%Y-%m-%d"])
+def test_a_run_whose_template_writes_the_date_is_resumed_on_another_day(tiny_model, monkeypatch, form):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = f"{{{{ 'Today: ' + strftime_now('{form}') + messages[0].content }}}}"
+
+    def digest(day: int, question: str) -> str:
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(2026, 11, day)
+
+        monkeypatch.setattr("arlopti_openrlhf.ops.rollouts.prompts.datetime", Clock)
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False)
+        assert f"{day}" in text and "2026" in text
+        return digest_of(SimpleNamespace(prompts=[text], labels=[""], tokenizer=tokenizer))
+
+    assert digest(26, "1 + 1?") == digest(27, "1 + 1?") != digest(27, "1 + 2?")
 
 
 @pytest.fixture
