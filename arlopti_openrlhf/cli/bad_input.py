@@ -23,41 +23,41 @@ _DECIMAL_COMMA = re.compile(r"(?:invalid float value: '|: )(?P<number>-?\d*,\d+(
 
 
 class Parser(argparse.ArgumentParser):
-    """`ArgumentParser` with two changes: an error is one line, without the usage, and an unknown flag has a hint.
+    """`ArgumentParser` with two changes: an error is one line, without the usage, and an unknown flag has a hint."""
 
-    `renamed` has flags of earlier versions, with what took their place.
-    """
-
-    renamed: Mapping[str, str] = {}
+    renamed: Mapping[str, str] = {}  # flags of earlier versions, with what took their place
     _given: list[str] = []
 
     def parse_args(self, args=None, namespace=None):
         self._given = sys.argv[1:] if args is None else list(args)
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *self._hints(unknown).values()]))
+            self.error(f"unrecognized arguments: {'; '.join(self._unknown(unknown) or unknown)}")
         return known
 
-    def _hints(self, words: Iterable[str]) -> dict[str, str]:
-        """Return the flags among the words that are unknown and may have meant others, with their hints."""
-        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    def _unknown(self, words: Iterable[str]) -> list[str]:
+        """Return the unknown flags among the words, with their hints. A value may be a key, and is left out."""
+        flags = [word.partition("=")[0] for word in words if re.match(r"-+[^-\d]", word)]
         unknown = [flag for flag in flags if flag not in self._option_string_actions]
-        return {flag: hint for flag in unknown if not flag.lstrip("-")[:1].isdigit() and (hint := self.hint(flag))}
+        return [f"{flag}: {hint}" if (hint := self.hint(flag)) else flag for flag in unknown]
 
     def hint(self, flag: str) -> str:
         """Return what an unknown flag may have meant, or nothing. It may have one dash in place of two."""
         flag = f"--{flag.lstrip('-')}"
         if flag in self.renamed:
-            return f"{flag} is now {self.renamed[flag]}"
+            return f"now {self.renamed[flag]}"
         flags = list(self._option_string_actions)
-        # Either the end of a flag, such as --eta, or one with a slip of the pen.
-        ends = [known for known in flags if known.rpartition(".")[2] == flag.removeprefix("--")]
-        near = ends or difflib.get_close_matches(flag, flags, n=1, cutoff=0.7)
+        # Either the end of a flag, such as --eta, or its words, such as --max_ckpt_num, or one with a slip of the pen.
+        near = [known for known in flags if known.rpartition(".")[2] == flag.removeprefix("--")]
+        if not near and len(words := set(re.findall(r"[^\W_]+", flag))) > 1:
+            parts = {known: set(re.findall(r"[^\W_]+", known)) for known in flags}
+            near = [known for known in flags if words <= parts[known] and len(parts[known]) <= len(words) + 1]
+        near = near or difflib.get_close_matches(flag, flags, n=1, cutoff=0.8)
         return f"did you mean {' or '.join(near[:_NAMED])}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
-        if "required" in message and (hints := self._hints(self._given)):  # what is missing may have a slip of the pen
-            message = "; ".join([f"unrecognized arguments: {' '.join(hints)}", *hints.values()])
+        if "required" in message and (unknown := self._unknown(self._given)):  # what is missing may be among them
+            message = f"unrecognized arguments: {'; '.join(unknown)}"
         if comma := _DECIMAL_COMMA.search(message):
             message += f"; write {comma['number'].replace(',', '.')}"
         self.exit(2, f"{self.prog}: error: {terminal.one_line(' '.join(message.split()))}\n")

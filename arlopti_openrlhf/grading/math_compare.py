@@ -217,16 +217,19 @@ def _has_letters(side: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _read_label(label: str) -> _Reading:
     known = _Labels(words(label), is_ratio(label), True, True, True)
-    if "$" not in label.replace("\\$", ""):
-        return _read(_modulo(rewritten(label)), known)
-    parts = FORMULA.split(_CONDITION.sub("$", label))  # as in `_in_formulas`
-    if not re.search("[a-zA-Z]", _AND.sub("", "".join(parts[::4]))):
+    if "$" in label.replace("\\$", ""):
+        parts = FORMULA.split(_CONDITION.sub("$", label))  # as in `_in_formulas`
+        if re.search("[a-zA-Z]", _AND.sub("", "".join(parts[::4]))):
+            parsed = _parse(_in_formulas(label.replace("\\$", ""), rewritten), "any_match")
+            # Of "odd $n$" and "all $n$ except $1$", no formula alone is the answer.
+            is_number = len(parts) == 5 and "mod" not in label and isinstance(parsed[0], Expr) and parsed[0].is_number
+            return _Reading(parsed if is_number else [], frozenset(), False, [None])
         parts[::4] = (_AND.sub(r"\\text{ \1 }", part) for part in parts[::4])
-        return _read(_modulo(rewritten("".join(parts[::2]).rstrip(". "))), known)
-    parsed = _parse(_in_formulas(label.replace("\\$", ""), rewritten), "any_match")
-    # Of "odd $n$" and "all $n$ except $1$", no formula alone is the answer.
-    is_number = len(parts) == 5 and "mod" not in label and isinstance(parsed[0], Expr) and parsed[0].is_number
-    return _Reading(parsed if is_number else [label], frozenset(), False, [None])
+        label = "".join(parts[::2]).rstrip(". ")
+    reading = _read(_modulo(rewritten(label)), known)
+    # A label that is not read is met by its own letters alone (`math_reward`).
+    is_read = any(isinstance(part, Basic | MatrixBase) or "\\pmod" in part for part in reading.parsed)
+    return reading if is_read else reading._replace(parsed=[])
 
 
 def _read(latex: str, labels: _Labels) -> _Reading:

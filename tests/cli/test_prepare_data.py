@@ -42,7 +42,7 @@ TEXT = (
 ROW = {"prompt": TEXT, "label": SOLUTION, "datasource": "kk_2ppl"}
 
 
-def published(path, drop=(), label=SOLUTION, text=TEXT):
+def published(path, drop=(), label=SOLUTION, text=TEXT, truth=None):
     """Write a parquet file with the columns of the published ones that matter, and some that do not."""
     row = {
         "quiz": QUIZ,
@@ -50,7 +50,10 @@ def published(path, drop=(), label=SOLUTION, text=TEXT):
         "index": 0,
         "data_source": "kk_logic",
         "prompt": [{"content": text, "role": "user"}],
-        "reward_model": {"ground_truth": {"solution_text_format": label, "statements": "()"}, "style": "rule"},
+        "reward_model": {
+            "ground_truth": truth or {"solution_text_format": label, "statements": "()"},
+            "style": "rule",
+        },
     }
     pd.DataFrame([{name: value for name, value in row.items() if name not in drop}]).to_parquet(path)
     return path
@@ -120,6 +123,15 @@ def test_published_file_as_messages_and_as_text(tmp_path):
     assert [one.row for one in read_file(file, "messages")] == [ROW | {"prompt": knights_knaves.messages(QUIZ)}]
 
 
+def test_a_byte_order_mark_is_read_and_one_array_is_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\ufeff" + json.dumps(ROW) + "\n", "utf-8")
+    assert [one.row for one in read_file(file, "text")] == [ROW]
+    file.write_text(json.dumps([ROW]), "utf-8")
+    with pytest.raises(ValueError, match="it has no JSON objects, one a line"):
+        list(read_file(file, "text"))
+
+
 def test_several_files_into_one_which_the_other_commands_read(tmp_path, capsys):
     files = [str(published(tmp_path / name)) for name in ("a.parquet", "b.parquet")]
     for suffix in ("jsonl", "parquet"):
@@ -135,6 +147,8 @@ def test_several_files_into_one_which_the_other_commands_read(tmp_path, capsys):
         ({"drop": ["reward_model", "names"]}, "no column reward_model"),
         ({"label": "Zoey is right"}, "row 1: .*Zoey is right"),
         ({"text": "Who is who?"}, "row 1: .*not ChatML text: 'Who is who[?]'"),
+        # TinyZero's Countdown
+        ({"truth": {"target": 6, "nums": [1, 2]}}, "row 1: .*no solution of Knights and Knaves: it has target, nums"),
     ],
 )
 def test_bad_published_file_is_one_clear_line(tmp_path, capsys, change, message):

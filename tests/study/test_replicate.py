@@ -208,7 +208,7 @@ def test_steps_that_make_no_whole_epochs_are_refused(capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--actor.adamm.lr", "1"], "unrecognized arguments: --actor.adamm.lr 1; did you mean --actor.adam.lr?"),
+        (["--actor.adamm.lr", "1"], "unrecognized arguments: --actor.adamm.lr: did you mean --actor.adam.lr?"),
         (["--actor.num_nodes", "1", "--train.seed=3"], "argument FLAG: the study sets --train.seed itself"),
     ],
 )

@@ -85,9 +85,9 @@ def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
     # A column `label` tells a file of ours from one of verl's.
     columns = dict.fromkeys(name for _, record in records if isinstance(record, dict) for name in record)
     convert, wanted = (_from_prepared, "label") if "label" in columns else (_from_verl, "reward_model")
-    missing = [name for name in ("prompt", wanted) if name not in columns]
-    if missing and records:
-        raise ValueError(f"{path}: no column {', '.join(missing)}; it has {', '.join(columns)}")
+    if (missing := [name for name in ("prompt", wanted) if name not in columns]) and records:
+        has = ", ".join(columns) or "no JSON objects, one a line"
+        raise ValueError(f"{path}: no column {', '.join(missing)}; it has {has}")
     for origin, record in records:
         yield _read(origin, convert, record, prompt_format)
 
@@ -154,6 +154,8 @@ def _from_verl(record: dict, prompt_format: str) -> Row:
     source = str(record.get("data_source") or "math")
     source = _SOURCES.get(source, re.sub(r"[^\w.-]+", "_", source))
     if isinstance(truth, dict):
+        if "solution_text_format" not in truth:
+            raise ValueError(f"its ground_truth is no solution of Knights and Knaves: it has {', '.join(truth)}")
         if len(prompt) == 1 and not is_rendered:
             raise ValueError(f"the prompt is not ChatML text: {text[:80]!r}")
         truth, source = truth["solution_text_format"], knights_knaves.datasource(len(record["names"]))
@@ -199,9 +201,7 @@ def prompt_key(prompt: str | list[dict[str, str]]) -> str:
 
     Prompts with one key ask the same.
     """
-    if isinstance(prompt, str):
-        turns = _TURN.findall(prompt) or [("user", prompt)]
-    else:
-        turns = [(message["role"], message["content"]) for message in prompt]
+    is_text = isinstance(prompt, str)
+    turns = (_TURN.findall(prompt) or [("user", prompt)]) if is_text else [(m["role"], m["content"]) for m in prompt]
     asked = [content for role, content in turns if role != "system"] or [content for _, content in turns]
     return "".join("".join(asked).split())

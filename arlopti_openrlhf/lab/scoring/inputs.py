@@ -77,7 +77,7 @@ def read_records(file: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(table, start=1))
         return
     # Line by line: `splitlines` would also split at a line separator (U+2028) inside a prompt.
-    with open(file, encoding="utf-8") as lines:
+    with open(file, encoding="utf-8-sig") as lines:
         number = 0
         try:
             for number, line in enumerate(lines, start=1):

@@ -293,7 +293,7 @@ def _malformed(value: Any, as_chat: bool) -> str | None:
         if not isinstance(message, dict):
             return f"a message is an object with role and content, not {str(message)[:60]}"
         for name, kinds in (("role", str), ("content", str | list)):
-            if not isinstance(message.get(name), kinds):
+            if not isinstance(message.get(name), kinds) and not (name == "content" and message.get("tool_calls")):
                 return f"a message without {name}: {str(message)[:60]}"
     return None
 

@@ -67,6 +67,6 @@ def _problem(row: Row, images: list, args: SimpleNamespace) -> str | None:
         return None
     # What the run hands to the chat template is here what comes back.
     messages: Any = renderer(args, lambda given, **_: given)(row)
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     places = sum(isinstance(part, dict) and part.get("type") == "image" for part in parts)
     return None if places == len(images) else f"{len(images)} images, and the prompt has {places} places ({_TAG})"

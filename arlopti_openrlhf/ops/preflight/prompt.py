@@ -205,15 +205,12 @@ def _check_form(
 
 
 def _parts(prompt: Any) -> list[list]:
-    return (
-        []
-        if isinstance(prompt, str)
-        else [m["content"] for m in prompt if isinstance(m["content"], list) and m["content"]]
-    )
+    messages = [] if isinstance(prompt, str) else prompt
+    return [m["content"] for m in messages if isinstance(m.get("content"), list) and m["content"]]
 
 
 def _texts(prompt: Any) -> list[str]:
-    return [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m["content"], str)]
+    return [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), str)]
 
 
 def _check_bos(

@@ -24,7 +24,7 @@ from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProc
 
 _FLAG, _AGENT = "--reward.remote_url", "--train.agent_func_path"
 _PROBE_ROWS = 4
-_PROBE_SECONDS = 8.0  # for the import of a reward file, and again for its answers to the rows
+_IMPORT_SECONDS, _PROBE_SECONDS = 60.0, 8.0  # for the import of a reward file, and for its answers to the rows
 _SERVER_SECONDS = 60.0  # for an answer of our own server
 _CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
 _HEALTH_SECONDS, _WHOLE_SECONDS = 2.0, 10.0  # for a part of an answer, which may come by the byte, and for all of it
@@ -89,9 +89,9 @@ def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
     limit = args.reward.timeout_seconds
     rows, tokenizer = data.first_prompts(args, _PROBE_ROWS)
     try:
-        process = RewardProcess(path, limit, import_timeout=_PROBE_SECONDS, is_quiet=True)
+        process = RewardProcess(path, limit, import_timeout=_IMPORT_SECONDS, is_quiet=True)
     except TimeoutError as error:
-        yield Finding(_FLAG, path, f"{error}", "make sure that it ends: the run waits for it", is_fatal=False)
+        yield Finding(_FLAG, path, f"{error}, so no reward was tried", "make sure that it ends", is_fatal=False)
         return
     except RuntimeError as error:
         cause = _first_line(error, path)

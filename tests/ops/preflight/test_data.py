@@ -66,6 +66,7 @@ KEY, SET = "--data.label_key label: ", "!--data.prompt_dataset "
         ({"prompt": None}, {}, "!--data.input_key prompt: 1 of 3 rows have no value there", "d.jsonl, row 2;"),
         ({"prompt": [{"role": "user"}]}, {}, SET, "d.jsonl: row 2, prompt: a message without content"),
         ({"prompt": [{"content": "x"}]}, {}, SET, "row 2, prompt: a message without role"),
+        ({"prompt": [{"role": "assistant", "content": None}]}, {}, SET, "row 2, prompt: a message without content"),
         ({"prompt": ["x"]}, {}, SET, "row 2, prompt: a message is an object with role and content, not x"),
         ({"prompt": 7}, {}, SET, "row 2, prompt: a prompt is text or a list of messages, not int"),
         (
