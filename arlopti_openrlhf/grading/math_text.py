@@ -60,9 +60,10 @@ _REWRITES = [
         (r"\\(?:vee|lor)(?![a-zA-Z])", r"\\text{ or }"),
         (r"\\(?:log|ln)\s*_\s*(?:e|\{\s*(?:\\(?:mathrm|text)\s*)?\{?e\}?\s*\})(?![a-zA-Z])", r"\\ln "),
         (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
-        (rf"(?:\\q?quad)?\s*{_TEXT}\{{\s*(?i:(and|or))\s*\}}(?:\s*\\q?quad(?![a-zA-Z]))?", r" \\text{ \1 } "),
+        (rf"{_TEXT}\{{\s*OR\s*\}}", r"\\text{ or }"),
+        (rf"(?:\\q?quad)?\s*{_TEXT}\{{\s*(and|or)\s*\}}(?:\s*\\q?quad(?![a-zA-Z]))?", r" \\text{ \1 } "),
         # (x, y) = (1, 2), (x, y) = (3, 4)
-        (r"([,;}])\s*\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)\s*=", r"\1 "),
+        (r"([,;]|\\text\{ (?:and|or) \})\s*\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)\s*=", r"\1 "),
         # {x | x < 3}
         (
             rf"\\\{{\s*[a-zA-Z]\s*(?:{_REALS}\s*)?(?:\\mid|\\vert|\||:)([^{{}}:|]*?)(?:,\s*[a-zA-Z]\s*{_REALS}\s*)?\\\}}",
