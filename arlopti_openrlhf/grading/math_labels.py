@@ -23,12 +23,10 @@ def problem(label: Any) -> str | None:
 
     The grader does not raise for either: such a label is matched letter by letter.
     """
-    if not is_readable(label):
-        return f"{str(label)[:60]!r} is not recognised as an answer to itself"
     answers = _answers_in(label_text(label))
     if answers and not _earns(label, answers):
         return f"{str(label)[:60]!r} is met by these words only, and not by {answers[0]!r}"
-    return None
+    return None if is_readable(label) else f"{str(label)[:60]!r} is not recognised as an answer to itself"
 
 
 def _is_right(answer: str, label: Any) -> bool:
