@@ -280,7 +280,7 @@ def _parse_latex(latex: str) -> list:
     parsed = _expression(latex)
     if not isinstance(parsed[0], Basic | MatrixBase):
         if "\\pm" in latex:
-            signs = itertools.product(_LISTED.split(latex), ("+-", "-+"))
+            signs = itertools.product(_LISTED.split(latex), (("+", "-"), ("-", "+")))
             both = [part.replace("\\pm", a).replace("\\mp", b) for part, (a, b) in signs]
             found = [_expression(text)[0] for text in dict.fromkeys(both)]
             parsed = [FiniteSet(*found), *parsed] if all(isinstance(x, Expr | Eq) for x in found) else parsed

@@ -150,14 +150,12 @@ def _from_verl(record: dict, prompt_format: str) -> Row:
         raise ValueError("its images would be lost: give the file itself to --data.prompt_dataset")
     truth, prompt = record["reward_model"]["ground_truth"], [_message(message) for message in record["prompt"]]
     text = prompt[0]["content"]
-    is_rendered = len(prompt) == 1 and text.startswith("<|im_start|>")
+    is_rendered = len(prompt) == 1 and (text.startswith("<|im_start|>") or isinstance(truth, dict))  # as all K&K's
     source = str(record.get("data_source") or "math")
     source = _SOURCES.get(source, re.sub(r"[^\w.-]+", "_", source))
     if isinstance(truth, dict):
         if "solution_text_format" not in truth:
             raise ValueError(f"its ground_truth is no solution of Knights and Knaves: it has {', '.join(truth)}")
-        if len(prompt) == 1 and not is_rendered:
-            raise ValueError(f"the prompt is not ChatML text: {text[:80]!r}")
         truth, source = truth["solution_text_format"], knights_knaves.datasource(len(record["names"]))
     turns = _turns(text) if is_rendered else prompt
     if turns[-1]["role"] == "assistant":
@@ -201,7 +199,9 @@ def prompt_key(prompt: str | list[dict[str, str]]) -> str:
 
     Prompts with one key ask the same.
     """
-    is_text = isinstance(prompt, str)
-    turns = (_TURN.findall(prompt) or [("user", prompt)]) if is_text else [(m["role"], m["content"]) for m in prompt]
+    if isinstance(prompt, str):
+        turns = _TURN.findall(prompt) or [("user", prompt)]
+    else:
+        turns = [(message["role"], message["content"]) for message in prompt]
     asked = [content for role, content in turns if role != "system"] or [content for _, content in turns]
     return "".join("".join(asked).split())
