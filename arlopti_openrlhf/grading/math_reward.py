@@ -25,7 +25,8 @@ from arlopti_openrlhf.grading.kk_reward import assistant_turns
 from arlopti_openrlhf.grading.math_text import final_answer, leaves_work, numbers, plain, repeats
 from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
 
-TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds per answer
+TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds of processor time per answer
+_PATIENCE = 3  # times as long by the clock, for a busy machine must not make right answers wrong
 WORKERS = int(os.environ.get("ARLOPTI_MATH_WORKERS", min(8, os.cpu_count() or 1)))
 # Characters. No label of the public sets is a fourth as long. A longer answer is wrong unread.
 MAX_ANSWER = 2_000
@@ -68,7 +69,8 @@ def grade(response: str, answer: object, prompt: str = "") -> Grade:
     r"""Grade one response against its label.
 
     Args:
-        response: any text; none raises, and each takes at most `TIMEOUT` seconds once a worker is free.
+        response: any text; none raises, and once a worker is free, each takes at most `TIMEOUT` seconds of
+            processor time, and three times as long by the clock.
         answer: the label. It is a number, or text as in the public sets (LaTeX, with or without dollars or `\boxed`),
             or a list of alternatives, any of which is right. A list may also be JSON of strings, as in `["0.01"]`.
         prompt: the question. Arithmetic of its numbers that is left to do, as 2^{10} for "What is 2^{10}?", is
@@ -225,7 +227,8 @@ def worker_pool(workers: int = WORKERS) -> WorkerPool:
     global _pool
     with _pool_lock:
         if _pool is None or _pool.closed:  # a server in this process may have ended
-            _pool = WorkerPool("arlopti_openrlhf.grading.math_compare:compare", workers, TIMEOUT, memory_gib=1.0)
+            compare = "arlopti_openrlhf.grading.math_compare:compare"
+            _pool = WorkerPool(compare, workers, TIMEOUT, memory_gib=1.0, patience=_PATIENCE)
         return _pool
 
 

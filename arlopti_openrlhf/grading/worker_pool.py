@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf import user_files
@@ -63,13 +65,17 @@ class WorkerPool:
         workers: how many calls run at a time. The others wait.
         timeout: seconds of wall-clock time that a call may take.
         memory_gib: GiB that a worker may allocate on top of what its imports took.
+        patience: how many times its timeout a call may take on a busy machine, as long as its process has had less
+            than one of processor time.
 
     Raises:
         RuntimeError: at the first call, when the function cannot be loaded.
     """
 
-    def __init__(self, function: str, workers: int, timeout: float, memory_gib: float = 2.0) -> None:
-        self.function, self.timeout, self.memory_gib = function, timeout, memory_gib
+    def __init__(
+        self, function: str, workers: int, timeout: float, memory_gib: float = 2.0, patience: int = 1
+    ) -> None:
+        self.function, self.timeout, self.memory_gib, self.patience = function, timeout, memory_gib, patience
         self.timed_out = self.died = 0
         # They serve the calls in their order, however many wait.
         self._threads = ThreadPoolExecutor(workers, "call")
@@ -101,9 +107,9 @@ class WorkerPool:
             template, start = self.start(), time.monotonic()
             try:
                 # Idle workers may have been killed in the meantime. A new one is not idle.
-                reply = template.ask(args, self.timeout, is_new=is_last)
+                reply = template.ask(args, self.timeout, self.patience, is_new=is_last)
             except TimeoutError:
-                if is_last or time.monotonic() - start <= self.timeout + _ASLEEP_SECONDS:
+                if is_last or time.monotonic() - start <= self.patience * self.timeout + _ASLEEP_SECONDS:
                     self.timed_out += 1
                     raise TimedOut(f"no result after {self.timeout:g} s") from None
             except OSError:
@@ -163,7 +169,7 @@ class _Template:
         self.kill()
         raise RuntimeError(f"{pool.function} could not be loaded: see the traceback above")
 
-    def ask(self, args: tuple, seconds: float, is_new: bool) -> dict:
+    def ask(self, args: tuple, seconds: float, patience: int, is_new: bool) -> dict:
         """Return the reply of an idle worker, or of a new one.
 
         Raises:
@@ -175,7 +181,7 @@ class _Template:
         except IndexError:
             worker = self._fork()
         try:
-            reply = worker.ask(args, seconds)
+            reply = worker.ask(args, seconds, patience)
         except TimeoutError:
             worker.kill()
             raise
@@ -207,10 +213,21 @@ class _Worker:
         self.socket.settimeout(_START_SECONDS)
         self.pid = int(self._line())
 
-    def ask(self, args: tuple, seconds: float) -> dict:
+    def ask(self, args: tuple, seconds: float, patience: int) -> dict:
         self.socket.settimeout(seconds)
         self.socket.sendall(json.dumps(args).encode() + b"\n")
-        return json.loads(self._line())
+        reply, begun = select.poll(), self._processor_seconds()
+        reply.register(self.socket, select.POLLIN)
+        for _ in range(patience):
+            if reply.poll(min(1000 * seconds, 2**31 - 1)):
+                return json.loads(self._line())
+            if self._processor_seconds() - begun >= seconds:
+                break
+        raise TimeoutError
+
+    def _processor_seconds(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         # Its number is still its own: the socket has just shown that it lives.

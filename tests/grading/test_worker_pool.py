@@ -126,6 +126,25 @@ def test_a_call_is_ended_at_its_limit(strict_pool, what):
     assert is_still_there(strict_pool)
 
 
+@pytest.mark.parametrize("patience", [1, 4])
+def test_a_process_that_gets_no_processor_has_more_time(functions, patience):
+    """Halted for longer than the limit, as on a busy machine."""
+    pool = WorkerPool(functions, workers=1, timeout=1, patience=patience)
+    worker = pool.call("pid")
+    call = pool.submit("sleep", 0.5)
+    time.sleep(0.2)
+    os.kill(worker, signal.SIGSTOP)
+    time.sleep(1.5)
+    with contextlib.suppress(ProcessLookupError):  # it is killed at its limit
+        os.kill(worker, signal.SIGCONT)
+    assert (call.exception() is None) == (patience > 1)
+    start = time.monotonic()
+    with pytest.raises(TimedOut):
+        pool.call("busy in C")
+    assert time.monotonic() - start < 1 * patience + 8
+    pool.close()
+
+
 @pytest.mark.parametrize("what", ["deaf", "alarm that is cancelled"])
 def test_no_alarm_of_the_function_lifts_the_limit(strict_pool, what):
     """Nor does the end of such a call end others."""
