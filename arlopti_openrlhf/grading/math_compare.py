@@ -131,7 +131,7 @@ def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str]
         any(map(is_ratio, labels)),
         any(number.base for label in labels if (number := _read_label(label).numbers[-1])),
         any(map(_ARROW.search, labels)),
-        any(_modulo(label) != label for label in labels),
+        any("\\pmod" in str(part) for label in labels for part in _read_label(label).parsed),
     )
     if boxed and (chosen := choice(answer))[0]:
         if any(spelled(label) == chosen[0].lower() for label in labels):
@@ -184,9 +184,10 @@ def _modulo(latex: str, has_modulus: bool = True) -> str:
         return latex if has_modulus else match[2]
     modulus = int(match[3])
     *others, last = re.split(r"\\equiv|=", (match[1] or "") + match[2])
-    known = [_expression(split_unit(side, frozenset())[0])[0] for side in others]
-    residues = [_expression(split_unit(part, frozenset())[0])[0] for part in _LISTED.split(last)]
-    is_clear = all(isinstance(x, Expr) for x in (*known, *residues)) or not known
+    known, residues = (
+        [_expression(split_unit(side, frozenset())[0])[0] for side in sides] for sides in (others, _LISTED.split(last))
+    )
+    is_clear = not known or all(isinstance(x, Expr) for x in (*known, residues[-1]))
     holds = is_clear and all(x.free_symbols or (x - residues[-1]).doit() % modulus == 0 for x in known)
     if has_modulus and holds and all(isinstance(x, Integer) for x in residues):
         return f"? {sorted({int(x) % modulus for x in residues})} \\pmod{{{modulus}}}"

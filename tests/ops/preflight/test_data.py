@@ -107,6 +107,12 @@ def test_a_mistake_is_one_finding(check, change, flags, start, problem):
     assert found.startswith(start) and problem in found
 
 
+def test_tool_calls_need_no_content(check):
+    """As in OpenAI's histories. Templates such as Qwen3's render them."""
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert check([row(i, prompt=[calls, {"role": "user", "content": f"puzzle {i}"}]) for i in range(8)]) == []
+
+
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [

@@ -348,7 +348,9 @@ def reward_func(queries, prompts, labels):
 """
 
 
-@pytest.mark.parametrize("body", [ALARM, MATH_VERIFY, FORKED, POOL, LOOP])
+@pytest.mark.parametrize(
+    "body", [ALARM, MATH_VERIFY, FORKED, POOL, LOOP], ids=["alarm", "math-verify", "forked", "pool", "event loop"]
+)
 def test_what_works_in_the_run_passes(check, write, body):
     assert check(write(body)) == []
 
