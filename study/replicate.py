@@ -47,7 +47,7 @@ from arlopti_openrlhf.cli.run_folders import LOCK
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import summary
-from study.replicate_arms import ARMS, FULL, SMALL, TOY, Experiment, Size, write_puzzles
+from study.replicate_arms import ARMS, EVALUATIONS, FULL, SMALL, TOY, Experiment, make_policy, seeds, write_puzzles
 from study.replicate_report import BASE, of_arm, write_report
 from study.summary import CURVES, MEASURES, NORMS, ROOT
 
@@ -74,12 +74,12 @@ _DIVERGED = 3  # a training's exit status
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
-def plan(arms: Sequence[str], seeds: int, rows: Sequence[dict], measured: Mapping[str, float], x: Experiment) -> str:
+def plan(arms: Sequence[str], seeds: range, rows: Sequence[dict], measured: Mapping[str, float], x: Experiment) -> str:
     """Return a table of the runs that are done, and of the hours that the others take.
 
     Args:
         arms: their names.
-        seeds: how many each has.
+        seeds: of each.
         rows: of the runs that are done.
         measured: the seconds of a step, of arms with runs that go on. An arm without any takes the others' mean.
         x: the experiment.
@@ -89,12 +89,12 @@ def plan(arms: Sequence[str], seeds: int, rows: Sequence[dict], measured: Mappin
     lines = [["arm", "done", "hours a run", "hours to go"]]
     total = 0.0
     for arm in arms:
-        done = sum(row["seed"] < seeds for row in of_arm(arm, rows))
-        line = [ARMS[arm].title, f"{done} of {seeds}"]
+        done = sum(row["seed"] in seeds for row in of_arm(arm, rows))
+        line = [ARMS[arm].title, f"{done} of {len(seeds)}"]
         if seconds:
             hours = x.hours(seconds.get(arm, fmean(seconds.values())))
-            total += hours * (seeds - done)
-            line += [f"{'' if arm in seconds else 'about '}{hours:.2f}", f"{hours * (seeds - done):.2f}"]
+            total += hours * (len(seeds) - done)
+            line += [f"{'' if arm in seconds else 'about '}{hours:.2f}", f"{hours * (len(seeds) - done):.2f}"]
         lines.append(line if seconds else [*line, "not known before its first steps", ""])
     return markdown_table([*lines, ["all", "", "", f"{total:.2f}" if seconds else ""]])
 
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = (args.out or ROOT / "outputs" / "-".join(filter(None, ["replicate", name]))).resolve()
     args.arms = list(dict.fromkeys(args.arms))
     size = TOY if args.toy else SMALL.get(args.small, FULL)
-    size = size._replace(steps=args.steps or size.steps)
+    size = size._replace(steps=args.steps or size.steps, evaluations=args.evaluations)
     model = args.model or (str(out / "model") if name else _MODEL)
     x = Experiment(model, args.gpus or (1 if name else 4), size, out, tuple(args.flags))
     if size.steps % x.evaluations:
@@ -288,7 +288,7 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
     if args.toy:
         os.environ.update(_TOY_ENVIRONMENT)
     if (args.toy or args.small) and not args.model:
-        _make_policy(out / "model", size)
+        make_policy(out / "model", size)
     commit, measured, diverged = summary.commit(), {}, []
 
     def tell(arm: str, seconds: float) -> None:
@@ -297,7 +297,7 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
 
     _finish(rows, out)  # it may have been ended within that
     done = {(row["arm"], row["seed"]) for row in rows}
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         open_arms = [arm for arm in args.arms if (arm, seed) not in done]
         if open_arms:
             write_puzzles(seed, x)
@@ -338,21 +338,6 @@ def _finish(rows: Sequence[dict], out: Path) -> None:
         shutil.rmtree(out / f"{row['arm']}-{row['seed']}" / "checkpoints", ignore_errors=True)
 
 
-def _make_policy(folder: Path, size: Size) -> None:
-    """Make the policy of a toy or of sums, unless it is there."""
-    from arlopti_openrlhf.lab import pretrained
-    from arlopti_openrlhf.lab.data import tiny_policy
-
-    if folder.exists():
-        return
-    partial_folder = folder.with_name("model.partial")
-    if size.task:
-        pretrained.make_smollm2(partial_folder)
-    else:
-        tiny_policy.make_policy(partial_folder, people=size.people, steps=40)
-    partial_folder.rename(folder)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = argparse.ArgumentParser(
@@ -371,8 +356,21 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="ARM",
         help=f"of {', '.join(ARMS)} (default: all)",
     )
-    add("--seeds", type=integer(1), default=3, metavar="N", help="the first so many (default: 3)")
+    add(
+        "--seeds",
+        type=seeds,
+        default=range(3),
+        metavar="N",
+        help="the first so many, or a range such as 3-5 (default: 3)",
+    )
     add("--steps", type=integer(2), help=f"of each run (default: {FULL.steps}, or what --toy or --small takes)")
+    add(
+        "--evaluations",
+        type=integer(1),
+        default=EVALUATIONS,
+        metavar="N",
+        help="at equal distances, the last of them after all steps (default: %(default)s)",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--small",

@@ -1,5 +1,7 @@
 """What `study.replicate` trains: its arms, how much of everything, and the flags and the puzzles of each run."""
 
+import argparse
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +11,7 @@ from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from study.replicate_report import BASE
 
 HELD_OUT_BY = "structure"  # what tells held-out puzzles from training puzzles
-SAMPLES, EVALUATIONS = 8, 5  # evaluations at equal distances, beside that before all steps
+SAMPLES, EPOCHS, EVALUATIONS = 8, 5, 5
 
 
 class Arm(NamedTuple):
@@ -41,7 +43,8 @@ class Size(NamedTuple):
     max_new_tokens: int
     max_len: int  # tokens of prompt and answer
     save_steps: int
-    epochs: int = EVALUATIONS  # how often each puzzle is trained
+    epochs: int = EPOCHS  # how often each puzzle is trained
+    evaluations: int = EVALUATIONS  # at equal distances, beside that before all steps
     temperature: float = 0.7
     flags: str = ""
     on_gpu: int = 1  # the launch script's SLEEP and LIGER
@@ -110,7 +113,7 @@ class Experiment(NamedTuple):
     @property
     def evaluations(self) -> int:
         """Return how often the policy is evaluated, beside once before all steps."""
-        return min(EVALUATIONS, self.size.steps)
+        return min(self.size.evaluations, self.size.steps)
 
     @property
     def sources(self) -> list[str]:
@@ -161,6 +164,20 @@ class Experiment(NamedTuple):
         return step_seconds * (self.size.steps + answers / self.size.prompts) / 3600
 
 
+def seeds(text: str) -> range:
+    """Return the seeds that are asked for: "3" is the first three, "3-5" is 3, 4 and 5.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    if found := re.fullmatch(r"(?:(\d+)-)?(\d+)", text, re.ASCII):
+        first, last = found.groups()
+        asked = range(int(first), int(last) + 1) if first else range(int(last))
+        if asked:
+            return asked
+    raise argparse.ArgumentTypeError(f"{text} is neither a number of seeds nor a range such as 3-5")
+
+
 def write_puzzles(seed: int, x: Experiment) -> None:
     """Write a seed's puzzles. Those held out share no structure with the others (`lab.data.structures`)."""
     size, each = x.size, len(x.sources)
@@ -171,3 +188,18 @@ def write_puzzles(seed: int, x: Experiment) -> None:
         else:
             rows = TASKS[size.task].make_rows(of_each, held_out=held_out, seed=seed)
         write_rows(rows if held_out else rows[:count], x.puzzles(seed) / f"{name}.jsonl")
+
+
+def make_policy(folder: Path, size: Size) -> None:
+    """Make the policy of a toy or of sums, unless it is there."""
+    from arlopti_openrlhf.lab import pretrained
+    from arlopti_openrlhf.lab.data import tiny_policy
+
+    if folder.exists():
+        return
+    partial_folder = folder.with_name("model.partial")
+    if size.task:
+        pretrained.make_smollm2(partial_folder)
+    else:
+        tiny_policy.make_policy(partial_folder, people=size.people, steps=40)
+    partial_folder.rename(folder)

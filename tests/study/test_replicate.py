@@ -205,6 +205,32 @@ def test_steps_that_make_no_whole_epochs_are_refused(capsys):
     assert "argument --steps: 7 is no multiple of 5, the number of evaluations" in capsys.readouterr().err
 
 
+def test_seeds_and_evaluations_are_chosen(start, tmp_path, capsys):
+    """Other seeds are other runs. Fewer evaluations are another run, which the folder refuses."""
+    start("--arms", "ar", "--seeds=1")
+    start("--arms", "ar", "--seeds=3-4")
+    assert [row["seed"] for row in rows(tmp_path / "out")] == [0, 3, 4]
+    assert "--train.seed\x005" in (tmp_path / "out" / "ar-4.argv").read_text()
+    capsys.readouterr()
+    start("--dry-run", "--arms", "ar", "--seeds=2-4")
+    assert "| AR (α = 0.3) | 2 of 3 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        start("--dry-run", "--arms", "ar", "--evaluations=1")
+    assert "has a run with other settings, ar-0" in capsys.readouterr().err
+    start("--arms", "ar", "--seeds=1", "--evaluations=1", "--out", str(tmp_path / "other"))
+    (row,) = rows(tmp_path / "other")
+    assert row["evaluated_at"] == [0, 5] and row["held_out"]["accuracy"]["kk_3ppl"] == [0.03, 0.53]
+    assert "--eval.steps\x005" in (tmp_path / "other" / "ar-0.argv").read_text()
+    assert "| AR (α = 0.3) | 0.050 | 0.550 |" in (tmp_path / "other" / "table.md").read_text()
+
+
+@pytest.mark.parametrize("asked", ["0", "4-3", "-1", "1-", "a", "1,2", "\u0663", ""])
+def test_seeds_that_are_none_are_refused(asked, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        replicate.main([f"--seeds={asked}", "--dry-run"])
+    assert "is neither a number of seeds nor a range such as 3-5" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
