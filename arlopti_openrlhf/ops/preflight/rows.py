@@ -174,6 +174,8 @@ def as_objects(data: "datasets.Dataset", name: str) -> list[Row]:
 
 def _unreadable(name: str, error: Exception) -> Unreadable:
     message = str(error.__cause__ or error).strip() or type(error).__name__
+    if "\nPlease pick one" in message:  # of the configurations of a folder with several
+        message = f"{' '.join(message.splitlines()[:2])}, as a subfolder: {name}@SUBFOLDER"
     return Unreadable(_bad_line(Path(name)) or message.splitlines()[0][:300])
 
 

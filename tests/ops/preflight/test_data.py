@@ -254,6 +254,17 @@ def test_splits_on_disk(check, tmp_path):
     assert found.startswith(SET) and "it has no split other, but train, test" in found
 
 
+def test_a_folder_with_several_configurations(check, tmp_path):
+    """As GSM8K's is on the hub. OpenRLHF names no configuration, but takes a subfolder."""
+    (tmp_path / "sets" / "main").mkdir(parents=True)
+    write(tmp_path / "sets" / "main" / "train.jsonl", [row(i) for i in range(8)])
+    configurations = [{"config_name": name, "data_files": f"{name}/*.jsonl"} for name in ("main", "socratic")]
+    (tmp_path / "sets" / "README.md").write_text(f"---\nconfigs: {json.dumps(configurations)}\n---\n")
+    [found] = check(data__prompt_dataset=str(tmp_path / "sets"))
+    assert "available configs: ['main', 'socratic'], as a subfolder: " in found and "sets@SUBFOLDER" in found
+    assert check(data__prompt_dataset=f"{tmp_path / 'sets'}@main") == []
+
+
 def test_a_file_that_is_not_utf8(check, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin1"))
     [found] = check(data__prompt_dataset=str(tmp_path / "latin.jsonl"))
