@@ -188,7 +188,7 @@ def test_methods_multiply_and_lopti_divides_them_into_its_passes(group):
     assert relative_distance(whole, alone) > 0.9
 
 
-READING_ENTROPIES = ("eighty_twenty", "stapo", "stare", "entropy_advantage", "steer", "surprisal_band", "gmts")
+READING_ENTROPIES = ("eighty_twenty", "stapo", "stare", "entropy_advantage", "steer", "surprisal_band", "gmts", "taco")
 
 
 def test_the_methods_that_read_entropies_are_all_in_the_table():
