@@ -47,7 +47,7 @@ from arlopti_openrlhf.cli.run_folders import LOCK
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import summary
-from study.replicate_arms import ARMS, EVALUATIONS, FULL, SMALL, TOY, Experiment, make_policy, seeds, write_puzzles
+from study.replicate_arms import ARMS, FULL, SMALL, TOY, Experiment, make_policy, seed_range, write_puzzles
 from study.replicate_report import BASE, of_arm, write_report
 from study.summary import CURVES, MEASURES, NORMS, ROOT
 
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = (args.out or ROOT / "outputs" / "-".join(filter(None, ["replicate", name]))).resolve()
     args.arms = list(dict.fromkeys(args.arms))
     size = TOY if args.toy else SMALL.get(args.small, FULL)
-    size = size._replace(steps=args.steps or size.steps, evaluations=args.evaluations)
+    size = size._replace(steps=args.steps or size.steps, evaluations=args.evaluations or size.evaluations)
     model = args.model or (str(out / "model") if name else _MODEL)
     x = Experiment(model, args.gpus or (1 if name else 4), size, out, tuple(args.flags))
     if size.steps % x.evaluations:
@@ -358,19 +358,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--seeds",
-        type=seeds,
+        type=seed_range,
         default=range(3),
         metavar="N",
         help="the first so many, or a range such as 3-5 (default: 3)",
     )
     add("--steps", type=integer(2), help=f"of each run (default: {FULL.steps}, or what --toy or --small takes)")
-    add(
-        "--evaluations",
-        type=integer(1),
-        default=EVALUATIONS,
-        metavar="N",
-        help="at equal distances, the last of them after all steps (default: %(default)s)",
-    )
+    add("--evaluations", type=integer(1), help=f"of each run, at equal distances (default: {FULL.evaluations})")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--small",

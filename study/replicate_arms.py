@@ -11,7 +11,7 @@ from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from study.replicate_report import BASE
 
 HELD_OUT_BY = "structure"  # what tells held-out puzzles from training puzzles
-SAMPLES, EPOCHS, EVALUATIONS = 8, 5, 5
+SAMPLES = 8
 
 
 class Arm(NamedTuple):
@@ -43,8 +43,8 @@ class Size(NamedTuple):
     max_new_tokens: int
     max_len: int  # tokens of prompt and answer
     save_steps: int
-    epochs: int = EPOCHS  # how often each puzzle is trained
-    evaluations: int = EVALUATIONS  # at equal distances, beside that before all steps
+    epochs: int = 5  # how often each puzzle is trained
+    evaluations: int = 5  # at equal distances, beside that before all steps
     temperature: float = 0.7
     flags: str = ""
     on_gpu: int = 1  # the launch script's SLEEP and LIGER
@@ -164,7 +164,7 @@ class Experiment(NamedTuple):
         return step_seconds * (self.size.steps + answers / self.size.prompts) / 3600
 
 
-def seeds(text: str) -> range:
+def seed_range(text: str) -> range:
     """Return the seeds that are asked for: "3" is the first three, "3-5" is 3, 4 and 5.
 
     Raises:

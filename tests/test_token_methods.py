@@ -230,16 +230,6 @@ def test_gmts_divides_by_what_it_keeps():
     assert load("gmts").divides_by_kept and load("gmts").needs_entropies
 
 
-def test_taco():
-    # r = −ln p − H + ln 0.01: exp(−r) is 0.001 · e^0 / 0.01 = 0.1, 0.001 · e / 0.01 = 0.272, and above 1.
-    seen = tokens([0.001, 0.001, 0.02, 0.001], [1.0, 2.0, 1.0, -1.0], [0.0, 1.0, 0.0, 0.0])
-    lowered = [1 - 0.9 * (1 - 0.1), 1 - 0.9 * (1 - math.e / 10)]
-    assert weights(load("taco"), seen) == pytest.approx([*lowered, 1.0, 1.0])
-    assert weights(load("taco", "most=0.5", "alpha=0.1"), seen) == pytest.approx(
-        [1 - 0.5 * 0.99, 1 - 0.5 * (1 - math.e / 100), 0.6, 1]
-    )
-
-
 def test_dppo():
     # π_old − μ = 0.3, 0.3, −0.3, −0.3, 0.3 and twice 0.1: 0 where it has the advantage's sign and more than 0.2.
     p, mu = [0.8, 0.8, 0.2, 0.2, 0.8, 0.5, 0.3], [0.5, 0.5, 0.5, 0.5, 0.5, 0.4, 0.2]
@@ -267,7 +257,6 @@ NEUTRAL = {
     "clip_cov": ["low=5"],
     "cw_grpo": [],
     "gmts": ["share=1"],
-    "taco": ["most=0"],
     "dppo": ["delta=1"],
 }
 
@@ -412,8 +401,6 @@ def test_a_file_that_cannot_work_is_refused_in_one_line(tmp_path, body, said):
                 "clip_cov.high=0",
                 "clip_cov.share=-1",
                 "gmts.share=0",
-                "taco.alpha=0",
-                "taco.most=1.1",
                 "dppo.delta=1.5",
             )
         ),

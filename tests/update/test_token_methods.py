@@ -97,10 +97,6 @@ METHODS = {
     "clip_cov": (["share=1", "low=0.3"], lambda p, h, a, r: 1.0 - ((cov(p, a) > 0.3) & (cov(p, a) < 5)).float()),
     "cw_grpo": ([], cw_grpo),
     "gmts": ([], lambda p, h, a, r: lowest(-h * a.abs(), h > 0, ceil(0.2 * len(h))).float()),
-    "taco": (
-        ["alpha=1.2"],
-        lambda p, h, a, r: torch.where(a > 0, 1 - 0.9 * (1 - (p * h.exp() / 1.2).clamp(max=1)), 1.0),
-    ),
     "dppo": ([], lambda p, h, a, r, mu: 1.0 - ((a > 0) & (p - mu > 0.2) | (a < 0) & (p - mu < -0.2)).float()),
     EXAMPLE: ([], lambda p, h, a, r: 1.0 - ((p <= p.kthvalue(ceil(0.2 * len(p))).values) & (a < 0)).float()),
 }
@@ -188,7 +184,7 @@ def test_methods_multiply_and_lopti_divides_them_into_its_passes(group):
     assert relative_distance(whole, alone) > 0.9
 
 
-READING_ENTROPIES = ("eighty_twenty", "stapo", "stare", "entropy_advantage", "steer", "surprisal_band", "gmts", "taco")
+READING_ENTROPIES = ("eighty_twenty", "stapo", "stare", "entropy_advantage", "steer", "surprisal_band", "gmts")
 
 
 def test_the_methods_that_read_entropies_are_all_in_the_table():

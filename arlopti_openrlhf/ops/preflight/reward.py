@@ -1,6 +1,5 @@
 """Checks the source of rewards: that it can be loaded, or reached, and answers with numbers."""
 
-import ast
 import asyncio
 import importlib.util
 import json
@@ -81,25 +80,8 @@ def _check_agent(path: str) -> Iterator[Finding]:
         if not defined_names(path) & {"AgentExecutor", "*"}:
             remedy = "name the class that OpenRLHF is to call so"
             yield Finding(_AGENT, path, "it has no class `AgentExecutor`", remedy)
-        elif old := _older_form(path):
-            yield Finding(_AGENT, path, f"{old}, as in older versions of OpenRLHF", "see examples/kk_agent.py")
     except (OSError, SyntaxError, ValueError) as error:
         yield Finding(_AGENT, path, f"it does not parse: {error}", "mend the file")
-
-
-def _older_form(path: str) -> str | None:
-    """Return which `__init__` of a file OpenRLHF 0.11 cannot call, as it gives an agent no arguments. None: it can."""
-    with tokenize.open(path) as file:
-        classes = [node for node in ast.parse(file.read()).body if isinstance(node, ast.ClassDef)]
-    for each in classes:
-        for made in (node for node in each.body if getattr(node, "name", "") == "__init__"):
-            if isinstance(made, ast.AsyncFunctionDef):
-                return f"{each.name}.__init__ is async"
-            if isinstance(made, ast.FunctionDef) and each.name == "AgentExecutor":
-                given = [*made.args.posonlyargs, *made.args.args]
-                if needed := [arg.arg for arg in given[1 : len(given) - len(made.args.defaults)]]:
-                    return f"AgentExecutor.__init__ needs {', '.join(needed)}"
-    return None
 
 
 def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
