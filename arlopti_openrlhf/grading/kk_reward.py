@@ -28,22 +28,18 @@ _SOLUTION_LINE = re.compile(r"\((\d+)\) (\S|\S.*\S) is a (knight|knave)")
 
 # Characters. A shorter end of a prompt could occur elsewhere by chance, where a round trip changed that end itself.
 _MIN_ANCHOR = 8
-_HEADERS = re.compile(
-    "|".join(
-        re.escape(header)
-        for header in (
-            "<|im_start|>assistant",  # ChatML, Qwen
-            "<|start_header_id|>assistant<|end_header_id|>",  # Llama 3
-            "<|header_start|>assistant<|header_end|>",  # Llama 4
-            "<start_of_turn>model",  # Gemma
-            "[/INST]",  # Mistral, Llama 2
-            "<｜Assistant｜>",  # DeepSeek
-            "<|assistant|>",  # Phi, GLM, Zephyr
-            "Assistant:",  # Logic-RL's base prompt
-            "ASSISTANT:",  # Vicuna
-        )
-    )
+_TURNS = (
+    "<|im_start|>assistant",  # ChatML, Qwen
+    "<|start_header_id|>assistant<|end_header_id|>",  # Llama 3
+    "<|header_start|>assistant<|header_end|>",  # Llama 4
+    "<start_of_turn>model",  # Gemma
+    "[/INST]",  # Mistral, Llama 2
+    "<｜Assistant｜>",  # DeepSeek
+    "<|assistant|>",  # Phi, GLM, Zephyr
+    "Assistant:",  # Logic-RL's base prompt
+    "ASSISTANT:",  # Vicuna
 )
+_HEADERS = re.compile("|".join(map(re.escape, _TURNS)))
 
 
 class Grade(NamedTuple):
@@ -205,14 +201,9 @@ def _roles(answer: str, sentences: Sequence[re.Pattern[str]]) -> list[str] | Non
     text = answer.lower()
     if text.count("knight") + text.count("knave") != len(sentences):
         return None
-    roles = []
-    for sentence in sentences:
-        match = sentence.search(answer)
-        if match is None:
-            return None
-        # A pattern that ignores case also takes a dotless i, and the role is never right with it.
-        roles.append(match[1].lower())
-    return roles
+    stated = [match for sentence in sentences if (match := sentence.search(answer))]
+    # A pattern that ignores case also takes a dotless i, and the role is never right with it.
+    return [match[1].lower() for match in stated] if len(stated) == len(sentences) else None
 
 
 def _prompt_end(query: str, prompt: str) -> int | None:

@@ -34,7 +34,18 @@ def sides(answer: object) -> list:
         relations = getattr(answer, "_unsorted_args", answer.args)
     if not relations or not all(isinstance(relation, sympy.Eq) for relation in relations):
         return []
-    return [relations[0].lhs, *(relation.rhs for relation in relations)]
+    first, *others = relations[0].lhs, *(relation.rhs for relation in relations)
+    return [sympy.Symbol("name") if _names_another_value(first, others) else first, *others]
+
+
+def _names_another_value(first: Any, others: list) -> bool:
+    """Return whether e, i or γ is no constant but a name, as that of an eccentricity in e = 1/2."""
+    constant = _with_constants(first)
+    if constant not in (sympy.E, sympy.I, sympy.EulerGamma):
+        return False
+    numbers = [side for side in others if isinstance(side, sympy.Expr) and not side.free_symbols]
+    distances = [sympy.Abs(side - constant).evalf() for side in numbers]
+    return any(isinstance(distance, sympy.Float) and distance > 0.05 for distance in distances)
 
 
 def is_name(side: sympy.Basic) -> bool:
@@ -86,7 +97,7 @@ def contradicts_itself(parsed: object, latex: str) -> bool:
 
 
 def _with_constants(side: sympy.Basic) -> sympy.Basic:
-    constants = {"i": sympy.I, "e": sympy.E}
+    constants = {"i": sympy.I, "I": sympy.I, "e": sympy.E, "E": sympy.E}
     return side.xreplace({x: constants[x.name] for x in side.free_symbols if x.name in constants})
 
 

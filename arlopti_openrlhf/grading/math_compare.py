@@ -36,7 +36,7 @@ from arlopti_openrlhf.grading.math_text import (
     with_formulas,
     with_times,
 )
-from arlopti_openrlhf.grading.math_units import MULTIPLIER, split_unit, words
+from arlopti_openrlhf.grading.math_units import CURRENCIES, MULTIPLIER, split_unit, words
 
 # Not part of a word or of a longer number.
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}(?!\w)")
@@ -124,7 +124,7 @@ def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str]
         if leaves_work(found, labels) and repeats(found, question):
             return False
         answer, boxed = found, True
-    if boxed and (word := spelled(answer)) and any(word == spelled(label) for label in labels):
+    if boxed and any(_names(answer) & _names(label) for label in labels):
         return True
     known = _Labels(
         frozenset().union(*map(words, labels)),
@@ -133,16 +133,18 @@ def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str]
         any(map(_ARROW.search, labels)),
         any("\\pmod" in str(part) for label in labels for part in _read_label(label).parsed),
     )
-    if boxed and (chosen := choice(answer))[0]:
-        if any(spelled(label) == chosen[0].lower() for label in labels):
-            return True
-        answer = chosen[1]
+    answer = choice(answer)[1] if boxed else answer
     read = _read_answer(answer, known) if boxed else _read_text(answer, known)
     if any(contradicts_itself(part, read.latex) for part in read.parsed):
         return False
     if not boxed and any(isinstance(part, str) and leaves_work(part, labels) for part in read.parsed):
         return False
     return any(_is_right(_read_label(label), read) for label in labels)
+
+
+def _names(text: str) -> Set[str]:
+    """Return the words that a text is, and the letter of a choice that it begins with."""
+    return {spelled(text), choice(text)[0].lower()} - {""}
 
 
 def _is_right(label: _Reading, answer: _Reading) -> bool:
@@ -239,8 +241,8 @@ def _read(latex: str, labels: _Labels) -> _Reading:
     latex = shown = with_times(latex, labels.has_ratio)
     if len(numbers) > 1 or not labels.has_base:
         latex = _in_base_ten(latex, numbers)
-    currency = {"dollar"} if "\\$" in latex else set()
-    latex = latex.replace("\\$", "")
+    currency = {unit for sign, unit in CURRENCIES.items() if sign in latex}
+    latex = re.sub("|".join(map(re.escape, CURRENCIES)), "", latex)
     *named, last = _sides(latex)
     bare, measures = split_unit(last, labels.words)
     bare = "=".join([*(split_unit(side, labels.words)[0] for side in named), bare])

@@ -74,10 +74,8 @@ def _read(parsed: Any, braced: bool, is_cased: bool) -> Any:
     opaque = {part: _symbol(str(part), is_cased) for part in parsed.atoms(AppliedUndef, sympy.Derivative)}
     if isinstance(parsed, sympy.MatrixBase):
         return parsed.applyfunc(lambda cell: cell.xreplace(opaque | _symbols(cell, is_cased)))
-    if isinstance(parsed, sympy.Eq) and _is_segment(parsed.lhs) and not parsed.rhs.free_symbols:
-        return sympy.Eq(
-            sympy.Symbol("".join(sorted(map(str, parsed.lhs.args))).lower()), read(parsed.rhs), evaluate=False
-        )
+    if isinstance(parsed, sympy.Eq) and _is_measured(parsed.lhs) and not parsed.rhs.free_symbols:
+        return sympy.Eq(sympy.Symbol(str(parsed.lhs.doit()).lower()), read(parsed.rhs), evaluate=False)
     if isinstance(parsed, Relational):
         return parsed.func(*map(read, parsed.args), evaluate=False)
     return parsed.xreplace(opaque).xreplace(_symbols(parsed, is_cased))
@@ -104,11 +102,17 @@ class _Assigned(NamedTuple):
     rhs: Any
 
 
-def _is_segment(side: object) -> bool:
-    r"""Return whether a side is a name of several letters, as in AB = 5 or \angle ABC = 60."""
-    names = [factor.name for factor in getattr(side, "args", ()) if isinstance(factor, sympy.Symbol)]
-    is_product = isinstance(side, sympy.Mul) and len(names) == len(side.args)
-    return is_product and (names[0].isupper() or names[0].endswith("angle"))
+def _is_measured(side: object) -> bool:
+    r"""Return whether a side stands for a length, an angle or a ratio, as AB, \angle ABC, |AB|, AB^2 and AB/CD do."""
+    if isinstance(side, sympy.Abs) and isinstance(side.args[0], sympy.Symbol):
+        return True
+    side = side.args[0] if isinstance(side, sympy.Abs) else side
+    if not isinstance(side, sympy.Mul | sympy.Pow):
+        return False
+    parts = [part for part in side.as_numer_denom() if part != 1]
+    factors = [factor.as_base_exp() for part in parts for factor in sympy.Mul.make_args(part.doit())]
+    names = [base.name for base, exponent in factors if isinstance(base, sympy.Symbol) and exponent.is_Integer]
+    return len(names) == len(factors) > 1 and (names[0].isupper() or names[0].endswith("angle"))
 
 
 def _symbols(parsed: sympy.Basic, is_cased: bool) -> dict:

@@ -36,10 +36,10 @@ MAX_TAIL = 2_000
 MAX_RESPONSE = 2**18
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL)
 _EMPTY = re.compile(
     r"(?:\s|~|\$|\{|\}|\\[ ,;:!]|\\q?quad(?![a-z])|\\[hv]?phantom\{[^{}]*\}|\\(?:text|mathrm)(?=\{\s*\}))*"
 )
+_EMPTY_BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{{_EMPTY.pattern}\}}")
 # What may stand between two boxes of one list.
 _BLANK = r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
 _JOINT = re.compile(
@@ -84,9 +84,7 @@ def grade(response: str, answer: object, prompt: str = "") -> Grade:
     box = last_box(response[-MAX_RESPONSE:])
     if box is None:
         return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False, question=numbers(prompt))
-    if len(box) > MAX_ANSWER:
-        return Grade(0.0, boxed=True, timed_out=False)
-    if leaves_work(box, labels) and repeats(box, numbers(prompt)):
+    if len(box) > MAX_ANSWER or (leaves_work(box, labels) and repeats(box, numbers(prompt))):
         return Grade(0.0, boxed=True, timed_out=False)
     return _compare(box.strip(), labels, boxed=True)
 
@@ -200,12 +198,11 @@ def _label(value: object) -> str:
     if isinstance(value, str) and re.match(r'\s*\{\s*"[^"]*"\s*:', value):
         raise ValueError(f"a label is a JSON object: {value[:80]!r}")
     text = _without_dollars(str(value))
-    box = _BOX.fullmatch(text)
-    if box:
-        text = _without_dollars(box[1])
-    if not text:
+    box = last_box(text)  # it may be a whole solution
+    text = text if box is None else _without_dollars(box)
+    if not text or _EMPTY_BOX.fullmatch(text):
         raise ValueError("a label is empty")
-    if _ANNOUNCES.search(text) and (found := final_answer(text)):  # a whole solution, as GSM8K's
+    if box is None and _ANNOUNCES.search(text) and (found := final_answer(text)):  # a whole solution, as GSM8K's
         return found
     return text
 

@@ -18,9 +18,8 @@ _UNICODE = str.maketrans(
     | dict.fromkeys("≃≅≊≋", r"\approx ")
     | {"∈": r"\in ", "∅": r"\emptyset ", "′": "'", "⟨": r"\langle ", "⟩": r"\rangle "}
     | dict.fromkeys("\u2009\u202f\u00a0", " ")
-    | {power: f"^{digit}" for digit, power in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
-    | {index: f"_{digit}" for digit, index in enumerate("₀₁₂₃₄₅₆₇₈₉")}
 )
+_RAISED = re.compile("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ]+|[₀₁₂₃₄₅₆₇₈₉]+")
 _GAP = r"(?:\s|~|\\[ ,;:!>]|\\q?quad(?![a-zA-Z]))+"
 _TEXT = r"\\(?:text(?:rm|it|bf|sf|normal)?|math(?:rm|it|bf|sf)|mbox)\s*"
 _FUNCTION = "ln|log|exp|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc"
@@ -46,7 +45,7 @@ _REWRITES = [
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=[\d)])!=", "! ="),
-        (rf"{_TEXT}\{{([^{{}}a-zA-Z\\]*)\}}", r" \1 "),
+        (rf"{_TEXT}\{{([^{{}}a-zA-Z\u3400-\u9fff\\]*)\}}", r" \1 "),
         (rf"(?:{_TEXT}|\\operatorname\s*)\{{\s*({_FUNCTION})\s*\}}", r"\\\1 "),
         (rf"(?<![\\a-zA-Z])({_FUNCTION})(?=[\s(\d])", r"\\\1 "),
         (r"\A\s*\\(?:sim|cong)(?![a-zA-Z])", ""),
@@ -66,9 +65,13 @@ _REWRITES = [
         (r"([,;]|\\text\{ (?:and|or) \})\s*\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)\s*=", r"\1 "),
         # {x | x < 3}
         (
-            rf"\\\{{\s*[a-zA-Z]\s*(?:{_REALS}\s*)?(?:\\mid|\\vert|\||:)([^{{}}:|]*?)(?:,\s*[a-zA-Z]\s*{_REALS}\s*)?\\\}}",
+            rf"(?:\\left)?\\\{{\s*[a-zA-Z]\s*(?:{_REALS}\s*)?(?:\\middle\s*)?(?:\\mid|\\vert|\||:)"
+            rf"([^{{}}:|]*?)(?:,\s*[a-zA-Z]\s*{_REALS}\s*)?(?:\\right)?\\\}}",
             r"\1",
         ),
+        # f(x) = cx for any constant c, and 2k\pi, k \in \mathbb{Z}
+        (rf"(?:,|{_GAP[:-1]})*{_TEXT}\{{[\s,]*for\s+(?:any|all|every)\s[^{{}}\d]*\}}[^,;\d<>=]*\Z", ""),
+        (r",\s*[a-z]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?\s*\Z", ""),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
@@ -133,7 +136,7 @@ def rewritten(latex: str) -> str:
 
     Numbers with nothing but a space between them, other than thousands, become unreadable: math-verify adds them.
     """
-    latex = " ".join(latex.translate(_UNICODE).splitlines())
+    latex = " ".join(_without_unicode(latex).splitlines())
     while (unwrapped := _DECORATED.sub(r" \1 ", latex)) != latex:
         latex = unwrapped
     for pattern, replacement in _REWRITES:
@@ -145,6 +148,11 @@ def rewritten(latex: str) -> str:
     latex = _MIXED.sub(lambda match: match[0] if _is_argument(latex, match) else _mixed(match), latex)
     latex = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), latex)
     return _TWO_NUMBERS.sub(lambda match: match[0] if _is_argument(latex, match) else f"{match[1]} ? ", latex)
+
+
+def _without_unicode(text: str) -> str:
+    text = _RAISED.sub(lambda run: f"{'_' if '₀' <= run[0] <= '₉' else '^'}{{{normalize('NFKC', run[0])}}}", text)
+    return text.translate(_UNICODE)
 
 
 def based_number(latex: str) -> BasedNumber | None:
@@ -203,16 +211,19 @@ def _is_argument(latex: str, match: re.Match) -> bool:
 # --- words, choices, times and ratios -----------------------------------------------------------------------------
 
 _CHOICE = re.compile(
-    rf"(?:{_TEXT}\{{\s*)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[.)])((?:\s*\}})?)((?:{_GAP})?)(?=[^+*/^_=,:\s])", re.DOTALL
+    rf"(?:{_TEXT}\{{\s*)?(?:(?:[Oo]ption|[Cc]hoice)\s+)?(?:\(\s*([A-J])\s*\)|([A-J])\s*[.):])((?:\s*\}})?)((?:{_GAP})?)"
+    r"(?=[^+*/^_=,:\s])",
+    re.DOTALL,
 )
-_SECOND_CHOICE = re.compile(r"(?<![\w\\(])\(?\s*[A-J]\s*(?:[.)]|\W*\Z)")
+_SECOND_CHOICE = re.compile(r"(?<![\w\\(])\(?\s*[A-J]\s*(?:[.):]|\W*\Z)")
 _TIME = re.compile(r"(?<![\d.:])(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?![\d:.])")
 _COLON = re.compile(r"(?:\\!|\s)*:(?:\\!|\s)*")
 
 
 def plain(text: str) -> str:
-    r"""Drop what does not change a text's meaning: white space, dollars, a final full stop, `\left`, `\dfrac`."""
+    r"""Drop what does not change a text's meaning: white space, dollars, a final full stop, `\left`, `\text`."""
     text = text.replace("\\$", "").strip().strip("$").rstrip(".")
+    text = re.sub(rf"{_TEXT}\{{([^{{}}]*[a-zA-Z]{{2}}[^{{}}]*)\}}", r"\1", text)
     # A space between two digits may be one between two numbers.
     text = re.sub(r"(?<!\d)(?:\s|\\[,;:!])+|(?:\s|\\[,;:!])+(?!\d)|\\left(?![a-z])|\\right(?![a-z])", "", text)
     return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
@@ -222,6 +233,7 @@ def spelled(text: str) -> str:
     r"""Return the word or the words that a text is, in lower case, as for `\text{Yes.}` and `(C)`. Else nothing."""
     text = re.sub(rf"{_TEXT}(?=\{{)|\\left|\\right", "", text).replace("{", "").replace("}", "")
     word = " ".join(re.sub(_GAP, " ", text).strip("$().,;: ").lower().split())
+    word = re.sub(r"\A(?:option|choice) (?=[a-j]\Z)", "", word)
     return word if word.replace(" ", "").isalpha() else ""
 
 
@@ -261,7 +273,7 @@ def numbers(text: str) -> tuple[str, ...]:
 
 def _work(text: str) -> str:
     """Return the last side of a formula in one spelling: 2*3 for `2 \\times 3`, 6/2 for `\\frac{6}{2}`."""
-    text = text.translate(_UNICODE).rpartition("=")[2]
+    text = _without_unicode(text).rpartition("=")[2]
     text = re.sub(r"\\(?:times|cdot|div)(?![a-zA-Z])", "*", text)
     text = re.sub(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
     return re.sub(r"[\s{}$]|\\(?:left|right|[,;:! ])", "", text)
@@ -299,7 +311,7 @@ _SENTENCE = re.compile(r"(?:\.|。)(?=\s|\Z)|\n|\s*I hope")
 _DELIMITERS = re.compile(r"(?<!\\)(?:\$\$?|\\[\[\]()])")
 _TOKENS = re.compile(
     rf"(?:{_GAP}|{_TEXT}\{{[^{{}}]*\}}|\\begin.*?\\end\{{\w+\}}|\\[a-zA-Z]+|\\."
-    r"|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?i:and|or)(?![a-zA-Z])|[\d_]|\W)*",
+    r"|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])|(?:(?i:and|or)|sqrt|pi)(?![a-zA-Z])|[\d_]|\W)*",
     re.DOTALL,
 )
 
@@ -313,28 +325,16 @@ def final_answer(text: str) -> str | None:
         text = tagged[-1]
     text = FORMULA.sub(lambda formula: formula[0].replace("\n", " "), text.strip())
     text = _BOLD.sub(r"\2", text)
-    announced = None
-    for announced in _ANNOUNCED.finditer(text):  # noqa: B007
-        pass
+    *_, announced = None, *_ANNOUNCED.finditer(text)
     rest = text[announced.end() :] if announced else text.rpartition("\n")[2].lstrip("#")
-    if end := next(
-        (
-            m
-            for m in _SENTENCE.finditer(rest)
-            if rest[: m.start()].count("$") % 2 == 0
-            and rest[: m.start()].strip()
-            and rest[: m.start()].count("{") == rest[: m.start()].count("}")
-            and rest[: m.start()].count("\\[") == rest[: m.start()].count("\\]")
-        ),
-        None,
-    ):
-        rest = rest[: end.start()]
+    sentences = (rest[: end.start()] for end in _SENTENCE.finditer(rest))
+    rest = next((sentence for sentence in sentences if sentence.strip() and _is_closed(sentence)), rest)
     rest = _DELIMITERS.sub("", rest).strip()
     bare, _ = split_unit(rest, frozenset())
-    if (
-        rest
-        and re.search(r"[\w\\]", rest)
-        and (_TOKENS.fullmatch(bare) or (announced and bare.isalpha()) or _MULTIPLIED.fullmatch(rest))
-    ):
-        return rest
-    return None
+    is_formula = _TOKENS.fullmatch(bare) or (announced and bare.isalpha()) or _MULTIPLIED.fullmatch(rest)
+    return rest if is_formula and re.search(r"[\w\\]", rest) else None
+
+
+def _is_closed(text: str) -> bool:
+    pairs = (("{", "}"), ("\\[", "\\]"))
+    return text.count("$") % 2 == 0 and all(text.count(opening) == text.count(closing) for opening, closing in pairs)

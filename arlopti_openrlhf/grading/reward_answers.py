@@ -94,9 +94,8 @@ def normalise(answer: Any, n: int) -> dict[str, Any]:
 
 def _finite(name: str, values: Any, n: int) -> list[float]:
     numbers = _numbers(name, values, n)
-    for number in numbers:
-        if not math.isfinite(number):
-            raise ValueError(f"{name} that are not finite: {number}")
+    if broken := [number for number in numbers if not math.isfinite(number)]:
+        raise ValueError(f"{name} that are not finite: {broken[0]}")
     return numbers
 
 

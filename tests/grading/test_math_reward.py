@@ -155,16 +155,22 @@ def test_a_response_of_16_mib_is_graded_in_time(piece):
         ("The answer is 5", "5"),
         ("She sold 48/2 = 24 clips in May.\nShe sold 72 in all.\n#### 72", "72"),
         ("Answer: C", "C"),
+        ("The cube root of 64 is $\\sqrt[3]{64}=4$. The difference is $8-4=\\boxed{4}$.", "4"),
+        ("By symmetry, the answer is 24. We want half of it, i.e. \\boxed{12}.", "12"),
+        ("Therefore, $\\boxed{14{,}916}$ is our answer.", "14916"),
     ],
 )
 def test_a_label_that_is_a_whole_solution_is_its_final_answer(label, answer):
-    """As data sets have them: open-r1 issue 628, GSM8K."""
+    """As data sets have them: open-r1 issue 628, GSM8K, MATH (lm-evaluation-harness issue 3643)."""
     assert grade(f"\\boxed{{{answer}}}", label).score == 1
     assert grade("\\boxed{24}", label).score == 0
 
 
 @pytest.mark.usefixtures("patient")
 def test_without_a_box_the_library_extracts():
+    for text, label in (("答案是5元。", "5"), ("The answer is £100.", "100"), ("<answer>C: 36</answer>", "C")):
+        assert grade(text, label) == (1.0, False, False), text
+    assert grade("The answer is -1 + sqrt(3).", "\\sqrt{3} - 1") == (1.0, False, False)
     assert grade("We get x = 3. The answer is 42.", "42") == (1.0, False, False)
     assert grade("The answer is 1/2", "0.5") == (1.0, False, False)
     for text in ("The final answer is $4.5e33$.", "Thus \\[ 4.5 \\times 10^{33} \\]", "So the answer is 4.5E+33."):
