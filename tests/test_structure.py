@@ -16,19 +16,19 @@ FILES = sorted(
 # Lines of each room. A change that needs more says in the changelog why, and raises the number here.
 BUDGETS = {
     ".": 1433,
-    "cli": 2939,
+    "cli": 2952,
     "cpu": 678,
     "evaluation": 134,
     "forward": 1284,
     "grading": 2973,
-    "lab": 4221,
+    "lab": 4246,
     "methods": 563,
     "update": 2156,
     "ops": 359,
     "ops/checkpoints": 994,
     "ops/health": 517,
     "ops/lifecycle": 1604,
-    "ops/preflight": 3024,
+    "ops/preflight": 3131,
     "ops/rollouts": 1314,
 }
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines

@@ -51,7 +51,8 @@ class Parser(argparse.ArgumentParser):
         near = [known for known in flags if known.rpartition(".")[2] == flag.removeprefix("--")]
         if not near and len(words := set(re.findall(r"[^\W_]+", flag))) > 1:
             parts = {known: set(re.findall(r"[^\W_]+", known)) for known in flags}
-            near = [known for known in flags if words <= parts[known] and len(parts[known]) <= len(words) + 1]
+            near = [known for known in flags if parts[known] == words]
+            near = near or [known for known in flags if words <= parts[known] and len(parts[known]) <= len(words) + 1]
         near = near or difflib.get_close_matches(flag, flags, n=1, cutoff=0.8)
         return f"did you mean {' or '.join(near[:_NAMED])}?" if near else ""
 

@@ -41,6 +41,8 @@ _RENAMED = {
     "--colocate_all_models": "--train.colocate_all",
     "--use_dynamic_batch": "--train.dynamic_batch_enable",
     "--prompt_max_len": "--data.max_len, which counts prompt and response together",
+    "--full_determinism": "--train.full_determinism_enable",
+    "--freezing_actor_steps": "--critic.freezing_steps",
     "--bf16": "--ds.param_dtype bf16, the default",
     "--use_wandb": "--logger.wandb.key",
     "--use_tensorboard": "--logger.tensorboard_dir",

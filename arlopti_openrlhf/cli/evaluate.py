@@ -24,7 +24,8 @@ from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
 from arlopti_openrlhf.lab.scoring import tables
-from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
+from arlopti_openrlhf.lab.scoring.inputs import encode, expand_models, read_rows
+from arlopti_openrlhf.ops.preflight.model import local_folder
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
 
@@ -54,13 +55,17 @@ def main() -> None:
             if subprocess.run(command_for(model, args)).returncode:
                 parser.exit(1, f"{parser.prog}: {model} could not be evaluated\n")
     else:
+        from transformers import AutoTokenizer
+
         from arlopti_openrlhf.lab.scoring import offline
 
         settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed)
         ((name, model),) = models.items()
         try:
+            if folder := local_folder(model):  # vLLM takes long to load, and a tokenizer does not
+                encode(AutoTokenizer.from_pretrained(folder), [row["prompt"] for row in rows])
             offline.evaluate(name, model, rows, settings, args.out, reward_source.load(parser, args))
-        except RewardError as error:
+        except (RewardError, ValueError) as error:
             parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
     # The tables come from the files that every evaluation leaves, also those of an earlier run.
     results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in models}

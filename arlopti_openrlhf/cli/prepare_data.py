@@ -133,11 +133,12 @@ def _convert(args: argparse.Namespace) -> None:
     def reads(names: Sequence[str], read) -> list[published.Read]:
         return [one for name in names for one in read(name, _first_format(args))]
 
-    excluded = {
-        published.prompt_key(one.row["prompt"]): one.origin
-        for one in reads(args.exclude, published.read_file)
-        if one.row is not None
-    }
+    read = [(one, one.row["prompt"] if one.row else one.prompt) for one in reads(args.exclude, published.read_file)]
+    if lost := [one for one, prompt in read if not prompt]:
+        raise ValueError(
+            f"argument --exclude: {len(lost)} rows cannot be read, so they would not be excluded: first {lost[0]}"
+        )
+    excluded = {published.prompt_key(prompt): one.origin for one, prompt in read if prompt}
     # Sort out what training could not use. With --strict nothing may be dropped.
     tokenizer = args.tokenizer or args.model
     num_tokens = preparation.token_counter(tokenizer) if tokenizer else None
@@ -148,8 +149,9 @@ def _convert(args: argparse.Namespace) -> None:
     if dropped and (args.strict or not rows):
         more = f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
         raise ValueError(f"{dropped[0]}{more}")
+    described = preparation.describe(rows, num_tokens)
     preparation.write_rows(_rendered(rows, args), args.out)
-    print(preparation.describe(rows, num_tokens))
+    print(described)
     # List what was dropped. A list of an earlier run would be wrong now.
     listed = Path(f"{args.out}.dropped")
     if dropped:

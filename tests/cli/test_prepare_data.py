@@ -123,6 +123,38 @@ def test_published_file_as_messages_and_as_text(tmp_path):
     assert [one.row for one in read_file(file, "messages")] == [ROW | {"prompt": knights_knaves.messages(QUIZ)}]
 
 
+def verl_line(**changes) -> str:
+    """Return a row with verl's columns as JSON."""
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}, "data_source": "a"}
+    return json.dumps(row | changes) + "\n"
+
+
+def test_other_converters_columns_as_json_and_blank_lines(tmp_path):
+    file, expected = tmp_path / "rows.jsonl", {"prompt": "1+1?", "label": "2", "datasource": "a"}
+    as_text = {"prompt": json.dumps([{"role": "user", "content": "1+1?"}]), "reward_model": '{"ground_truth": "2"}'}
+    file.write_text(verl_line() + "\n" + verl_line(**as_text) + verl_line(prompt="1+1?") + " \n")
+    assert [one.row for one in read_file(file, "text")] == [expected] * 3
+
+
+def test_logic_rls_prompt_for_base_models_is_text_alone(tmp_path):
+    file = published(tmp_path / "2ppl.parquet", text=f"The user asks a question. User:{QUIZ}\nAssistant: <think>")
+    assert [one.row["prompt"][:8] for one in read_file(file, "text")] == ["The user"]
+    assert [one.row for one in read_file(file, "messages")] == [None]
+
+
+@pytest.mark.parametrize("truth", [None, "", ["2", None]])
+def test_a_test_set_without_labels_is_excluded_too(tmp_path, truth, capsys):
+    train, test, out = (tmp_path / f"{name}.jsonl" for name in ("train", "test", "out"))
+    train.write_text(verl_line() + verl_line(prompt="1+2?"))
+    test.write_text(verl_line(reward_model={"ground_truth": truth}))
+    main(["--from", str(train), "--exclude", str(test), "--out", str(out)])
+    assert len(read(out)) == 1 and "dropped: excluded 1" in capsys.readouterr().out
+    test.write_text(verl_line(prompt=7))
+    with pytest.raises(SystemExit):
+        main(["--from", str(train), "--exclude", str(test), "--out", str(out)])
+    assert "argument --exclude: 1 rows cannot be read, so they would not be excluded" in capsys.readouterr().err
+
+
 def test_a_byte_order_mark_is_read_and_one_array_is_named(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("\ufeff" + json.dumps(ROW) + "\n", "utf-8")

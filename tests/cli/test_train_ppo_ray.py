@@ -51,6 +51,7 @@ def nested(argv: list[str]):
         ("--algo.token_method_args ar.alpha=0,3", ["ar.alpha=0,3 is neither a number nor a word; write ar.alpha=0.3"]),
         ("--actor.adam.lr 1,2,3", ["invalid float value: '1,2,3'\n"]),
         ("--eta 0.5", ["unrecognized arguments: --eta: did you mean --algo.lopti.eta?"]),
+        ("--train_batch_size 8", ["--train_batch_size: did you mean --train.batch_size?"]),
         ("--lr 1e-6", ["did you mean --actor.muon.lr or --actor.adam.lr or "]),
         ("--model x", ["unrecognized arguments: --model\n"]),
         ("--algo.advantage.is_correction_enable", ["_enable: now --algo.advantage.is_correction_level token"]),

@@ -127,18 +127,10 @@ def token_counter(tokenizer: str) -> Callable[[Row], int]:
 
 
 def render(rows: Sequence[Row], model: str) -> list[Row]:
-    """Return the rows with their messages as text, by the model's chat template. Texts stay as they are.
-
-    Raises:
-        ValueError: the model has no chat template, or it does not take the messages, such as a system text.
-    """
-    from jinja2 import TemplateError
+    """Return the rows with their messages as text, by the model's chat template. ValueError as in `encode`."""
     from transformers import AutoTokenizer
 
-    try:
-        texts, _ = encode(AutoTokenizer.from_pretrained(model), [row["prompt"] for row in rows])
-    except (TemplateError, ValueError) as error:
-        raise ValueError(f"{model}: its chat template does not render the prompts: {error}") from None
+    texts, _ = encode(AutoTokenizer.from_pretrained(model), [row["prompt"] for row in rows])
     return [row | {"prompt": text} for row, text in zip(rows, texts, strict=True)]
 
 

@@ -1,5 +1,6 @@
 """Read published data sets as rows for OpenRLHF: verl-style parquet files, and Hugging Face data sets by name."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,9 +66,18 @@ class Read(NamedTuple):
     row: Row | None
     reason: str = ""
     detail: str = ""
+    prompt: str | list[dict[str, str]] | None = None  # of a row whose label alone cannot be read
 
     def __str__(self) -> str:
         return f"{self.origin}: {self.reason}: {self.detail}"
+
+
+class _BadLabel(ValueError):
+    """A row has a prompt, and a label that its grader cannot read."""
+
+    def __init__(self, problem: str, prompt: str | list[dict[str, str]]) -> None:
+        super().__init__(problem)
+        self.prompt = prompt
 
 
 def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
@@ -121,6 +131,8 @@ def read_data_set(name: str, prompt_format: str) -> Iterator[Read]:
 def _read(origin: str, convert: Callable[[dict, str], Row], record: dict, prompt_format: str) -> Read:
     try:
         return Read(origin, convert(record, prompt_format))
+    except _BadLabel as error:
+        return Read(origin, None, "unreadable", str(error), error.prompt)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         detail = str(error) if isinstance(error, ValueError) else f"a field is missing or malformed: {error!r}"
         return Read(origin, None, "unreadable", detail)
@@ -148,9 +160,12 @@ def _message(message: dict) -> dict[str, str]:
 def _from_verl(record: dict, prompt_format: str) -> Row:
     if record.get("images"):
         raise ValueError("its images would be lost: give the file itself to --data.prompt_dataset")
-    truth, prompt = record["reward_model"]["ground_truth"], [_message(message) for message in record["prompt"]]
+    truth, prompt = _parsed(record["reward_model"])["ground_truth"], _parsed(record["prompt"])
+    prompt = [_message(message) for message in prompt]
     text = prompt[0]["content"]
-    is_rendered = len(prompt) == 1 and (text.startswith("<|im_start|>") or isinstance(truth, dict))  # as all K&K's
+    # K&K's are ChatML, but for base models. Theirs are no messages.
+    is_rendered = text.startswith("<|im_start|>") or (isinstance(truth, dict) and prompt_format == "messages")
+    is_rendered = is_rendered and len(prompt) == 1
     source = str(record.get("data_source") or "math")
     source = _SOURCES.get(source, re.sub(r"[^\w.-]+", "_", source))
     if isinstance(truth, dict):
@@ -165,13 +180,23 @@ def _from_verl(record: dict, prompt_format: str) -> Row:
     return _row(_text(text) if len(prompt) == 1 else _chatml(prompt), truth, source)
 
 
+def _parsed(column: Any) -> Any:
+    """Return a column of verl's. Some converters write it as JSON, or a prompt as plain text."""
+    if not isinstance(column, str):
+        return column
+    return json.loads(column) if column.lstrip()[:1] in ("[", "{") else [{"role": "user", "content": column}]
+
+
 def _chatml(turns: list[dict[str, str]]) -> str:
     return "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in turns) + "<|im_start|>assistant\n"
 
 
 def _row(prompt: str | list[dict[str, str]], label: Any, datasource: str) -> Row:
     # Labels are read by their graders now, and not first by a training run.
-    return {"prompt": prompt, "label": reward_of(datasource).label_text(label), "datasource": datasource}
+    try:
+        return {"prompt": prompt, "label": reward_of(datasource).label_text(label), "datasource": datasource}
+    except ValueError as error:
+        raise _BadLabel(str(error), prompt) from None
 
 
 def _text(value: Any) -> str:

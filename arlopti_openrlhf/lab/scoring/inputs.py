@@ -50,13 +50,20 @@ def encode(tokenizer, prompts: Sequence[str | list[dict]]) -> tuple[list[str], l
 
     Texts are taken as they are, and chat messages get the tokenizer's chat template. The text then already holds every
     special token.
+
+    Raises:
+        ValueError: the model has no chat template, or it does not take the messages, such as a system text.
     """
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        for prompt in prompts
-    ]
+    try:
+        texts = [
+            prompt
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            for prompt in prompts
+        ]
+    except Exception as error:  # a template raises what it likes
+        name = tokenizer.name_or_path
+        raise ValueError(f"{name}: its chat template does not render the prompts: {error}") from None
     return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
@@ -81,7 +88,8 @@ def read_records(file: str) -> Iterator[tuple[str, Any]]:
         number = 0
         try:
             for number, line in enumerate(lines, start=1):
-                yield f"{file}, line {number}", json.loads(line)
+                if line.strip():
+                    yield f"{file}, line {number}", json.loads(line)
         except UnicodeDecodeError as error:  # it is read in blocks
             raise ValueError(f"{file}: {error}") from None
         except (ValueError, RecursionError) as error:

@@ -189,10 +189,11 @@ def _check_labels(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Find
         rows = [(f"{data.name}, row {number}", row.get(key)) for number, row in enumerate(data.rows, start=1)]
         # JSON has no dates, so there the reader has guessed. The type in another file is what its author gave.
         others = [where for where, label in rows if not isinstance(label, str | float | int | list | dict | None)]
-        if others and data.name.endswith((".json", ".jsonl")):
-            problem = (
-                f"{first_of(others, 'more rows')}: the label is read as {data.types[key]}, not as text or a number"
-            )
+        kind = str(data.types.get(key))
+        if (others or kind.startswith("Json")) and data.name.endswith((".json", ".jsonl")):
+            problem = 'the labels have several types, so text such as "[1,2]" is read as a list, and "7" as a number'
+            if others:
+                problem = f"{first_of(others, 'more rows')}: the label is read as {kind}, not as text or a number"
             yield Finding.of(args, flag, problem, "write the data set as .parquet, with text in this column", is_read)
             continue
         if is_read:
@@ -271,6 +272,8 @@ def _check_prompts(
         remedy = "give text, or messages with role and content" if as_chat else "give text"
         if "chat messages" in bad[0]:
             remedy = "add --data.apply_chat_template"
+        elif "refuses it" in bad[0]:
+            remedy = "give messages that it takes, such as the system text in the user's turn"
         yield Finding(data.flag, data.name, first_of(bad, "more rows"), remedy)
         return []
     if rendered:

@@ -84,7 +84,7 @@ def _states(args: SimpleNamespace, parameters: int) -> tuple[float, float, float
     stage, split = args.ds.zero_stage, args.ds.tensor_parallel_size
     shards = max(1, ranks // split)
     trained = 0 if args.ds.lora.rank else parameters / split  # an adapter is small
-    weights = 2 * parameters / split / (shards if stage == 3 else 1)
+    weights = (0.55 if args.ds.load_in_4bit else 2) * parameters / split / (shards if stage == 3 else 1)
     gradients = 2 * trained / (shards if stage >= 2 else 1)
     optimizer = 0 if args.ds.adam_offload else 12 * trained / (shards if stage >= 1 else 1)
     return weights, gradients, optimizer
@@ -96,10 +96,15 @@ def _others(args: SimpleNamespace, parameters: int, critic: float) -> float:
         "ref": loads_reference(args) and (args.train.colocate_all or args.train.colocate_actor_ref),
         "reward": not args.reward.remote_url and args.train.colocate_all,
     }
-    frozen = [vars(args)[name] for name in is_there if is_there[name] and not vars(args)[name].offload]
+    # DeepSpeed offloads parameters at ZeRO-3 alone. OpenRLHF's moving average asks for it too.
+    is_offloaded = args.ds.zero_stage == 3
+    frozen = [
+        vars(args)[name] for name in is_there if is_there[name] and not (is_offloaded and vars(args)[name].offload)
+    ]
+    average = 2 * parameters if args.train.enable_ema and not is_offloaded else 0
     shards = [each.num_nodes * each.num_gpus_per_node if args.ds.zero_stage == 3 else 1 for each in frozen]
     has_critic = args.critic.model_name_or_path and args.train.colocate_all
-    return sum(2 * parameters / number for number in shards) + (critic if has_critic else 0)
+    return average + sum(2 * parameters / number for number in shards) + (critic if has_critic else 0)
 
 
 def _activations(args: SimpleNamespace, size: ModelSize, update: Update) -> float:

@@ -47,7 +47,9 @@ def gpus_placed(args: SimpleNamespace) -> int:
     """Return how many GPUs a run asks Ray for with these arguments."""
     actor, engines = _gpus(args, "actor"), _gpus_of_engines(args)
     if args.train.colocate_all:
-        return actor + (engines if args.train.async_enable else 0)
+        # OpenRLHF places a critic that shares a reward model's GPUs beside all others even so.
+        critic = _gpus(args, "critic") if args.critic.model_name_or_path and args.train.colocate_critic_reward else 0
+        return actor + critic + (engines if args.train.async_enable else 0)
     reference = _gpus(args, "ref") if loads_reference(args) and not args.train.colocate_actor_ref else 0
     critic = _gpus(args, "critic") if args.algo.advantage.estimator == "gae" else 0
     shares = args.train.colocate_critic_reward and critic

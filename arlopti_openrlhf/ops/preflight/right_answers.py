@@ -19,6 +19,7 @@ FRAMES = r'`\boxed{LABEL}`, `<answer>LABEL</answer>`, `#### LABEL`, "The answer 
 _THOUGHT = "\nLet me think.\n</think>\n\n"  # without the tag that opens it
 # What functions of TRL and verl call their arguments. OpenRLHF passes its own three, by place.
 _FOREIGN = {"completion", "completions", "solution_str", "ground_truth"}
+_ANSWER_KEYS = ("ground_truth", "answer", "solution", "target", "label")
 _OURS = ("the queries (prompts with their answers)", "the prompts", "the labels")
 
 
@@ -143,14 +144,14 @@ def _right(row: Row, thought: str) -> list[str]:
 
 
 def _answer_text(label: Any) -> str:
-    """Return the answer in a label: the first of alternatives, `ground_truth` of verl, the end of GSM8K's."""
-    if isinstance(label, str) and label.lstrip().startswith(('["', '{"')):
+    """Return the answer in a label: the first of alternatives, a usual key's, or the end of GSM8K's; else nothing."""
+    if isinstance(label, str) and label.lstrip().startswith(('["', "{")):
         try:
             label = json.loads(label)
         except ValueError:
             pass  # a label that merely begins so
     if isinstance(label, dict):
-        label = label.get("ground_truth", label)
+        label = next((label[key] for key in _ANSWER_KEYS if key in label), None)
     if isinstance(label, list | tuple):
         label = label[0] if label else None
     if isinstance(label, bytes):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ Row = dict[str, Any]
 READ_BYTES = 64 * 2**20
 _BATCH = 1000  # rows that are read at a time
 _FORMATS = ".json, .jsonl, .csv, .parquet, .arrow"
+_KINDS = ("json", "csv", "parquet", "arrow", "text")  # of the files of a folder, as in json@FOLDER
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -108,9 +110,12 @@ class FirstRows:
             if int(datasets.__version__.partition(".")[0]) < 4:
                 raise NotChecked("a script makes the data")
             raise Unreadable(f"a script makes the data, which datasets {datasets.__version__} does not run")
-        if data_files and not Path(data_files).is_file():
+        if "://" in path or "://" in (data_files or ""):
+            raise NotChecked("it is not on this machine")
+        if data_files and not (Path(data_files).is_file() or glob(data_files)):
             raise Unreadable("there is no such file")
-        if not data_files and not Path(path).is_dir():
+        is_folder = Path(path).is_dir() or (path in _KINDS and data_dir and Path(data_dir).is_dir())
+        if not data_files and not is_folder:
             if Path(path).exists():
                 raise Unreadable(f"OpenRLHF reads files whose names end in {_FORMATS}")
             if not _ON_THE_HUB.fullmatch(path):

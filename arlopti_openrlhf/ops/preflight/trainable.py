@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,16 @@ _LORA = "ds.lora.target_modules"
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield why a model of the run could not be trained, or its weights not be sent to vLLM."""
-    for flag, package in (("ds.load_in_4bit", "bitsandbytes"), ("ds.use_liger_kernel", "liger-kernel")):
-        if attrgetter(flag)(args) and importlib.util.find_spec(package.replace("-", "_")) is None:
+    needed = {
+        "ds.load_in_4bit": ("bitsandbytes", args.ds.load_in_4bit),
+        "ds.use_liger_kernel": ("liger-kernel", args.ds.use_liger_kernel),
+        "ds.ring_attn_size": ("ring-flash-attn", args.ds.ring_attn_size > 1),
+    }
+    for flag, (package, is_used) in needed.items():
+        if is_used and importlib.util.find_spec(package.replace("-", "_")) is None:
             missing = f"it needs {package}, which is not installed"
             yield Finding.of(args, flag, missing, "install it, or leave the flag out")
+    yield from _check_schedules(args)
     for flag, model in loaded(args):
         folder = local_folder(model)
         if folder is None:
@@ -29,8 +34,36 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
                 "give the model that it was quantized from, or save what from_pretrained(...).dequantize() returns"
             )
             yield Finding(flag, model, problem, remedy)
-        elif args.ds.lora.rank and not flag.startswith("--reward"):
+        elif flag.startswith("--actor") and (heads := _heads(folder)) % args.vllm.tensor_parallel_size:
+            problem = f"vLLM divides the attention heads of {model}, and it has {heads}"
+            yield Finding.of(args, "vllm.tensor_parallel_size", problem, f"give a divisor of {heads}")
+        if args.ds.lora.rank and not problem and not flag.startswith("--reward"):
             yield from _check_lora(folder, model, args)
+
+
+def _check_schedules(args: SimpleNamespace) -> Iterator[Finding]:
+    """Make each learning-rate schedule for one weight, as OpenRLHF does for a model."""
+    from torch import nn, optim
+    from transformers import get_scheduler
+
+    for model in ("actor", "critic") if args.critic.model_name_or_path else ("actor",):
+        own = vars(args)[model]
+        optimizer = optim.SGD([nn.Parameter()], lr=vars(own)[own.optim].lr)
+        options = {"min_lr_rate": own.min_lr_ratio} if own.lr_scheduler.endswith("_with_min_lr") else {}
+        try:
+            get_scheduler(own.lr_scheduler, optimizer, 1, 2, options)
+        except Exception as error:  # which schedules raise as they like
+            problem = f"transformers makes no such schedule: {str(error).splitlines()[0]}"
+            yield Finding.of(args, f"{model}.lr_scheduler", problem, "give another, such as cosine_with_min_lr")
+
+
+def _heads(folder: Path) -> int:
+    """Return how many attention heads a model has, or 0 where its config does not say."""
+    try:
+        config = read_json(folder / "config.json")
+    except ValueError:  # `model` says so
+        return 0
+    return (config.get("text_config") or config).get("num_attention_heads") or 0
 
 
 def _quantized(folder: Path) -> str | None:

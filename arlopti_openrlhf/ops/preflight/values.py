@@ -24,7 +24,9 @@ _RANGES = {
     "(1, inf)": "actor.dual_clip",
     "(0, inf)": "rollout.temperature",
     "(0, inf]": "ckpt.max_mem",
-    "[0, inf)": "eval.temperature actor.eps_clip algo.kl.init_coef data.max_images_per_prompt",
+    "[0, inf)": "eval.temperature actor.eps_clip actor.eps_clip_low_high algo.kl.init_coef data.max_images_per_prompt",
+    "[0, 1)": "ds.lora.dropout",
+    "(-inf, 1]": "reward.stop_properly_penalty_coef",
     "(0, 1]": "vllm.gpu_memory_utilization rollout.top_p",
     "[0, 1]": "train.ema_beta algo.advantage.gamma algo.advantage.lambd",
 }
@@ -94,6 +96,63 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding.of(args, "reward.model_name_or_path", "there is no source of rewards", remedy)
     yield from _check_template(args)
     yield from _check_probabilities(args)
+    yield from _check_refused_late(args)
+
+
+def _check_refused_late(args: SimpleNamespace) -> Iterator[Finding]:
+    """Refuse what OpenRLHF, DeepSpeed or PEFT refuse with the models loaded, or later, and ranges without a value."""
+    advantage, threshold = args.algo.advantage, args.algo.advantage.is_correction_threshold
+    is_corrected, is_ratio = advantage.is_correction_level != "off", advantage.is_correction_gating == "ratio"
+    longest, one_ratio = args.rollout.max_new_tokens or args.data.max_len, "OpenRLHF clips the ratio of a token alone"
+    has_muon = "muon" in (args.actor.optim, args.critic.model_name_or_path and args.critic.optim)
+    is_reversed = "the second number is no greater than the first, so there is nothing between them"
+    for is_wrong, flag, problem, remedy in (
+        (
+            advantage.is_correction_mode == "clip" and (advantage.is_correction_level == "seq" or not is_ratio),
+            "algo.advantage.is_correction_mode",
+            one_ratio,
+            "give mask, or leave --algo.advantage.is_correction_gating out and give the level token",
+        ),
+        (
+            is_corrected and not is_ratio and len(threshold) > 1 and threshold[0] > 0,
+            "algo.advantage.is_correction_threshold",
+            "a divergence has an upper bound alone",
+            "give one number",
+        ),
+        (
+            is_corrected and len(threshold) > 1 and threshold[0] >= threshold[-1],
+            "algo.advantage.is_correction_threshold",
+            is_reversed,
+            "give LOW HIGH",
+        ),
+        (args.reward.clip_range[0] >= args.reward.clip_range[1], "reward.clip_range", is_reversed, "give LOW HIGH"),
+        (
+            (args.reward.overlong_buffer_len or 0) > longest,
+            "reward.overlong_buffer_len",
+            f"a response has {longest} tokens at most, and OpenRLHF stops at the first one",
+            f"give {longest} at most",
+        ),
+        (
+            args.train.enable_ema and args.ds.lora.rank,
+            "train.enable_ema",
+            "OpenRLHF averages a model without an adapter, which has other parameters than this one",
+            "leave it out, or train without LoRA",
+        ),
+        (
+            has_muon and (args.ds.zero_stage == 3 or args.ds.adam_offload),
+            "actor.optim" if args.actor.optim == "muon" else "critic.optim",
+            "DeepSpeed's Muon takes neither ZeRO-3, as OpenRLHF sets it up, nor --ds.adam_offload",
+            "give --ds.zero_stage 2 without --ds.adam_offload, or take adam",
+        ),
+        (
+            args.ds.tensor_parallel_size > 1 and args.ds.param_dtype != "bf16",
+            "ds.param_dtype",
+            "DeepSpeed's tensor parallelism is for bf16 alone",
+            "give bf16",
+        ),
+    ):
+        if is_wrong:
+            yield Finding.of(args, flag, problem, remedy)
 
 
 def _check_ranges(args: SimpleNamespace, ranges: dict[str, str], prefix: str = "") -> Iterator[Finding]:

@@ -107,6 +107,28 @@ def test_a_mistake_is_one_finding(check, change, flags, start, problem):
     assert found.startswith(start) and problem in found
 
 
+def test_labels_of_several_types_are_read_as_other_ones(check):
+    """`datasets` reads "[1,2]" as a list then (its pull request 8027), and a list has alternatives."""
+    mixed = [row(0, label=3), row(1, label="[1,2]"), row(2, label="x+1"), row(3, label=2)]
+    [found] = check(mixed, reward__remote_url=["math"], rollout__batch_size=4, train__batch_size=4)
+    assert found.startswith("!--data.label_key label: the labels have several types") and "as .parquet" in found
+
+
+def test_the_files_of_a_folder_and_of_a_pattern(check, tmp_path):
+    """As OpenRLHF's scripts name them: json@FOLDER."""
+    for folder, given in (("good", [row(i) for i in range(8)]), ("bad", [row(i, label="?") for i in range(8)])):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "train.jsonl", given)
+    for name in (f"json@{tmp_path}/good", f"{tmp_path}/good/tr*.jsonl"):
+        assert check(data__prompt_dataset=name, reward__remote_url=["kk"]) == []
+    [found] = check(data__prompt_dataset=f"json@{tmp_path}/bad", reward__remote_url=["kk"])
+    assert "kk cannot read the label" in found
+    [found] = check(data__prompt_dataset=f"{tmp_path}/good/x*.jsonl")
+    assert "there is no such file" in found
+    [found] = check(data__prompt_dataset="https://example.org/a.json")
+    assert "not checked: it is not on this machine" in found
+
+
 def test_tool_calls_need_no_content(check):
     """As in OpenAI's histories. Templates such as Qwen3's render them."""
     calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}

@@ -10,11 +10,12 @@ from test_scripts import SCRIPTS, launch
 
 from arlopti_openrlhf.cli import quickstart
 from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
-from arlopti_openrlhf.ops.preflight import values
+from arlopti_openrlhf.ops.preflight import placement, values
 
 ROOT = Path(__file__).parents[3]
 TWO_SETS = "--data.prompt_dataset a.jsonl,b.jsonl"
 IMAGES = "--data.max_images_per_prompt"
+CORRECTION = "--algo.advantage.is_correction"
 GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
 
 
@@ -39,6 +40,23 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--ds.zero_stage 4", "--ds.zero_stage", "0, 1, 2 or 3"),
         ("--ds.zero_stage 1 --ds.grad_accum_dtype fp32", "--ds.grad_accum_dtype", "take --ds.zero_stage 2"),
         ("--reward.remote_url=", "--reward.model_name_or_path", "no source of rewards"),
+        # What OpenRLHF, DeepSpeed or PEFT refuse with the models loaded, or later.
+        (
+            "--rollout.max_new_tokens 128 --reward.overlong_buffer_len 256",
+            "--reward.overlong_buffer_len",
+            "128 at most",
+        ),
+        ("--reward.stop_properly_penalty_coef 2", "--reward.stop_properly_penalty_coef", "(-inf, 1]"),
+        ("--train.enable_ema --ds.lora.rank 8", "--train.enable_ema", "train without LoRA"),
+        (f"{CORRECTION}_level seq {CORRECTION}_mode clip", f"{CORRECTION}_mode", "the level token"),
+        (f"{CORRECTION}_level token {CORRECTION}_gating binary_kl", f"{CORRECTION}_threshold", "give one number"),
+        (f"{CORRECTION}_level token {CORRECTION}_threshold 5 0.5", f"{CORRECTION}_threshold", "give LOW HIGH"),
+        ("--reward.clip_range 5 -5", "--reward.clip_range", "give LOW HIGH"),
+        ("--actor.eps_clip_low_high 0.28 -0.2", "--actor.eps_clip_low_high", "[0, inf)"),
+        ("--actor.optim muon --ds.zero_stage 3", "--actor.optim", "Muon takes neither ZeRO-3"),
+        (f"{GAE} --critic.optim muon --ds.adam_offload", "--critic.optim", "nor --ds.adam_offload"),
+        ("--ds.tensor_parallel_size 2 --ds.param_dtype fp16", "--ds.param_dtype", "bf16 alone"),
+        ("--ds.lora.rank 8 --ds.lora.dropout 1.5", "--ds.lora.dropout", "[0, 1)"),
         # What becomes of prompts.
         ("--data.input_template Q:", "--data.input_template", "it has no {}, so OpenRLHF would leave it out"),
         ("--data.input_template {}{name}", "--data.input_template", "Python's format cannot fill it (KeyError"),
@@ -117,6 +135,13 @@ def test_an_average_in_16_bits_is_a_warning(dtype, share):
     (finding,) = values.check(arguments(f"--train.enable_ema --train.ema_beta 0.992 --ds.param_dtype {dtype}"))
     assert not finding.is_fatal
     assert f"kept in {dtype}, and moves only where weights have moved by {share}" in str(finding)
+
+
+def test_a_critic_that_shares_a_reward_models_gpus_is_placed_beside_all_others():
+    """OpenRLHF makes it a group of its own even with --train.colocate_all, and Ray would wait for its GPU."""
+    critic = f"{GAE} --reward.num_gpus_per_node 1"
+    assert placement.gpus_placed(arguments(critic)) == 1
+    assert placement.gpus_placed(arguments(f"{critic} --train.colocate_critic_reward")) == 2
 
 
 def test_a_device_that_there_is_not(monkeypatch):

@@ -145,6 +145,19 @@ def test_memory_of_a_paper_sized_run(qwen):
     assert estimate(lora + " --ds.lora.rank 8").others == 0  # no second model
 
 
+def test_memory_of_models_that_deepspeed_does_not_offload(qwen):
+    """Below ZeRO-3 --ref.offload has no effect, and the moving average lies on the GPU too."""
+    flags = f"--actor.model_name_or_path {qwen} --algo.kl.init_coef 0.001"
+    billions = 7.6156 / 1.0737
+    for extra, copies in (
+        ("", 1),
+        ("--ref.offload", 1),
+        ("--train.enable_ema", 2),
+        ("--ref.offload --ds.zero_stage 3", 0),
+    ):
+        assert estimate(f"{flags} {extra}").others / GIB == pytest.approx(2 * billions * copies, rel=0.01), extra
+
+
 def test_too_much_memory_is_a_warning(qwen, monkeypatch):
     monkeypatch.setattr(memory, "gpu_memory", lambda: 80 * GIB)
     args = arguments(f"--actor.model_name_or_path {qwen}")

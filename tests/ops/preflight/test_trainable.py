@@ -71,6 +71,25 @@ def test_a_package_that_a_flag_needs(folder, monkeypatch, flag, package):
     ]
 
 
+def test_ring_attention_needs_its_package(folder):
+    [found] = check(folder, ds__ring_attn_size=2)
+    assert found.startswith("!--ds.ring_attn_size 2: it needs ring-flash-attn")
+
+
+@pytest.mark.parametrize("schedule", ["foo", "wsd", "warmup_stable_decay"])
+def test_a_schedule_that_transformers_does_not_make(folder, schedule):
+    [found] = check(folder, actor__lr_scheduler=schedule)
+    assert found.startswith(f"!--actor.lr_scheduler {schedule}: transformers makes no such schedule")
+    for known in ("linear", "cosine_warmup_with_min_lr", "constant", "inverse_sqrt"):
+        assert check(folder, actor__lr_scheduler=known) == []
+
+
+def test_heads_that_vllm_cannot_divide(folder):
+    [found] = check(folder, vllm__tensor_parallel_size=4)
+    assert found.startswith("!--vllm.tensor_parallel_size 4: vLLM divides the attention heads") and "it has 2" in found
+    assert check(folder, vllm__tensor_parallel_size=2) == []
+
+
 def test_modules_that_the_model_does_not_have(folder):
     [found] = with_lora(folder, "query_key_value")
     assert found.startswith("!--ds.lora.target_modules ['query_key_value']: PEFT cannot put an adapter on")
