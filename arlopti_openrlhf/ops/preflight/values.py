@@ -103,14 +103,14 @@ def _check_refused_late(args: SimpleNamespace) -> Iterator[Finding]:
     """Refuse what OpenRLHF, DeepSpeed or PEFT refuse with the models loaded, or later, and ranges without a value."""
     advantage, threshold = args.algo.advantage, args.algo.advantage.is_correction_threshold
     is_corrected, is_ratio = advantage.is_correction_level != "off", advantage.is_correction_gating == "ratio"
-    longest, one_ratio = args.rollout.max_new_tokens or args.data.max_len, "OpenRLHF clips the ratio of a token alone"
+    longest = args.rollout.max_new_tokens or args.data.max_len
     has_muon = "muon" in (args.actor.optim, args.critic.model_name_or_path and args.critic.optim)
     is_reversed = "the second number is no greater than the first, so there is nothing between them"
     for is_wrong, flag, problem, remedy in (
         (
             advantage.is_correction_mode == "clip" and (advantage.is_correction_level == "seq" or not is_ratio),
             "algo.advantage.is_correction_mode",
-            one_ratio,
+            "OpenRLHF clips the ratio of a token alone",
             "give mask, or leave --algo.advantage.is_correction_gating out and give the level token",
         ),
         (
