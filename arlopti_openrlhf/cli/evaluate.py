@@ -64,8 +64,11 @@ def main() -> None:
         try:
             if folder := local_folder(model):  # vLLM takes long to load, and a tokenizer does not
                 encode(AutoTokenizer.from_pretrained(folder), [row["prompt"] for row in rows])
+        except ValueError as error:
+            parser.error(f"argument --model: {error}")
+        try:
             offline.evaluate(name, model, rows, settings, args.out, reward_source.load(parser, args))
-        except (RewardError, ValueError) as error:
+        except RewardError as error:
             parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
     # The tables come from the files that every evaluation leaves, also those of an earlier run.
     results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in models}

@@ -50,10 +50,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
             yield Finding(_FLAG, given, problem, "take another method, or a text model")
         elif not is_selective(args):
             problem = f"{readers} needs entropies, which the selective update alone gives"
-            rest = (
-                "" if args.ds.ring_attn_size == args.ds.tensor_parallel_size == 1 else " without ring and tensor ranks"
-            )
-            yield Finding(_FLAG, given, problem, f"give --actor.update selective{rest}, or another method")
+            yield Finding(_FLAG, given, problem, "take another method, or selective without ring and tensor ranks")
     level = "algo.advantage.is_correction_level"
     if (readers := ", ".join(answer["reading_rollout_log_probs"])) and attrgetter(level)(args) == "off":
         problem = f"{readers} needs vLLM's log-probs of all samples, which OpenRLHF asks for with --{level} alone"

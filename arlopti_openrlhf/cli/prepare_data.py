@@ -134,11 +134,11 @@ def _convert(args: argparse.Namespace) -> None:
         return [one for name in names for one in read(name, _first_format(args))]
 
     read = [(one, one.row["prompt"] if one.row else one.prompt) for one in reads(args.exclude, published.read_file)]
-    if lost := [one for one, prompt in read if not prompt]:
+    if lost := [one for one, prompt in read if prompt is None]:
         raise ValueError(
             f"argument --exclude: {len(lost)} rows cannot be read, so they would not be excluded: first {lost[0]}"
         )
-    excluded = {published.prompt_key(prompt): one.origin for one, prompt in read if prompt}
+    excluded = {published.prompt_key(prompt): one.origin for one, prompt in read if prompt is not None}
     # Sort out what training could not use. With --strict nothing may be dropped.
     tokenizer = args.tokenizer or args.model
     num_tokens = preparation.token_counter(tokenizer) if tokenizer else None

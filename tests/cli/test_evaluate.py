@@ -1,6 +1,7 @@
 """The evaluation command works with vLLM on a tiny model, and puts several models side by side."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -63,6 +64,19 @@ def test_models_side_by_side(tmp_path, monkeypatch, capsys):
         assert json.loads((out / f"{name}.json").read_text())["sources"]["sums"]["accuracy"]["value"] == 1
     table = (out / "table.md").read_text()
     assert "| base | 1.000 [" in table and "| trained | 1.000 [" in table and capsys.readouterr().out.endswith(table)
+
+
+def test_a_template_that_refuses_the_prompts_ends_it_before_vllm_loads(tmp_path, tiny_model, monkeypatch, capsys):
+    """Gemma's refuses a system turn, which Knights-and-Knaves prompts have."""
+    model, data = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "data.jsonl"
+    (model / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
+    turns = [{"role": "system", "content": "Reason."}, {"role": "user", "content": "1+1?"}]
+    data.write_text(json.dumps({"prompt": turns, "label": "2", "datasource": "sums"}) + "\n")
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--model", str(model), "--data", str(data), "--out", str(tmp_path)])
+    monkeypatch.setattr(offline, "load_engine", lambda model, seed: pytest.fail("the engine was loaded"))
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main()
+    assert f"--model: {model}: its chat template does not render the prompts: System role" in capsys.readouterr().err
 
 
 REWARD = """

@@ -325,6 +325,7 @@ def test_a_template_that_refuses_the_messages(check, tmp_path, tiny_model):
     given = [row(i, prompt=row(i)["prompt"] * 3) if i else row(i) for i in range(8)]
     [found] = check(given, actor__model_name_or_path=str(tmp_path / "model"))
     assert "row 2, prompt: the chat template refuses it: roles must alternate (and 6 more rows)" in found
+    assert found.endswith("give messages that it takes, such as the system text in the user's turn")
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,13 @@ def test_memory_of_models_that_deepspeed_does_not_offload(qwen):
         assert estimate(f"{flags} {extra}").others / GIB == pytest.approx(2 * billions * copies, rel=0.01), extra
 
 
+def test_weights_in_4_bits_take_a_quarter(qwen):
+    four, sixteen = (
+        estimate(f"--actor.model_name_or_path {qwen} --ds.lora.rank 8 {x}") for x in ("--ds.load_in_4bit", "")
+    )
+    assert 0.25 < four.weights / sixteen.weights < 0.3
+
+
 def test_too_much_memory_is_a_warning(qwen, monkeypatch):
     monkeypatch.setattr(memory, "gpu_memory", lambda: 80 * GIB)
     args = arguments(f"--actor.model_name_or_path {qwen}")

@@ -630,3 +630,19 @@ def test_a_date_reaches_the_function_as_in_the_run(check, write, tmp_path):
     (tmp_path / "dates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = write(function("return [float(labels[0].year == 2024 and str(labels[0]) in queries[0])]"))
     assert check(path, data__prompt_dataset=str(tmp_path / "dates.jsonl")) == []
+
+
+@pytest.mark.parametrize("key", ["ground_truth", "answer", "solution", "target", "label"])
+def test_the_answer_in_a_label_that_is_json(key):
+    """As docs/migration.md puts other columns into the label."""
+    asked = []
+
+    def ask(query, prompt, label):
+        asked.append(query)
+        return float("\\boxed{40}" in query)
+
+    for label in (json.dumps({key: "40", "data_source": "aime"}, indent=1), {key: ["40", "40.0"]}):
+        asked.clear()
+        assert right_answers.unrewarded(ask, [("P", label)]) is None and "P\\boxed{40}" in asked
+    asked.clear()
+    assert right_answers.unrewarded(ask, [("P", '{"tests": "1"}')]) is None and asked == ["P" + right_answers.WRONG]
