@@ -23,9 +23,7 @@ from typing import Any, NamedTuple
 from arlopti_openrlhf.patching import plain_class
 
 _CLI = "openrlhf.cli.train_ppo_ray"
-_ACTOR, _CRITIC, _LAUNCHER, _ENGINE = (
-    f"openrlhf.trainer.ray.{module}" for module in ("ppo_actor", "ppo_critic", "launcher", "vllm_engine")
-)
+_ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{module}" for module in ("ppo_actor", "launcher", "vllm_engine"))
 _SYNC, _ASYNC = "openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"
 
 REPLACES, EXTENDS = "replaces", "extends"
@@ -100,12 +98,6 @@ TABLE = (
     Row(_ASYNC, "PPOTrainerAsync", EXTENDS, "ops.controller:PPOTrainerAsync", CARE, "leads an asynchronous run"),
     Row(_ASYNC, "GenerateSamplesActor", EXTENDS, "ops.controller:GenerateSamplesActor", CARE, "leads its rollouts"),
     Row(_ASYNC, "TrainingActor", EXTENDS, "ops.controller:TrainingActor", CARE, "leads its training"),
-    # These count the calls of all methods, so they come last.
-    *(Row(module, name, EXTENDS, "ops.lifecycle.heartbeat:give", CARE, "gives it a heartbeat") for module, name in (
-        (_ACTOR, "PolicyModelActor"), (_CRITIC, "CriticModelActor"), (_LAUNCHER, "ReferenceModelActor"),
-        (_LAUNCHER, "RewardModelActor"), (_ENGINE, "RolloutRayActor"), (_SYNC, "PPOTrainer"),
-        (_ASYNC, "PPOTrainerAsync"), (_ASYNC, "GenerateSamplesActor"), (_ASYNC, "TrainingActor"),
-    )),
     # Its module binds the names above when it is imported.
     Row(_CLI, "RayActorGroup", EXTENDS, "ops.rollouts.experience_maker:without_reference", POLICY_IS_REFERENCE,
         "starts no reference: it is the policy without its adapter"),
@@ -121,13 +113,11 @@ class Around(NamedTuple):
 
 # The outermost first.
 AROUND = (
-    Around("ops.lifecycle.streams:of_run", "no write to the driver's output fails"),
     Around("ops.lifecycle.console:of_run", "a line of progress on a terminal, all output in train.log"),
     Around("bindings:load", "imports what is rebound, while a signal still ends the command at once"),
     Around("ops.lifecycle.driver:of_run", "signals, an exit code, and one line with the cause"),
-    Around("ops.lifecycle.reaper:of_run", "no process is left when the driver has ended"),
     Around("ops.lifecycle.cluster:of_run", "wraps ray.init: a cluster of the run's own, on this machine only"),
-    Around("ops.lifecycle.watch:of_run", "ends a run that stands still"),
+    Around("ops.lifecycle.stall:of_run", "ends a run that stands still"),
 )
 
 

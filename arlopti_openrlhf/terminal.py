@@ -16,14 +16,11 @@ PREFIX = "arlopti_openrlhf: "  # of our lines
 # Control characters, separators that count as line breaks, what turns the reading direction, and halves of characters,
 # which no output takes.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# Ray and vLLM colour the names of their processes. tqdm moves up to the first of several bars.
-_COLOUR_OR_CONTROL = re.compile(r"(\x1b\[(?:[0-2]|[39][0-7])?m)|\x1b\[A|" + _CONTROLS.pattern)
-_OF_LINES = "\n\r\t"  # progress bars return to the beginning of their line
 
 
 def one_line(text: object) -> str:
     """Return a text of others as one line, with what would control the terminal as Python's escapes."""
-    return _CONTROLS.sub(lambda match: _escaped(match[0]), str(text))
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
 def say(text: object, *rest: object, file: IO[str] | None = None) -> None:
@@ -36,17 +33,6 @@ def say(text: object, *rest: object, file: IO[str] | None = None) -> None:
     """
     sys.stdout.flush()
     print(PREFIX + "\n".join(map(one_line, (text, *rest))), file=file, flush=True)
-
-
-def without_controls(text: str) -> str:
-    """Return lines of output with what would control the terminal escaped, except for line breaks and colours."""
-
-    def shown(match: re.Match) -> str:
-        if match[0] in _OF_LINES or match[1]:
-            return match[0]
-        return "" if match[0] == "\x1b[A" else _escaped(match[0])
-
-    return _COLOUR_OR_CONTROL.sub(shown, text)
 
 
 def indented(text: str) -> str:
@@ -85,5 +71,20 @@ def ensure_utf8() -> None:
     os.execve(sys.executable, arguments, shown | os.environ | {"PYTHONUTF8": "1"})
 
 
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+class _Lenient(io.FileIO):
+    """A file descriptor that leads to the null device once a write has failed, as on a terminal that has closed."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return len(data)
+
+
+def lenient(descriptor: int) -> IO[str]:
+    """Return a text stream to a file descriptor, to which no write fails."""
+    file = io.BufferedWriter(_Lenient(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(file, "utf-8", "backslashreplace", line_buffering=True)

@@ -95,13 +95,6 @@ def test_ranks_get_whole_prompts_while_a_step_is_trained():
     assert Trainer().train_step() is partition.balance_experiences is not ppo_trainer.balance_experiences
 
 
-def test_heartbeats_come_after_all_that_extends_an_actor():
-    names = [(row.module, row.name) for row in TABLE]
-    last = {name: row for name, row in zip(names, TABLE, strict=True)}
-    heartbeats = [row for row in TABLE if row.ours.startswith("ops.lifecycle.heartbeat:")]
-    assert len(heartbeats) == 9 and all(last[row.module, row.name] is row for row in heartbeats)
-
-
 def test_nothing_else_rebinds_a_name_of_openrlhf():
     """Outside of the table, `cpu` patches modules on import, and contexts replace attributes for a while."""
     assignments = []

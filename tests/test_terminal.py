@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.ops.lifecycle import console, streams
+from arlopti_openrlhf.ops.lifecycle import console
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\r\narlopti_openrlhf: run complete\x9b1A\u2028\u202eend"
@@ -31,20 +31,16 @@ def test_a_line_of_ours_is_one_line_on_any_output(capsys):
     assert (first, third) == ("arlopti_openrlhf: two problems", "  the other") and second.startswith("  \\x1b[2J")
 
 
-def test_output_keeps_lines_bars_and_colours_and_nothing_else():
-    assert terminal.without_controls("\r 10%|█ \x1b[A\n\x1b[36m(pid=1)\x1b[0m a\tb") == (
-        "\r 10%|█ \n\x1b[36m(pid=1)\x1b[0m a\tb"
-    )
-    assert terminal.without_controls("\x1b[2J\x1b[8m\x1b[1;1H\x9b") == r"\x1b[2J\x1b[8m\x1b[1;1H\x9b"
-
-
-def test_a_run_writes_no_control_characters(tmp_path):
-    with open(tmp_path / "log", "w") as file:
-        stream = streams.Stream(file.fileno())
-        assert stream.write(HOSTILE) == len(HOSTILE)
-        stream.flush()
-    written = (tmp_path / "log").read_text("utf-8")
-    assert "\x1b" not in written and "\x9b" not in written and r"\x1b[2J" in written
+def test_no_write_fails_and_the_rest_goes_nowhere():
+    outer, inner = os.pipe()
+    stream = terminal.lenient(inner)
+    stream.write("read\n")
+    assert os.read(outer, 100) == b"read\n"
+    os.close(outer)
+    for _ in range(2):
+        stream.write("lost\n")
+    assert os.readlink(f"/proc/self/fd/{inner}") == os.devnull
+    os.close(inner)
 
 
 def test_a_finding_is_one_line_whatever_it_quotes():

@@ -11,6 +11,7 @@ from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.method_checks import LOPTI_DEFAULTS, SELECTIVE, STOCK
 from arlopti_openrlhf.evaluation.sampling import parse_sampling
 from arlopti_openrlhf.grading import REWARDS
+from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.repairs import REPAIRS
 
@@ -183,10 +184,9 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "list at once. On the CPU of one machine, two runs of one seed are then equal bit for bit, and so is a run "
      "that is resumed. On GPUs the order and the seeds hold, but kernels may differ in the last bits. Not with "
      "--train.async_enable or --train.agent_func_path."),
-    Flag("--train.stall_minutes", _number("(0, 10080]", 10.0),
-     "The run stops with its cause (exit status 4) when a part of it gives no sign of life for so long, or when "
-     "none makes progress: no module computed, no token generated, nothing read or written, no call finished "
-     "(default: 10, a week at most)."),
+    Flag("--train.stall_minutes", _number("(0, 10080]", 60.0),
+     "The run stops (exit status 4) when for so long no phase of a step begins and no sample is finished (default: "
+     "60; a week at most)."),
     Flag("--train.max_bad_steps", _count(3),
      "A step whose loss or gradient is not finite is refused. After so many in a row the run stops (exit status 3), "
      "with the last good checkpoint and without a final model (default: 3)."),
@@ -242,10 +242,10 @@ _OPENRLHF = (
     Flag("actor.muon.lr actor.muon.momentum critic.muon.lr critic.muon.momentum", change=Change.STORED),
     Flag("actor.model_name_or_path critic.model_name_or_path reward.model_name_or_path", path=_from_hub),
     Flag("data.prompt_dataset eval.dataset", path=_from_hub),
-    Flag("reward.remote_url", {"metavar": f"{'|'.join(REWARDS)}|PATH.py|URL,..."},
+    Flag("reward.remote_url", {"metavar": f"{'|'.join(REWARDS)}|PATH.py|URL,...", "type": credentials.without_user},
      f"The source of rewards: {' or '.join(REWARDS)} for the package's own, a Python file with reward_func(queries, "
-     "prompts, labels), or the URLs of reward servers, which take turns. A URL's user, password, path and query are "
-     "shown nowhere; ${NAME} in a URL stands for an environment variable.", path=program),
+     "prompts, labels), or the URLs of reward servers, which take turns. They get ARLOPTI_REWARD_TOKEN as a bearer "
+     "token. ${NAME} in a URL stands for an environment variable.", path=program),
     Flag("train.agent_func_path", path=program),
 )
 # fmt: on

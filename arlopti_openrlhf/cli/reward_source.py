@@ -25,7 +25,8 @@ _HELP = (
 
 def add_flag(parser: Parser) -> None:
     """Add --reward, which has its name in `arlopti train` too."""
-    parser.add_argument("--reward", "--reward.remote_url", metavar=f"{'|'.join(REWARDS)}|PATH.py|URL,...", help=_HELP)
+    metavar, type_ = f"{'|'.join(REWARDS)}|PATH.py|URL,...", credentials.without_user
+    parser.add_argument("--reward", "--reward.remote_url", metavar=metavar, type=type_, help=_HELP)
 
 
 def check(parser: Parser, reward: str | None, rows: Sequence[Row], says: bool = True) -> None:
@@ -41,16 +42,13 @@ def check(parser: Parser, reward: str | None, rows: Sequence[Row], says: bool = 
             line = f"no rule for {named}: graded as {reward_of('').name}. --reward takes another"
             print(f"{parser.prog}: {line}", file=sys.stderr)
     elif not values.is_reward_source(reward):
-        parser.error(f"argument --reward: {credentials.divide(reward)[0]} {values.NO_SOURCE}; {values.SOURCES}")
+        parser.error(f"argument --reward: {reward} {values.NO_SOURCE}; {values.SOURCES}")
     elif reward.endswith(".py"):
         check_reward_file(parser, "--reward", reward)
 
 
 def load(parser: Parser, args: argparse.Namespace) -> "OwnReward | None":
-    """Return the reward of the arguments, or None. One that cannot be loaded ends the command in one line.
-
-    The secrets of its URLs are no longer in the arguments then.
-    """
+    """Return the reward of the arguments, or None. One that cannot be loaded ends the command in one line."""
     if args.reward is None:
         return None
     from arlopti_openrlhf import cpu
@@ -59,8 +57,6 @@ def load(parser: Parser, args: argparse.Namespace) -> "OwnReward | None":
     from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
 
     try:
-        reward = OwnReward(args.reward)
+        return OwnReward(args.reward)
     except RuntimeError as error:
         parser.error(f"argument --reward: {str(error).splitlines()[0]}")
-    args.reward = reward.source  # which the report shows
-    return reward

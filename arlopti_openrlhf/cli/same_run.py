@@ -17,7 +17,6 @@ from arlopti_openrlhf import __version__
 from arlopti_openrlhf.cli import config_file, flags
 from arlopti_openrlhf.cli.flags import Change
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
-from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 DIGESTS = "programs.json"  # in --ckpt.path: the SHA-256 of each reward and method file, by its path
@@ -65,8 +64,6 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
 
 
 def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
-    if urls := had.get("reward.remote_url"):
-        had["reward.remote_url"] = credentials.divide(urls)[0]  # a file of an earlier version may show more
     # A file of an earlier version lacks our newer flags, which had their defaults.
     had = {row.dest: str(row.settings["default"]) for row in flags.ours() if row.settings.get("default")} | had
     has = config_file.read(config_file.text(flat))

@@ -77,11 +77,12 @@ def _check_values(flat: argparse.Namespace) -> Iterator[Finding]:
     value = vars(flat)
     if value["reward.remote_url"] in REWARDS:
         value["reward.remote_url"] = str(REWARDS[value["reward.remote_url"]].path)
-    for name in ("reward.remote_url", "logger.wandb.key"):
-        try:
-            value[name] = credentials.revealed(value[name])
-        except ValueError as error:
-            yield Finding(f"--{name}", value[name], str(error), "set it, or give the value itself")
+    key = value["logger.wandb.key"]
+    written = {"logger.wandb.key": f"${{{key}}}" if key == credentials.WANDB else key}
+    for name, text in (written | {"reward.remote_url": value["reward.remote_url"]}).items():
+        if unset := credentials.missing(text or ""):
+            yield Finding(f"--{name}", value[name], f"{', '.join(unset)} is not set", "set it")
+        value[name] = text and credentials.expand(text)
     folder = Path(value["ckpt.path"])
     if value["ckpt.load_enable"] and any(folder.glob(f"*/*/{MANIFEST}")):
         problem = "its checkpoints are of a run with care, whose place in the prompts OpenRLHF cannot load"

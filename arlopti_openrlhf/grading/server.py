@@ -200,7 +200,7 @@ class RewardServer:
         if request.path_params:
             self._authorize(request)
         paths = ["/get_reward", *(f"/{name}/get_reward" for name in self.graders)]
-        return _json({"status": "ok", "server": SERVER, "serves": paths, "needs_token": self.token is not None})
+        return _json({"status": "ok", "server": SERVER, "serves": paths})
 
     async def get_ready(self, request: Request) -> Response:
         """Answer a GET: 200 if every grader can grade. One without processes starts again at once."""

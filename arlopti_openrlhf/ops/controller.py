@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import set_seed
 from arlopti_openrlhf.ops.checkpoints import state
 from arlopti_openrlhf.ops.checkpoints.files import newest_published
 from arlopti_openrlhf.ops.health import alarms, trackers
-from arlopti_openrlhf.ops.lifecycle import awake, credentials, progress, stopping
+from arlopti_openrlhf.ops.lifecycle import credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
 from arlopti_openrlhf.patching import Upstream, replaced_attribute
 
@@ -86,6 +86,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
 
     def ppo_train(self, global_steps: int) -> dict:
         """Return upstream's status, without the statistics by probability, which are kept for the trackers."""
+        progress.say("phase", progress.Phase("update"))
         status = super().ppo_train(global_steps)
         self.token_statistics = {name: status.pop(name) for name in list(status) if name.startswith("tokens/")}
         return status
@@ -322,13 +323,9 @@ class PPOTrainerAsync(Upstream):
 
     def _end_training(self) -> None:
         """Let the training actor end its `fit`, in which it may wait for samples that will not come, and tidy up."""
-        closed = self.trainer_actor.close_trackers.remote()
-
-        def has_ended(seconds: float) -> bool:
-            try:
+        closed, deadline = self.trainer_actor.close_trackers.remote(), time.monotonic() + self.seconds
+        while time.monotonic() < deadline:
+            with suppress(Full):
                 self.rollout_queue.put_nowait("done")
-            except Full:
-                pass
-            return bool(ray.wait([closed], timeout=seconds)[0])
-
-        awake.succeeds(has_ended, self.seconds)
+            if ray.wait([closed], timeout=1.0)[0]:
+                break

@@ -1,6 +1,5 @@
 """Grades responses by a reward of the user's, which is loaded and asked as in a training."""
 
-import argparse
 import asyncio
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf.grading.reward_answers import Grade, grades
-from arlopti_openrlhf.ops.lifecycle import credentials
 
 _AT_A_TIME = 32  # as many as a reward process answers
 _RETRY_MINUTES = 1.0
@@ -16,7 +14,7 @@ _TIMEOUT_SECONDS = 300.0  # as in a training, by default
 
 
 class OwnReward:
-    """A source of rewards. Secrets in URLs are in the environment afterwards, and not in `source`.
+    """A source of rewards.
 
     Args:
         source: a reward of the package, the path of a Python file, or URLs with commas between them.
@@ -29,10 +27,8 @@ class OwnReward:
         # This imports vLLM and OpenRLHF, which take long.
         from arlopti_openrlhf.ops.rollouts.reward_client import RewardExecutor
 
-        flat = argparse.Namespace(**{"logger.wandb.key": None, "reward.remote_url": source})
-        credentials.hide(flat)
-        self.source = vars(flat)["reward.remote_url"]
-        self._executor = RewardExecutor(self.source.split(","), _RETRY_MINUTES, _TIMEOUT_SECONDS)
+        self.source = source
+        self._executor = RewardExecutor(source.split(","), _RETRY_MINUTES, _TIMEOUT_SECONDS)
 
     @property
     def version(self) -> list[str]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from arlopti_openrlhf.ops.lifecycle.streams import Stream
+from arlopti_openrlhf.terminal import lenient
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def quiet() -> Iterator[None]:
     descriptors, streams = (os.dup(1), os.dup(2)), (sys.stdout, sys.stderr)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as kept:
         try:
-            sys.stdout, sys.stderr = map(Stream, descriptors)
+            sys.stdout, sys.stderr = map(lenient, descriptors)
             for number in (1, 2):
                 os.dup2(kept.fileno(), number)
             yield

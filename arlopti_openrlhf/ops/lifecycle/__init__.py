@@ -1,1 +1,1 @@
-"""A run from outside: its driver, its processes' heartbeats, its signals and its end."""
+"""A run from outside: its driver, what it reports, its signals and its end."""

@@ -1,8 +1,9 @@
-"""Starts a run's own Ray cluster, which no other user can enter, and marks the run's processes in any cluster."""
+"""Starts a run's own Ray cluster, which no other user can enter."""
 
 import functools
 import os
 import signal
+import tempfile
 from pathlib import Path
 from secrets import token_hex
 from types import SimpleNamespace
@@ -12,27 +13,37 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 
-from arlopti_openrlhf import interrupts, loopback
-from arlopti_openrlhf.ops.lifecycle import credentials, reaper
+from arlopti_openrlhf import interrupts
+from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.ray_address import starts_cluster
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"
-# Ray would kill the processes that an actor has started before the actor can end them. What is left is the reaper's.
-LEAVES_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+_SOCKET_PATH, _LONGEST = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store", 107  # bytes
 
 
 def of_run(run: Any, args: SimpleNamespace) -> None:
     """Give a run (`driver.Driver`) a cluster of its own if it names none, and the workers its secrets."""
-    wrap_init(run.name, run.folder, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
+    os.umask(0o077)
+    run.folder = make_folder()
+    wrap_init(run.folder, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
 
 
-def wrap_init(run: str, folder: Path, secrets: dict[str, str]) -> None:
+def make_folder() -> Path:
+    """Return a new folder for a run's temporary files, which only this user can enter."""
+    folder = Path(tempfile.mkdtemp(prefix="arlopti-", dir=os.environ.get("RAY_TMPDIR")))
+    if len(str(folder)) + len(_SOCKET_PATH) > _LONGEST:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="arlopti-", dir="/tmp"))
+    return folder
+
+
+def wrap_init(folder: Path, secrets: dict[str, str]) -> None:
     """Wrap `ray.init` on the driver. A cluster that it starts is ours alone; one that it joins is left as it is.
 
-    The run's processes carry its name (`ops.lifecycle.reaper`). The job's workers get the secrets, by variable. Ray's
-    files, which are in the run's folder, and Ray's list of jobs do not.
+    The job's workers get the secrets, by variable. Ray's files, which are in the run's folder, and Ray's list of jobs
+    do not.
     """
     init, entrypoint = ray.init, ray_utils.get_entrypoint_name()  # Ray lists the job with the driver's command line
     for name, secret in secrets.items():
@@ -40,9 +51,6 @@ def wrap_init(run: str, folder: Path, secrets: dict[str, str]) -> None:
 
     @functools.wraps(init)
     def init_of_run(*args, **kwargs):
-        runtime_env = dict(kwargs.get("runtime_env") or {})
-        runtime_env["env_vars"] = {reaper.MARKER: run} | LEAVES_CHILDREN | (runtime_env.get("env_vars") or {})
-        kwargs["runtime_env"] = runtime_env
         if starts_cluster(args[0] if args else kwargs.get("address")):
             _close_to_others()
             os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # for sockets, which vLLM would leave in /tmp
@@ -71,7 +79,10 @@ def _close_to_others() -> None:
     # so: Ray replaces a local address there by one that others reach. The variable reaches all processes of the node.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
-    loopback.ask()
+    # Ray's agents outlive a killed driver while they look for its control store: a minute, by default.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     raylet: Any = ray._raylet

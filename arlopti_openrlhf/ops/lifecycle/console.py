@@ -18,9 +18,9 @@ from typing import Any
 import ray
 from tqdm import tqdm
 
-from arlopti_openrlhf.ops.lifecycle import progress, streams
+from arlopti_openrlhf.ops.lifecycle import progress
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
-from arlopti_openrlhf.terminal import PREFIX, say
+from arlopti_openrlhf.terminal import PREFIX, lenient, one_line, say
 
 LOG = "train.log"  # in --ckpt.path
 _POLL = 0.5  # seconds
@@ -81,7 +81,7 @@ class Console:
         sys.stdout.flush()
         sys.stderr.flush()
         self._kept = os.dup(1), os.dup(2)
-        self._terminal = streams.Stream(os.dup(1))
+        self._terminal = lenient(os.dup(1))
         say(f"starting. The output of Ray, vLLM and DeepSpeed: {self.log}", file=self._terminal)
         self._thread.start()
         os.dup2(self._descriptor, 1)
@@ -171,7 +171,7 @@ class Console:
             self._bar.close()
 
     def _print(self, text: str) -> None:
-        tqdm.write(text, file=self._terminal)
+        tqdm.write(one_line(text), file=self._terminal)
 
 
 def for_the_user(line: str) -> str | None:

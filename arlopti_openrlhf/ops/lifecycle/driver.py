@@ -5,30 +5,30 @@
 | 0 | the run is complete |
 | 1 | an error, with its traceback |
 | 2 | the command line, or what it names, is refused |
-| 3, 4 | the run has diverged; it hangs, or a heartbeat of it has stopped (`ops.lifecycle.stopping`) |
+| 3, 4 | the run has diverged; it makes no progress (`ops.lifecycle.stopping`) |
 | 5 | no checkpoint is whole (`ops.checkpoints.saving`) |
 | 6 | no step was trained, because dynamic filtering left out every prompt (`ops.lifecycle.stopping`) |
 | 129, 130, 143 | SIGHUP, SIGINT, SIGTERM |
 """
 
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import IO, NoReturn
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from arlopti_openrlhf import interrupts, terminal
-from arlopti_openrlhf.ops.lifecycle import awake, cluster, progress, reaper, stopping, streams
+from arlopti_openrlhf.ops.lifecycle import cluster, progress, stopping
 from arlopti_openrlhf.ops.lifecycle.console import Console
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
 from arlopti_openrlhf.terminal import PREFIX
@@ -38,7 +38,6 @@ from arlopti_openrlhf.terminal import PREFIX
 _WAKE = signal.SIGURG
 _ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
 _EXIT = 3.0  # seconds that Python gets to end
-_TELL = 5.0  # seconds that the watch gets to say why an actor has died
 _LAST_LINES = 2.0  # seconds in which Ray hands on the last lines that the workers have printed
 _LONG_LINE = 1000  # characters
 _SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends those that are left
@@ -53,22 +52,19 @@ class Driver:
         stall_minutes: how long the controllers may take to save a checkpoint after a signal.
 
     Attributes:
-        name: the run's own, by which its processes know each other.
-        folder: of the run's temporary files, once there is one (`reaper.of_run`).
+        folder: of the run's temporary files, once there is one (`cluster.of_run`). A complete run leaves none.
     """
 
     def __init__(
         self,
         console: Console | None = None,
         closing: Callable[[Progress], str] = lambda found: "",
-        stall_minutes: float = 10.0,
+        stall_minutes: float = 60.0,
     ) -> None:
         self.console, self.closing, self.stall_minutes = console, closing, stall_minutes
-        self.name = uuid.uuid4().hex
         self.folder: Path | None = None
         self._asked: int | None = None  # the first signal
         self._cause: BaseException | None = None  # what `end` was called with
-        self._has_cause = threading.Event()
         self._is_ending = False  # the main thread ends the run, and needs no waking
         self._has_said_last = threading.Event()
 
@@ -84,9 +80,6 @@ class Driver:
         try:
             yield
             self._is_ending = True
-            if self.folder:
-                with suppress(OSError):  # who tidies up TMPDIR may have removed the folder
-                    (self.folder / reaper.COMPLETE).touch()
             text = self._what_came_out()
             if ray.is_initialized():
                 time.sleep(_LAST_LINES)
@@ -102,7 +95,6 @@ class Driver:
     def end(self, cause: BaseException) -> None:
         """End the run with `cause`, from any thread, whatever the main thread waits for. A second end is none."""
         self._cause = self._cause or cause
-        self._has_cause.set()
         if not self._is_ending:
             _after(2 * _SHUTDOWN, self._give_up)
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
@@ -120,8 +112,6 @@ class Driver:
     def _cause_of(self, error: BaseException) -> BaseException:
         """Return why the run ends, from what has reached the main thread."""
         cause = root(error)
-        if isinstance(cause, RayActorError):
-            self._has_cause.wait(_TELL)  # from the watch, which knows more of the actor
         cause = self._cause or cause
         # Who signals all processes means the driver. The deaths of the others follow from it, while a controller that
         # stops the run by itself, as it does when asked to, has its own cause.
@@ -154,6 +144,8 @@ class Driver:
         """End Ray, whose workers print until then, and say the last lines. Nothing else may hold up the process."""
         in_time = _after(_SHUTDOWN, lambda: self._leave(code, text, file))
         ray.shutdown()
+        if self.folder and code == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
         in_time.set()
         _after(_EXIT, lambda: os._exit(code))
         self._say_last(text, file)
@@ -173,8 +165,6 @@ class Driver:
             self.console.close(text)
         if text:
             _print(text, file)
-        if lost := streams.lost():
-            terminal.say(lost, file=sys.stderr)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._is_ending:
@@ -200,14 +190,15 @@ class Driver:
             terminal.say(
                 f"{name}: the run saves a checkpoint and ends. A second signal ends it at once.", file=sys.stderr
             )
-            awake.succeeds(threading.Event().wait, 60 * self.stall_minutes)
+            time.sleep(60 * self.stall_minutes)
             late = f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it."
             terminal.say(late, file=sys.stderr)
         self.end(stopping.Interrupted(signum))
 
 
 def of_run(run: Driver, args: SimpleNamespace) -> AbstractContextManager[None]:
-    """Let a run end as its user expects."""
+    """Let a run end as its user expects. No write to its output fails."""
+    sys.stdout, sys.stderr = terminal.lenient(1), terminal.lenient(2)
     return run.ending()
 
 
@@ -247,7 +238,7 @@ def _after(seconds: float, act: Callable[[], None]) -> threading.Event:
     is_off = threading.Event()
 
     def wait() -> None:
-        if not awake.succeeds(is_off.wait, seconds):
+        if not is_off.wait(seconds):
             act()
 
     threading.Thread(target=wait, daemon=True).start()

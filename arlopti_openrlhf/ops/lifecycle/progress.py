@@ -41,6 +41,13 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]
 
 
+class Phase(NamedTuple):
+    """What a controller does."""
+
+    name: str
+    samples: int = 0  # finished since it began
+
+
 class Progress(NamedTuple):
     """What a run has reported so far. The rest is None."""
 
@@ -48,9 +55,10 @@ class Progress(NamedTuple):
     step: Step | None = None  # the last one
     first: Evaluation | None = None  # of this process
     last: Evaluation | None = None
+    phase: Phase | None = None  # the present one
 
 
-def say(name: str, value: Prompts | Step | Evaluation) -> None:
+def say(name: str, value: Phase | Prompts | Step | Evaluation) -> None:
     """Report one of the fields of `Progress`."""
     try:
         if name != "first" or not stopping.get("progress/first"):
@@ -61,7 +69,7 @@ def say(name: str, value: Prompts | Step | Evaluation) -> None:
 
 def read() -> Progress:
     """Return what this process's job has reported. Ray has to be connected."""
-    kinds: dict[str, Any] = {"prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}
+    kinds: dict[str, Any] = {"phase": Phase, "prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}
     found = {name: stopping.get(f"progress/{name}") for name in kinds}
     return Progress(**{name: kinds[name](*json.loads(value)) for name, value in found.items() if value})
 

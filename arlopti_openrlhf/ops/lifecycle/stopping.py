@@ -29,7 +29,7 @@ class Diverged(RunStopped):
 
 
 class NotResponding(RunStopped):
-    """A part of the run has no heartbeat any more, or no part makes progress."""
+    """The run makes no progress."""
 
     exit_code = 4
 

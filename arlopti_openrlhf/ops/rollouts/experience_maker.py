@@ -9,6 +9,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import launcher
 from openrlhf.utils.logging_utils import init_logger
 
+from arlopti_openrlhf.ops.lifecycle import progress
 from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.patching import replaced_attribute
 
@@ -53,6 +54,11 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
             for sample in rollout_samples:
                 sample.info[name] = sample.info[name].float() if name in sample.info else mean
         return super().split_rollout_samples(rollout_samples)
+
+    def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
+        """Return upstream's experience, and report that it is being made."""
+        progress.say("phase", progress.Phase("experience"))
+        return super().make_experience_batch(rollout_samples)
 
     def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
         """Return upstream's result, in which equal rewards count as 0 under `group_norm`."""

@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.reward_answers import normalise
-from arlopti_openrlhf.ops.lifecycle import awake, credentials, heartbeat
+from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.rollouts import reward_http
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, about
 
@@ -35,7 +35,7 @@ EVERY = 512
 SCORES_ARE_REWARDS = "scores_are_rewards"
 
 
-class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
+class RewardExecutor(SingleTurnAgentExecutor):
     """`SingleTurnAgentExecutor` with six changes.
 
     1. The names of the package's rewards, such as `kk`, stand for their files.
@@ -104,14 +104,10 @@ class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
         Raises:
             RewardError: as `execute`.
         """
-        self.calls += 1
-        try:
-            if self._process:
-                result = await asyncio.to_thread(self._process.call, query, prompt, label)
-            else:
-                result = await self._ask_server(query, prompt, label)
-        finally:
-            self.calls -= 1
+        if self._process:
+            result = await asyncio.to_thread(self._process.call, query, prompt, label)
+        else:
+            result = await self._ask_server(query, prompt, label)
         try:
             return normalise(result, 1)
         except ValueError as error:
@@ -132,7 +128,7 @@ class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
         Raises:
             RewardError: the time is up, or the server refuses the request itself (4xx).
         """
-        clock, pause = awake.Clock(longest=reward_http.SECONDS + 2 * _LONGEST_PAUSE), _FIRST_PAUSE
+        since, pause = time.monotonic(), _FIRST_PAUSE
         while True:
             url = next(self._servers)
             try:
@@ -144,7 +140,7 @@ class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
                     logger.info(f"reward server: answers again, after {time.monotonic() - self._down_since:.0f} s")
                 self._down_since = 0.0
                 return answer
-            waited = clock()
+            waited = time.monotonic() - since
             self._say(url, cause)
             if waited + pause > self.retry_seconds:
                 raise RewardError(
@@ -160,6 +156,6 @@ class RewardExecutor(heartbeat.Rewards, SingleTurnAgentExecutor):
         if now - self._said >= _SAY_EVERY:
             self._said = now
             logger.warning(
-                f"reward server: {self.calls} samples wait for {url}, for {now - self._down_since:.0f} s so far, "
+                f"reward server: samples wait for {url}, for {now - self._down_since:.0f} s so far, "
                 f"for up to {self.retry_seconds / 60:g} minutes: {cause}"
             )

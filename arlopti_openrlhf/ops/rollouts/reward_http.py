@@ -36,7 +36,7 @@ async def post(url: str, query: str, prompt: str, label: Any) -> Any:
     target = URL(credentials.expand(url))
     # Each request opens its own connection, as upstream's do. A kept one could have died with its server since.
     session = aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=SECONDS), auto_decompress=False, headers=_HEADERS
+        timeout=aiohttp.ClientTimeout(total=SECONDS), auto_decompress=False, headers=_HEADERS | credentials.headers()
     )
     try:
         async with session:
@@ -54,7 +54,7 @@ def _redirected(response: aiohttp.ClientResponse, target: URL, url: str) -> URL:
     """Return where a redirection leads, which a prompt and its label follow on the same server only."""
     there = target.join(URL(response.headers.get("Location", "")))
     if response.status in (307, 308) and there.origin() == target.origin():
-        return there.with_user(target.user).with_password(target.password)
+        return there
     where = credentials.mask(str(there.origin()), url)
     raise RewardError(f"{url} redirects to {where} (status {response.status}), and is not followed: give that URL")
 

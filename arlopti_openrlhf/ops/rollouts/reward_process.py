@@ -34,7 +34,6 @@ from typing import Any
 from arlopti_openrlhf import terminal, user_files
 from arlopti_openrlhf.grading.environment import without_secrets
 from arlopti_openrlhf.grading.reward_answers import to_json
-from arlopti_openrlhf.ops.lifecycle import awake
 
 # Why not an actor of Ray? Its process would see no GPU, and an error on import would crash it without a status. A call
 # took 0.9 ms and the process 128 MB (Ray 2.55), where this one takes 0.06 ms and 16 MB.
@@ -70,7 +69,7 @@ class RewardProcess:
 
     Args:
         path: the file.
-        timeout: seconds of wall-clock time that a call may take. A machine that sleeps takes none.
+        timeout: seconds of wall-clock time that a call may take.
         import_timeout: seconds that its import may take. None for no limit.
         is_quiet: drop what the file prints.
 
@@ -99,7 +98,7 @@ class RewardProcess:
             end.close()
         *threads, main = [ours for ours, _ in pipes]
         self._threads, self._main_thread = _free(threads), _free([main])
-        if import_timeout is not None and not awake.succeeds(main.poll, import_timeout):
+        if import_timeout is not None and not main.poll(import_timeout):
             self.kill()
             raise TimeoutError(f"its import takes more than {import_timeout:g} s")
         try:
@@ -137,7 +136,7 @@ class RewardProcess:
         connection = free.get()
         try:
             connection.send(([query], [prompt], [label]))
-            if awake.succeeds(connection.poll, self.timeout):
+            if connection.poll(self.timeout):
                 return json.loads(connection.recv_bytes())
             limit = f"no result after {self.timeout:g} s (--reward.timeout_seconds)"
             kind: type[RewardError] = RewardTimeout

@@ -19,6 +19,7 @@ from vllm import SamplingParams
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of, unmatched
 from arlopti_openrlhf.ops.lifecycle import stopping
+from arlopti_openrlhf.ops.lifecycle.progress import Phase, say
 from arlopti_openrlhf.ops.rollouts.prompts import Numbered, Prompts, seed_of
 from arlopti_openrlhf.ops.rollouts.reward_client import SCORES_ARE_REWARDS
 
@@ -106,8 +107,11 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         accepted: list[Experience] = []
         pending, drawn, is_exhausted = self._draw(dataloader_iter, num_prompts, **generate_kwargs)
         progress = tqdm(total=drawn, desc="Generate samples", disable=not drawn)
+        finished = 0
         while pending:
+            say("phase", Phase("rollouts", finished))
             groups, pending = self._receive(pending)
+            finished += sum(map(len, groups))
             rejected = 0
             for responses in groups:
                 group = [self._process_response_into_experience(response, **generate_kwargs) for response in responses]
@@ -153,7 +157,6 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             Interrupted: a request to stop.
         """
         if self.args.train.deterministic:
-            # Without a limit, because the engines have heartbeats, and long responses take their time.
             by_engine = stopping.wait(pending)
             # Prompt i is with engine i mod the number of engines.
             engines, count = len(by_engine), sum(map(len, by_engine))

@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from arlopti_openrlhf.ops.lifecycle import cluster, reaper
+from arlopti_openrlhf.ops.lifecycle import cluster
 
 DRIVER = """
 import os, sys
@@ -22,8 +21,9 @@ ray._private.utils.psutil.Process.cmdline = psutil.Process.cmdline
 from arlopti_openrlhf.ops.lifecycle import driver, stopping
 run = driver.Driver()
 with run.ending():
-    driver.reaper.of_run(run, None)
-    driver.cluster.wrap_init(run.name, run.folder, {"SECRET": "abc-secret"})
+    os.umask(0o077)
+    run.folder = driver.cluster.make_folder()
+    driver.cluster.wrap_init(run.folder, {"SECRET": "abc-secret"})
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
 
     @ray.remote
@@ -34,7 +34,7 @@ with run.ending():
 
     [job] = ray._private.worker.global_worker.gcs_client.get_all_job_info().values()
     print(*ray.get(receive.remote()), job.entrypoint, flush=True)
-    print(ray.get_runtime_context().gcs_address, run.folder, os.environ[driver.reaper.MARKER], flush=True)
+    print(ray.get_runtime_context().gcs_address, run.folder, flush=True)
     sys.stdin.read()
 """
 STRANGER = """
@@ -58,15 +58,15 @@ def driver():
 
 
 def test_it_listens_to_this_machine_alone(driver):
-    process, _, (address, folder, run) = driver
-    pids = {process.pid, *reaper.processes(run, Path(folder))}
+    process, _, (address, _) = driver
+    pids = {process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))}
     listening = [c.laddr.ip for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in pids]
     assert len(listening) >= 5 and set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
     assert address.startswith("127.0.0.1:")
 
 
 def test_a_process_without_the_token_runs_nothing(driver):
-    _, _, (address, _, _) = driver
+    _, _, (address, _) = driver
     # At 127.0.0.1, as a stranger on this machine would call it, and with the tries of `ray.init` cut short.
     environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_NUM_REDIS_GET_RETRIES": "1"}
     stranger = subprocess.run(
@@ -77,7 +77,7 @@ def test_a_process_without_the_token_runs_nothing(driver):
 
 
 def test_secrets_reach_the_workers_and_neither_files_nor_the_list_of_jobs(driver):
-    _, (secret, umask, sockets, *entrypoint), (_, folder, _) = driver
+    _, (secret, umask, sockets, *entrypoint), (_, folder) = driver
     assert (secret, umask, entrypoint) == ("abc-secret", "0o77", ["train", "http://host/?token=${SECRET}"])
     assert Path(folder).stat().st_mode & 0o777 == 0o700
     assert sockets == folder  # vLLM's, which it does not remove
@@ -88,10 +88,8 @@ def test_secrets_reach_the_workers_and_neither_files_nor_the_list_of_jobs(driver
 
 def test_nothing_is_left_of_a_killed_run(driver):
     """It comes last: no other test finds a cluster after it."""
-    process, _, (_, folder, run) = driver
-    assert len(list(reaper.processes(run, Path(folder)))) > 5
+    process, _, _ = driver
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) > 5
     process.send_signal(signal.SIGKILL)
-    end = time.monotonic() + 15
-    while list(reaper.processes(run, Path(folder))) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not list(reaper.processes(run, Path(folder)))
+    assert not psutil.wait_procs(children, timeout=60)[1]

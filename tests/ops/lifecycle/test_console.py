@@ -144,8 +144,9 @@ def end_of_a_run(tmp_path, before: str = "", within: str = 'raise ValueError("no
     program = f"""
 import os, sys, time
 from pathlib import Path
-from arlopti_openrlhf.ops.lifecycle import console, driver, streams
-streams.protect()
+from arlopti_openrlhf.ops.lifecycle import console, driver
+from arlopti_openrlhf import terminal
+sys.stdout, sys.stderr = terminal.lenient(1), terminal.lenient(2)
 shown = console.Console(Path({str(tmp_path)!r}, "train.log"))
 {before}
 with shown, driver.Driver(shown, lambda found: "what came out").ending():
@@ -196,8 +197,10 @@ def test_a_complete_run_that_cannot_show_its_results_is_complete(tmp_path):
 
 def test_a_reader_that_has_gone_away_fails_no_run(tmp_path):
     program = """
-from arlopti_openrlhf.ops.lifecycle import driver, streams
-streams.protect()
+import sys
+from arlopti_openrlhf.ops.lifecycle import driver
+from arlopti_openrlhf import terminal
+sys.stdout, sys.stderr = terminal.lenient(1), terminal.lenient(2)
 with driver.Driver(closing=lambda found: "what came out").ending():
     pass
 """
@@ -205,8 +208,7 @@ with driver.Driver(closing=lambda found: "what came out").ending():
     os.close(outer)
     done = subprocess.run([sys.executable, "-c", program], stdout=inner, stderr=subprocess.PIPE, timeout=60)
     os.close(inner)
-    lost = rb"arlopti_openrlhf: 1 writes of output are lost \(Broken pipe: pipe:\[\d+\]\)\n"
-    assert done.returncode == 0 and re.fullmatch(lost, done.stderr)
+    assert done.returncode == 0 and not done.stderr
 
 
 def test_what_is_said_is_read(monkeypatch):

@@ -99,8 +99,9 @@ if pid:
         pass
     os.close(terminal)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-from arlopti_openrlhf.ops.lifecycle import driver, stopping, streams
-streams.protect()
+from arlopti_openrlhf.ops.lifecycle import driver, stopping
+from arlopti_openrlhf import terminal
+sys.stdout, sys.stderr = terminal.lenient(1), terminal.lenient(2)
 asked = threading.Event()
 driver.ray.is_initialized = lambda: True
 stopping.is_training = lambda: True
