@@ -80,8 +80,6 @@ TABLE = (
     Row(_ENGINE, "SingleTurnAgentExecutor", REPLACES, "ops.rollouts.reward_client:RewardExecutor", CARE,
         "waits for rewards, bounds their time, and ends the run where there is none",
         ("reward.retry_minutes", "reward.timeout_seconds")),
-    Row(_ENGINE, "_load_agent_executor", REPLACES, "ops.rollouts.agents:load", CARE,
-        "reads an agent's numbers, and names what it cannot read"),
     Row(_ENGINE, "RolloutRayActor", EXTENDS, "ops.rollouts.engine:RolloutRayActor", CARE,
         "makes each result once; takes requests in order; ends vLLM before itself"),
     *(row for module in (_SYNC, _ASYNC) for row in (

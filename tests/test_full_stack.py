@@ -263,9 +263,7 @@ def test_a_run_whose_prompts_are_all_left_out_is_no_success(train, tmp_path):
 
 
 AGENT = """
-import random
-
-from next_to_the_agent import SCORE
+import torch
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 
@@ -274,7 +272,8 @@ class Instance(AgentInstanceBase):
         pass
 
     async def step(self, state_dict, **kwargs):
-        return {"rewards": random.random(), "scores": SCORE, "environment_feedback": "", "done": True}
+        score = torch.tensor(1.0)
+        return {"rewards": torch.rand(()), "scores": score, "environment_feedback": "", "done": True}
 
 
 class AgentExecutor(MultiTurnAgentExecutor):
@@ -291,10 +290,9 @@ def weigh(tokens):
 
 
 @pytest.mark.long
-def test_files_that_import_modules_next_to_them_and_an_agent_of_plain_numbers(train, tmp_path):
+def test_a_method_that_imports_a_module_next_to_it_and_an_agent(train, tmp_path):
     for name, text in (
         ("agent/agent.py", AGENT),
-        ("agent/next_to_the_agent.py", "SCORE = 1"),
         ("method/method.py", METHOD),
         ("method/next_to_the_method.py", "WEIGHT = 0.5"),
     ):

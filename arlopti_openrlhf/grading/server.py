@@ -258,8 +258,6 @@ def serve(server: RewardServer, host: str, port: int) -> None:
     import uvicorn
     import uvicorn.server
 
-    from arlopti_openrlhf.grading.bounded_heads import BoundedHeads
-
     # Each sample that waits has a connection. Without descriptors, the event loop accepts none and says nothing.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -273,7 +271,6 @@ def serve(server: RewardServer, host: str, port: int) -> None:
         server.app(),
         host=host,
         port=port,
-        http=BoundedHeads,
         access_log=False,  # it would log paths, which may hold the token
         log_config=None,
         timeout_graceful_shutdown=math.ceil(server.limits.seconds) + 5,

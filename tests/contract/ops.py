@@ -93,13 +93,6 @@ ENTRIES = (
      "ops.rollouts.samples.SamplesGenerator: marks samples without scores"),
     (text, VLLM_ENGINE, "RolloutRayActor.__init__", "self.executor = SingleTurnAgentExecutor(remote_rm_url)",
      "bindings.TABLE"),
-    (text, VLLM_ENGINE, "RolloutRayActor.__init__", "self.executor = _load_agent_executor(agent_func_path)",
-     "bindings.TABLE"),
-    (text, AGENT, "MultiTurnAgentExecutor.execute",
-     'agent_instance = self.agent_instance_cls() … total_reward += step_result["rewards"].item() … '
-     'final_scores = step_result.get("scores", total_reward) … '
-     'environment_feedback_text = step_result["environment_feedback"] … done = step_result["done"] … '
-     'extra_logs = step_result.get("extra_logs", {})', "ops.rollouts.agents.load"),
     (text, AGENT, "SingleTurnAgentExecutor.__init__", "self.reward_endpoints = reward_endpoints or []",
      "ops.rollouts.reward_client.RewardExecutor: gives upstream no endpoints"),
     (text, AGENT, "SingleTurnAgentExecutor.execute",
