@@ -36,6 +36,7 @@ FRAMES = [
     "The answer is $%s$.",
     "<answer>%s</answer>",
     "**%s**",
+    "So it is **%s**",
     r"\[ %s \]",
 ]
 BETWEEN_BOXES = [", ", "; ", " or ", " and ", " = ", r" \approx ", "$, $", "$ or $", "$ and $", r" \text{ or } ", " "]
@@ -102,7 +103,7 @@ def test_an_answer_that_lists_guesses_is_wrong(drawn):
 )
 def test_a_right_answer_is_right_in_each_frame(numerator, denominator, around):
     label = as_latex(Fraction(numerator, denominator))
-    for frame in [*FRAMES, "The answer is **%s**.", "Answer:%s", "**Answer:** $%s$", "So **%s**", "答案：%s", "It is\n\n$$%s$$"]:
+    for frame in [*FRAMES, "The answer is **%s**.", "Answer:%s", "**Answer:** $%s$", "答案：%s", "It is\n\n$$%s$$"]:
         assert grade(frame % (around % label), label).score == 1, frame
 
 
