@@ -305,7 +305,11 @@ def with_times(latex: str, has_ratio: bool) -> str:
 
 FORMULA = re.compile(r"(?<!\\)(\$\$?|\\\[|\\\()(.+?)(?<!\\)(\$\$?|\\\]|\\\))", re.DOTALL)
 _TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
-_BOLD = re.compile(r"(?<![\w*)\]}])(\*\*|__|\*|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
+_BOLD = re.compile(r"(?<![\w*)\]}])(?P<mark>\*{1,3}|__|`)(?=\S)(?P<inside>.+?)(?<=\S)(?P=mark)(?![\w*])")
+# A last line of words, which hold no other number and list nothing, and what they end with in bold type.
+_WORDS_AND_BOLD = re.compile(
+    rf"^(?P<words>[^\d\n]*[^\W\d_]{{2}}(?<!\bor)(?<!\band)[,:]?)[^\S\n]+(?P<bold>{_BOLD.pattern}\.?)\Z", re.MULTILINE
+)
 _ANNOUNCED = re.compile(r"(?:answer|答案)(?:[^\S\n]{0,3}(?:is|are|:|：|=|是|为|為)){1,2}[^\S\n]*\n?", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?:\.|。)(?=\s|\Z)|\n|\s*I hope")
 _DELIMITERS = re.compile(r"(?<!\\)(?:\$\$?|\\[\[\]()])")
@@ -319,12 +323,13 @@ _TOKENS = re.compile(
 def final_answer(text: str) -> str | None:
     """Return the final answer of a text without a box, where it is nothing but a formula. Else None.
 
-    It stands in answer tags, after "answer is" or "answer:", or is the last line. Bold type is dropped.
+    It stands in answer tags, after "answer is" or "answer:", or is the last line, or what is bold at its end.
     """
     if tagged := _TAGS.findall(text):
         text = tagged[-1]
     text = FORMULA.sub(lambda formula: formula[0].replace("\n", " "), text.strip())
-    text = _BOLD.sub(r"\2", text)
+    text = _WORDS_AND_BOLD.sub(r"\g<words>\n\g<bold>", text)
+    text = _BOLD.sub(r"\g<inside>", text)
     *_, announced = None, *_ANNOUNCED.finditer(text)
     rest = text[announced.end() :] if announced else text.rpartition("\n")[2].lstrip("#")
     sentences = (rest[: end.start()] for end in _SENTENCE.finditer(rest))

@@ -36,6 +36,7 @@ FRAMES = [
     "The answer is $%s$.",
     "<answer>%s</answer>",
     "**%s**",
+    "So it is **%s**",
     r"\[ %s \]",
 ]
 BETWEEN_BOXES = [", ", "; ", " or ", " and ", " = ", r" \approx ", "$, $", "$ or $", "$ and $", r" \text{ or } ", " "]
@@ -114,6 +115,7 @@ def test_a_right_answer_is_right_in_each_frame(numerator, denominator, around):
         "\\textbf{42}", "The answer is \\textbf{42}.", "答案：42", "答案是42。", "The answer is `42`.", "#### 42", "So\n\n42",
         "Put it into \\boxed{}. The answer is 42.", "It is \\boxed{42}, in \\boxed{}.", "\\boxed{42}\n\n\\boxed{42}",
         "The answer is \\(x = 42\\)", "So\n\n\\[x = 42\\]",
+        "So **42**", "Thus the result is **42**.", "So ***42***", "It is\n* the result, **42.**", "So it is **x = 42**",
         "\\boxed{41}\n\nNo: \\boxed{42}", "x = \\boxed{42} = \\boxed{42}", "\\boxed{42} and \\boxed{\\text{ }}",
     ],
 )  # fmt: skip
@@ -128,6 +130,8 @@ def test_frames_of_a_right_answer(response):
         ("1", "The answer is 1⁄2."), ("1", "1⁄2"), ("2", "The answer is 2^{10}."), ("2", "It is 2^{10}"), ("5", "5!"),
         ("5", "The answer is 5!"), ("12", "The answer is 12\u00a0345."), ("12", "12\u202f345"), ("1", "The answer is 1 or 2."),
         ("2", "The answer is 1, 2, or 3."), ("1", "The answer is 1 OR 2."), ("3", "\\boxed{1}, \\boxed{2} and \\boxed{3}"), ("5", "\\boxed{\\phantom{5}}"),
+        ("3", "Thus the result is **-3**"), ("2", "Thus **Step 2**"), ("2", "So **2**3**"), ("2", "It is x**2"), ("3", "a\n* 3 b"),
+        ("43", "So 42 or **43**"), ("43", "So **42**, **43**"), ("43", "Either $x$ or **43**"), ("3", "So x + **3**"),
         ("3", "$\\boxed{1} = \\boxed{2} = \\boxed{3}$"), ("3", "\\boxed{\\boxed{1}, \\boxed{3}}"),
     ],
 )  # fmt: skip

@@ -98,6 +98,7 @@ def test_the_table_has_hundreds_of_near_misses_and_none_twice():
         ("15", "The answer is $15 n$."),
         ("3", "The answer is 2x + 3."),
         ("3", "So the answer is x + 3."),
+        ("42 \\text{ mm}", "So the width is **42 cm**"),
         ("17", "The answer is 17 thousand."),
         ("17", "The answer is $17$ million."),
         ("8 \\text{ cm}", "The answer is $8 \\text{ mm}$."),
