@@ -60,7 +60,7 @@ def test_a_lora_run_has_a_reference_of_its_own(start, more, gpus):
     [
         ("--train.deterministic", "--train.deterministic True: is for what --ops off leaves out"),
         ("--without_repair lora", "--without_repair ['lora']: is for what --ops off leaves out"),
-        ("--reward.remote_url http://host/${ARLOPTI_REWARD_SECRET_0}", "ARLOPTI_REWARD_SECRET_0 is not set"),
+        ("--reward.remote_url http://host/${NOT_THERE}", "NOT_THERE is not set"),
         ("--algo.lopti.scope minibatch", "--algo.lopti.scope minibatch: Lopti is off"),
         ("--algo.token_method nonesuch", "there is no such token method"),
     ],

@@ -12,7 +12,6 @@ from arlopti_openrlhf.grading import REWARDS, Reward, sources
 from arlopti_openrlhf.grading.grader import Grader, Limits
 from arlopti_openrlhf.lab.data import published
 from arlopti_openrlhf.lab.scoring.inputs import read_rows
-from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight import probe, reward
 
 TOY = """
@@ -71,9 +70,9 @@ def test_its_data_sources_are_graded_and_read_by_it(tmp_path):
     assert [read.reason for read in published.read_file(path, "text")] == ["", "unreadable"]
 
 
-def test_the_server_takes_it_and_its_name_in_a_url_is_no_secret():
+def test_the_server_takes_it():
     [grader] = serve_rewards.make_parser().parse_args(["--grader", "toy"]).grader
-    assert grader == ("toy", "toy") and credentials.divide("http://host/toy/get_reward")[1] == {}
+    assert grader == ("toy", "toy")
     served = Grader("toy", 1, Limits())
     answer = asyncio.run(served.grade(["1 + 1 = 2"], ["1 + 1 = "], ["2"]))
     served.pool.close()

@@ -13,7 +13,7 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 
-from arlopti_openrlhf import interrupts
+from arlopti_openrlhf import interrupts, loopback
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.ray_address import starts_cluster
@@ -81,8 +81,7 @@ def _close_to_others() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     # Ray's agents outlive a killed driver while they look for its control store: a minute, by default.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+    loopback.ask()
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     raylet: Any = ray._raylet

@@ -15,8 +15,7 @@ class RolloutRayActor(Upstream):
     1. vLLM makes the result of a request once, when it is complete. Upstream lets it make one after each token, and
        takes the last. The tokens are the same.
     2. `generate_in_order`, for `--train.deterministic`.
-    3. It ends vLLM's processes before its own. Ray, which `ops.lifecycle.cluster` keeps from that, would kill them and
-       Python's resource tracker, so vLLM's workers would each end with a traceback.
+    3. It ends vLLM before its own process ends.
     """
 
     def __ray_shutdown__(self) -> None:

@@ -14,7 +14,6 @@ from openrlhf.trainer.ray import vllm_engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from arlopti_openrlhf.ops.lifecycle import cluster
 from arlopti_openrlhf.ops.rollouts import engine
 from arlopti_openrlhf.ops.rollouts.reward_client import EVERY, RewardExecutor
 from arlopti_openrlhf.patching import plain_class
@@ -117,7 +116,7 @@ def test_an_engine_that_is_no_longer_needed_ends_vllm_before_ray_kills_its_proce
         async def is_ready(self) -> bool:
             return True
 
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": cluster.LEAVES_CHILDREN})
+    ray.init(num_cpus=1, include_dashboard=False)
     try:
         started = ray.remote(Started).remote()
         assert ray.get(started.is_ready.remote())

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -120,7 +119,7 @@ def test_a_server_that_fails_is_asked_again(server, said, failure):
     http = server(lambda n, message: failure if n < 3 else (200, GOOD))
     [output] = execute(RewardExecutor([http.url]))
     assert output["reward"] == 3.0 and len(http.messages) == 3
-    assert any("1 samples wait" in line for line in said) and "answers again" in said[-1]
+    assert any("samples wait" in line for line in said) and "answers again" in said[-1]
 
 
 def test_a_server_that_is_away_for_a_while_loses_no_sample(server, said):
@@ -223,26 +222,6 @@ def test_a_reward_function_that_takes_too_long(tmp_path, body):
     assert 'r.py", line 4 in reward_func' in str(error.value)
     with pytest.raises(ProcessLookupError):
         os.kill(executor._process._process.pid, 0)
-
-
-def test_a_machine_that_sleeps_during_a_call(tmp_path):
-    """The engine's process and the function's are halted for longer than the limit, in the middle of a call."""
-    path = write(tmp_path / "r.py", f"open({str(tmp_path / 'called')!r}, 'w').close(); time.sleep(2); return 1.0")
-    code = f"""if True:
-        from arlopti_openrlhf.ops.rollouts.reward_process import RewardProcess
-        process = RewardProcess({path!r}, 4)
-        print(process._process.pid, flush=True)
-        print(process.call("", "", ""), flush=True)
-        process.kill()
-    """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as engine:
-        pids = [engine.pid, int(engine.stdout.readline())]
-        assert wait_until((tmp_path / "called").exists)
-        for signum, seconds in [(signal.SIGSTOP, 6), (signal.SIGCONT, 0)]:
-            for pid in pids:
-                os.kill(pid, signum)
-            time.sleep(seconds)
-        assert engine.stdout.read() == "1.0\n"
 
 
 def test_samples_that_were_graded_beside_the_slow_one_name_it(tmp_path):
