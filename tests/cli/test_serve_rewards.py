@@ -314,10 +314,6 @@ def test_a_server_for_other_machines_without_a_token_is_warned_of(host, warns, m
         assert said.startswith(f"arlopti serve: warning: no token: whoever reaches {host}:") == (warns and not token)
 
 
-def test_a_head_is_bounded(custom):
-    assert exchange(custom, b"GET /" + b"a" * 2**16, seconds=20).startswith(b"HTTP/1.1 431 ")
-
-
 def test_all_bodies_under_way_are_bounded(custom):
     """By 16 of the largest size. Who has found no room may ask again."""
     address, large = ("127.0.0.1", int(custom.url.rsplit(":")[-1])), json.dumps(ask(RIGHT)).encode().ljust(2**20)

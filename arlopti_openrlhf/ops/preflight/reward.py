@@ -177,7 +177,7 @@ def _check_path(url: str, health: _Health, args: SimpleNamespace) -> Iterator[Fi
         problem = f"something answers, but not this package's server ({status}), so rewards are not checked"
         yield Finding(_FLAG, server, problem, "make sure that it gives some", is_fatal=False)
         return
-    if not any(path.endswith(served) for served in health.serves):  # a token may stand before
+    if not credentials.expand(path).endswith(tuple(health.serves)):  # a token may stand before
         problem = f"the server has no rewards at {path or '/'}, but at {' or '.join(health.serves)}"
         yield Finding(_FLAG, server, problem, "correct the URL")
         return
