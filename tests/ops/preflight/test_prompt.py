@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from arlopti_openrlhf.lab.data import knights_knaves
-from arlopti_openrlhf.ops.preflight import data, prompt
+from arlopti_openrlhf.ops.preflight import data
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 QUIZ = "Who is a knight?"
@@ -146,19 +146,10 @@ def test_a_tokenizer_that_puts_bos_first(check, folder):
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for m in messages %}"])
-def test_a_template_that_fails_at_any_prompt_is_the_models(check, folder, template):
+def test_a_template_that_fails(check, folder, template):
     (folder / "chat_template.jinja").write_text(template)
-    [found, trained_on], _ = check(CHAT, QUIZ, eval__dataset=str(folder.parent / "d.jsonl"))
-    assert "are trained on" in trained_on
-    assert found.startswith("!--actor.model_name_or_path ") and ": its chat template fails: " in found
-
-
-def test_a_template_that_wants_parts_is_no_fault(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% for part in m.content %}{{ part['text'] + '' }}{% endfor %}{% endfor %}"
-    )
-    assert prompt.template_problem(tokenizer) is None
+    [found], _ = check(CHAT, QUIZ)
+    assert found.startswith("!--data.prompt_dataset ") and "row 1, prompt: Template" in found
 
 
 @pytest.mark.parametrize("text", [json.dumps(CHAT), f" {CHAT}", json.dumps(CHAT, indent=1)])
