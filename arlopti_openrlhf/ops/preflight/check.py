@@ -31,8 +31,7 @@ def run(
 ) -> None:
     """Check everything, and print one list. Warnings alone stop nothing.
 
-    Values come first, then combinations of flags, then the rest. What is fatal in one of these ends the checks, since
-    the next would find its consequences.
+    What is fatal among values and flags ends the checks, since the thorough ones would find its consequences.
 
     Args:
         args: upstream's nested arguments, as its `train` gets them.
@@ -44,12 +43,10 @@ def run(
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
-    found = list(_run(values.check, args))
+    found = [*findings, *upstream_findings, *_run(values.check, args)]
     refuse_if_fatal(found)
-    found += [*findings, *upstream_findings, *_run(partial(placement.check_batches, update=update), args)]
-    refuse_if_fatal(found)
-    thorough: list[Check] = [*THOROUGH, partial(memory.check, update=update), *own_checks]
-    for check in thorough:
+    of_update: list[Check] = [partial(check, update=update) for check in (placement.check_batches, memory.check)]
+    for check in [*of_update, *THOROUGH, *own_checks]:
         found += _run(check, args)
     refuse_if_fatal(found)
     if found:

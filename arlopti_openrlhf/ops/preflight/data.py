@@ -292,7 +292,8 @@ def _check_images(data: _Data, args: SimpleNamespace) -> Iterator[Finding]:
         problem = f"no row of {data.name} has images under --data.image_key {key}"
         yield Finding.of(args, flag, problem, f"the keys are {', '.join(sorted(data.rows[0]))}")
     elif most:
-        problems = {number: _problem_of(images, most) for number, images in of_rows.items()}
+        rows = {number: (images, data.rows[number - 1]) for number, images in of_rows.items()}
+        problems = {number: _problem_of(images, row, args) for number, (images, row) in rows.items()}
         if bad := [f"row {number}: {problem}" for number, problem in problems.items() if problem]:
             yield Finding(data.flag, data.name, first_of(bad, "more rows"), "correct these rows")
 
@@ -302,13 +303,25 @@ def _images(value: Any) -> list:
     return [image for image in (value if isinstance(value, list) else [value]) if image is not None and image != ""]
 
 
-def _problem_of(images: list, most: int) -> str | None:
+def _problem_of(images: list, row: Row, args: SimpleNamespace) -> str | None:
     # What is longer may be the image itself, in base64.
     paths = [each for each in images if isinstance(each, str) and len(each) <= 256 and ":" not in each]
-    missing = [path for path in paths if not Path(path).is_file()]
-    if missing:
+    if missing := [path for path in paths if not Path(path).is_file()]:
         return f"there is no file {missing[0]}"
-    return f"{len(images)} images" if len(images) > most else None
+    if len(images) > args.data.max_images_per_prompt:
+        return f"{len(images)} images are more than --data.max_images_per_prompt"
+    given = row[args.data.input_key]
+    messages = given if isinstance(given, list) else [{"content": given}]
+    places = sum(_places(message.get("content")) for message in messages)
+    has_places = not args.data.apply_chat_template or places == len(images)
+    return None if has_places else f"{len(images)} images, and the prompt has {places} places (<image>)"
+
+
+def _places(content: Any) -> int:
+    """Return how many images a message has a place for: tags of its text, or parts."""
+    if isinstance(content, list):
+        return sum(isinstance(part, dict) and part.get("type") == "image" for part in content)
+    return content.count("<image>") if isinstance(content, str) else 0
 
 
 def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -> Iterator[Finding]:

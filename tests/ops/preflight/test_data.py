@@ -373,17 +373,26 @@ def test_images_that_a_text_model_does_not_see(check, images, flags, start, said
 
 
 @pytest.mark.parametrize(
-    ("images", "said"),
-    [(["b.png"], "there is no file b.png"), (["a.png", "data:image/png;base64,AA"], "2 images"), ("a.png", None)],
+    ("images", "text", "said"),
+    [
+        (["b.png"], "<image>?", "there is no file b.png"),
+        (["a.png", "data:image/png;base64,AA"], "<image><image>?", "2 images are more than"),
+        (["a.png"], "?", "1 images, and the prompt has 0 places"),
+        (["https://a.b/c.png"], [{"role": "user", "content": "<image>?"}], None),
+        (None, "?", None),
+    ],
 )
-def test_images_at_which_a_run_would_end(check, tmp_path, monkeypatch, images, said):
+def test_images_at_which_a_run_would_end(check, tmp_path, monkeypatch, images, text, said):
     """It would reach the row late. An image may also be in the row itself, or at a URL."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prompt, "is_vision_language", lambda args: True)
+    monkeypatch.setattr(data, "_load_tokenizer", lambda args: None)
     (tmp_path / "a.png").touch()
-    given = [row(i, images=["a.png"]) for i in range(7)] + [row(7, images=images if said else ["https://a.b/c.png"])]
+    user = [{"role": "user", "content": "<image>?"}]
+    message = text if isinstance(text, list) else [{"role": "user", "content": text}]
+    given = [row(i, images=["a.png"], prompt=user) for i in range(7)] + [row(7, images=images, prompt=message)]
     found = check(given, **IMAGES)
-    assert [f"row 8: {said};" in each for each in found] == [True] * bool(said)
+    assert [f"row 8: {said}" in each for each in found] == [True] * bool(said)
 
 
 def test_images_inside_a_data_set_are_not_decoded(tmp_path):
