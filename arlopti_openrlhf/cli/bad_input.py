@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -96,19 +95,16 @@ def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[st
     What is odd with a model that can be loaded is printed on standard error.
     """
     for name in models:
-        folder, findings = local_folder(name), list(model.check_folder(flag, name))
-        # What is wrong with a model that is here, the hub cannot mend. Loading it would run the code that it brings.
-        is_loadable = not any(finding.is_fatal for finding in findings)
-        if folder and Path(name).is_dir() and is_loadable and not model_code.code_of(folder):
-            with suppress(OSError, ValueError):  # no tokenizer, or one that cannot be loaded
-                findings += model.check_vocabulary(flag, name, folder, model.load_tokenizer(folder))
+        folder = local_folder(name)
+        # Loading it would run the code that it brings.
+        findings = [] if folder and model_code.code_of(folder) else list(model.check_model(flag, name))
         _check_model(parser, flag, name, findings)
 
 
 def check_tokenizer(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
     """Refuse a tokenizer that is neither on this machine nor on the hub. It needs no weights."""
     if local_folder(name) is None:
-        _check_model(parser, flag, name, [model.not_here(flag, name)])
+        _check_model(parser, flag, name, list(model.check_model(flag, name)))
 
 
 def _check_model(parser: argparse.ArgumentParser, flag: str, name: str, findings: list[Finding]) -> None:

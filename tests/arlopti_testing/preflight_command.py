@@ -44,12 +44,13 @@ def findings(argv: list[str]) -> list[Finding]:
     flat = command_line.parse(argv)
     given = command_line.hierarchize(flat)
     checked = command_line.check(flat)
-    update = method_checks.describe_update(checked.args)
-    return [
+    found = [
         *values.check_combinations(given),
         *method_checks.check_flags(given),
         *checked.findings,
         *values.check(checked.args),
-        *placement.check_batches(checked.args, update),
-        *placement.check(checked.args),
     ]
+    if any(finding.is_fatal for finding in found):
+        return found
+    update = method_checks.describe_update(checked.args)
+    return [*found, *placement.check_batches(checked.args, update), *placement.check(checked.args)]

@@ -31,6 +31,7 @@ def place(tmp_path, tiny_model) -> Path:
     (tmp_path / "cut").mkdir()
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / "cut" / name).symlink_to(Path(tiny_model) / name)
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("of the user")
     with SummaryWriter(tmp_path / "other_log") as writer:
@@ -83,9 +84,9 @@ def refused(place, monkeypatch, capsys):
             "analyze --model model --data data.jsonl --out file",
             "argument --out: file: {}/file is a file, not a folder",
         ),
-        ("analyze --model ./nowhere --data data.jsonl --out o", "argument --model ./nowhere: there is no such folder"),
+        ("analyze --model ./nowhere --data data.jsonl --out o", "argument --model: ./nowhere has to come"),
         ("analyze --model empty --data data.jsonl --out o", "--model empty: no config.json in the directory"),
-        ("analyze --model cut --data data.jsonl --out o", "argument --model cut: it has no weights"),
+        ("analyze --model cut --data data.jsonl --out o", "argument --model cut: its weights cannot be loaded"),
         ("analyze --model model --data no.jsonl --out o", "No such file or directory: 'no.jsonl'"),
         ("analyze --model ./nowhere --data no --runs A=empty --out o", "empty: no TensorBoard log"),  # looked at first
         (
@@ -93,7 +94,7 @@ def refused(place, monkeypatch, capsys):
             "other_log: its TensorBoard log has no curve of a training run, such as",
         ),
         ("evaluate --model model --data data.jsonl --out file", "{}/file is a file, not a folder"),
-        ("evaluate --model org/name --data data.jsonl --out o", "argument --model org/name: neither a folder nor in"),
+        ("evaluate --model org/name --data data.jsonl --out o", "argument --model: org/name has to come from"),
         ("evaluate --model model --data empty --out o", "Is a directory: 'empty'"),
         ("evaluate --model model --data torn.jsonl --out o", "argument --data: torn.jsonl, line 2: "),
         ("evaluate --model model --data unlabelled.jsonl --out o", "unlabelled.jsonl, line 1: a row has no label"),
@@ -124,7 +125,7 @@ def refused(place, monkeypatch, capsys):
         ("prepare_data --from data.jsonl --exclude empty --out o.jsonl", "argument --exclude: empty: Is a directory"),
         ("prepare_data --from torn.jsonl --out o.jsonl", "torn.jsonl, line 2: "),
         ("prepare_data --from half.parquet --strict --out o.jsonl", "half.parquet, row 2: unreadable: a solution is"),
-        ("prepare_data --from data.jsonl --tokenizer ./x --out o.jsonl", "argument --tokenizer ./x: there is no such"),
+        ("prepare_data --from data.jsonl --tokenizer ./x --out o.jsonl", "argument --tokenizer: ./x has to come from"),
         ("serve_rewards --grader kk --prot 1", "unrecognized arguments: --prot: did you mean --port?"),
         ("serve_rewards -grader kk", "unrecognized arguments: -grader: did you mean --grader?"),
         ("prepare_data --out o", "one of the arguments --generate --from --dataset is required"),
@@ -208,7 +209,8 @@ def test_the_hub_is_asked_for_what_its_cache_lacks(monkeypatch, tmp_path, tiny_m
     parser = bad_input.Parser(prog="command")
     bad_input.check_models(parser, "--model", ["org/name"])
     assert asked == []
-    (cached / "model.safetensors").unlink()
+    (cached / "tokenizer.json").unlink()
+    load_tokenizer.cache_clear()
     bad_input.check_models(parser, "--model", ["org/name"])
     assert asked == ["org/name"]
 

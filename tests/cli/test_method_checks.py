@@ -150,3 +150,11 @@ def test_weights_that_look_wrong_are_a_warning(body, said, tmp_path):
     (tmp_path / "own.py").write_text(f"calls = 0\n{WEIGH}{body}\n")
     (found,) = method_checks.check_methods(arguments(f"--algo.token_method {tmp_path / 'own.py'}"))
     assert not found.is_fatal and said in found.problem
+
+
+def test_the_update_of_a_vision_language_model_gives_no_entropies(tmp_path):
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    policy = f"--actor.model_name_or_path {tmp_path} --algo.token_method"
+    [found] = method_checks.check_methods(arguments(f"{policy} stapo"))
+    assert "stapo needs entropies, which the update of a vision-language model does not give" in str(found)
+    assert list(method_checks.check_methods(arguments(f"{policy} ar"))) == []

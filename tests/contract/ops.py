@@ -39,18 +39,10 @@ ENTRIES = (
      "cli.train_ppo_ray: kk and math reach the engines as they are"),
     (text, COMMAND, "", 'args.reward.remote_url = args.reward.remote_url.split(",")',
      "ops.preflight.values.check_combinations"),
-    (text, COMMAND, "train",
-     "args.actor.num_nodes * args.actor.num_gpus_per_node == args.vllm.num_engines * args.vllm.tensor_parallel_size … "
-     "args.actor.num_nodes == args.ref.num_nodes and args.actor.num_gpus_per_node == args.ref.num_gpus_per_node … "
-     "args.critic.num_nodes == args.reward.num_nodes and args.critic.num_gpus_per_node == "
-     "args.reward.num_gpus_per_node", "ops.preflight.placement.check: says it before Ray starts"),
     (text, LAUNCHER, "RayActorGroup._initiate_actors", "placement_group_bundle_index=rank",
      "ops.preflight.placement.check: a model has no more ranks than its group has GPUs"),
     (text, LAUNCHER, "RayActorGroup.async_run_method_batch",
      "chunk_size = total_length // effective_actors if total_length % effective_actors != 0: chunk_size += 1",
-     "ops.preflight.placement.check_batches"),
-    (text, STRATEGY, "",
-     'ds_config["train_batch_size"] = self.train_batch_size * self.ring_attn_size * self.ds_tensor_parallel_size',
      "ops.preflight.placement.check_batches"),
     # The controllers, the evaluation, the rewards and the advantages
     (text, AGENT, "SingleTurnAgentExecutor.execute",
@@ -151,12 +143,10 @@ ENTRIES = (
     (signature, PROMPTS, "preprocess_data", "data input_template input_key label_key apply_chat_template",
      "ops.preflight.prompt.renderer"),
     (signature, PROMPTS, "_str_to_content_list", "text", "ops.rollouts.prompt_text.as_it_is"),
-    (text, PROMPTS, "preprocess_data", "= apply_chat_template(chat, tokenize=False, add_generation_prompt=True)",
-     "ops.preflight.images._problem: gets the messages"),
     (signature, DATA, "blending_datasets",
-     "datasets probabilities strategy seed max_count stopping_strategy dataset_split", "ops.preflight.rows.FirstRows"),
+     "datasets probabilities strategy seed max_count stopping_strategy dataset_split", "ops.preflight.rows.blend"),
     (text, DATA, "", "from datasets import Dataset, interleave_datasets, load_dataset, load_from_disk",
-     "ops.preflight.rows.FirstRows: replaces the last two"),
+     "ops.preflight.rows.blend: replaces load_dataset"),
     (text, AGENT, "SingleTurnAgentExecutor.execute", "hf_tokenizer(text=prompt, add_special_tokens=False,",
      "ops.rollouts.prompt_text.shown"),
     (text, SAMPLES, "_collect_prompt_batch", "return prompts, labels, images, exhausted",

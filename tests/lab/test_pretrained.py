@@ -16,7 +16,7 @@ from arlopti_openrlhf.lab.data.knights_knaves import CHAT_TEMPLATE
 from arlopti_openrlhf.lab.data.preparation import generate_rows
 from arlopti_openrlhf.lab.pretrained import DownloadError, ModelError, make_from_gguf, make_smollm2
 from arlopti_openrlhf.lab.scoring.inputs import encode
-from arlopti_openrlhf.ops.preflight.model import check_folder
+from arlopti_openrlhf.ops.preflight.model import check_model
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_the_weights_are_those_of_the_file_and_load_as_any_model(convert, tied):
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert loaded.config.tie_word_embeddings == tied
     assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in right.state_dict().items())
-    assert not list(check_folder("--actor.model_name_or_path", str(folder)))
+    assert not list(check_model("--actor.model_name_or_path", str(folder)))
     assert made.parameters == right.num_parameters()
     # Random weights know nothing: about log(1 / 300), and no more than a logit's spread below.
     assert -math.log(300) - 3 < made.mean_log_prob < -math.log(300) + 1

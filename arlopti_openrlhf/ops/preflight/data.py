@@ -5,14 +5,15 @@ import random
 import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 from operator import itemgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from arlopti_openrlhf.grading import REWARDS
-from arlopti_openrlhf.ops.preflight import images, probe, prompt, repeats
+from arlopti_openrlhf.ops.preflight import probe, prompt, repeats
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
-from arlopti_openrlhf.ops.preflight.model import is_offline, load_tokenizer, local_folder
-from arlopti_openrlhf.ops.preflight.rows import FirstRows, NotChecked, Row, Unreadable, as_objects
+from arlopti_openrlhf.ops.preflight.model import load_tokenizer, local_folder
+from arlopti_openrlhf.ops.preflight.rows import NotChecked, Row, Unreadable, blend
 from arlopti_openrlhf.ops.rollouts import prompt_text
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _TRAINING, _EVALUATION = "--data.prompt_dataset", "--eval.dataset"
 _ALL = 10**8  # rows that upstream takes of each data set to evaluate on
 # Rows whose prompts are rendered and counted, drawn by a seed. They take about a second.
 _COUNTED = 2000
+_READ = 100_000  # rows that are looked at, in a few seconds
 _LABELS_SECONDS = 60.0  # a bound, not a budget: most of it is the import of PyTorch
 
 _Item = TypeVar("_Item")
@@ -35,7 +37,6 @@ class _Data(NamedTuple):
     name: str
     rows: list[Row]  # the first is row 1
     types: "Features"  # of the columns
-    is_whole: bool  # these are all rows that the run takes, and not the beginning of a large set
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
@@ -43,7 +44,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if not args.data.prompt_dataset:
         yield Finding(_TRAINING, None, "there is no data", "name a file with prompts")
         return
-    most = args.data.max_samples if args.data.max_samples > 0 else _ALL  # `values` refuses the others
+    most = args.data.max_samples
     training, prompts = yield from _blend(_TRAINING, args.data.prompt_dataset, args.data.prompt_split, most, args)
     evaluation: list[_Data] = []
     if args.eval.dataset:
@@ -51,7 +52,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     read = training + evaluation
     yield from _check_labels(read, args)
     yield from _check_all_prompts(read, args)
-    if prompts is not None and args.data.max_samples > 0:
+    if prompts is not None:
         yield from _check_count(min(prompts, most), args)
     yield from _check_sampling(read, args)
     if not args.data.max_images_per_prompt:  # otherwise one question may be asked of many images
@@ -72,7 +73,7 @@ def first_prompts(args: SimpleNamespace, n: int) -> "tuple[list[tuple[str, Any]]
     tokenizer = _load_tokenizer(args)
     try:
         name, key, label_key = args.data.prompt_dataset.split(",")[0], args.data.input_key, args.data.label_key
-        rows = FirstRows(args.data.prompt_split, most_bytes=0).blend(name.strip(), n)[0]
+        rows = blend(name.strip(), args.data.prompt_split, n)
         as_text = prompt.renderer(args, _template(args, tokenizer))
         if args.data.apply_chat_template and not tokenizer:  # the run downloads it
             as_text = itemgetter(key)
@@ -99,68 +100,58 @@ def _blend(
 
     Return them, and how many rows they make, or None if that is not known.
     """
-    first_rows = FirstRows(split)
     sets = []
     for name in names.split(","):
-        sets.append((yield from _read(first_rows, flag, name.strip(), most)))
+        sets.append((yield from _read(flag, name.strip(), split, most)))
     read = [data for data in sets if data]
     if len(read) < len(sets):
         return read, None
-    is_training = flag == _TRAINING
+    probabilities = args.data.prompt_probs if flag == _TRAINING else None
     try:
-        probabilities = args.data.prompt_probs if is_training else None
-        joined, _ = first_rows.blend(names, most, probabilities, args.train.seed)
-        return read, len(joined) if all(data.is_whole for data in read) else None
+        return read, len(blend(names, split, most, probabilities, args.train.seed))
     except Unreadable as error:
-        remedy = "give each column one type in all of them: it helps to write them in one format, .jsonl or .parquet"
-        yield Finding(flag, names, f"the data sets cannot be joined: {_misfit(read) or error}", remedy)
+        remedy = "give each column one type in all of them, and a probability for each if for any"
+        yield Finding(flag, names, f"the data sets cannot be joined: {error}", remedy)
         return read, None
 
 
-def _misfit(sets: Sequence[_Data]) -> str | None:
-    """Return the first column that has different types in two data sets."""
-    seen: dict[str, tuple[str, str]] = {}
-    for data in sets:
-        for column, feature in data.types.items():
-            kind = f"{str(feature)[:120]}"
-            if kind == "Value('null')":
-                continue
-            other, name = seen.setdefault(column, (kind, data.name))
-            if kind != other:
-                return f"the column {column} is {other} in {name} and {kind} in {data.name}"
-    return None
-
-
-def _read(first_rows: FirstRows, flag: str, name: str, most: int) -> Generator[Finding, None, _Data | None]:
+def _read(flag: str, name: str, split: str, most: int) -> Generator[Finding, None, _Data | None]:
     """Return the data set, or None after a finding that says why not."""
     try:
-        blended, is_whole = first_rows.blend(name, most)
-        if rows := as_objects(blended, name):
-            return _Data(flag, name, rows, blended.features, is_whole)
-        yield Finding(flag, name, "it has no rows", "give a data set with prompts")
-    except Unreadable as error:
-        yield Finding(flag, name, str(error), "correct the path or the data")
+        blended = blend(name, split, most)
+        rows: Any = list(blended.select(range(min(_READ, len(blended)))))
+        return _Data(flag, name, rows, blended.features)
     except NotChecked as error:
-        offline = " HF_HUB_OFFLINE is set, so only the hub's cache can have it." if is_offline() else ""
-        remedy = f"look at its first rows yourself.{offline}"
-        yield Finding(flag, name, f"not checked: {error}", remedy, is_fatal=False)
+        yield Finding(flag, name, f"not checked: {error}", "look at its first rows yourself", is_fatal=False)
+    except Exception as error:  # of a row, `datasets` raises anything
+        yield Finding(flag, name, f"{(str(error).splitlines() or [''])[0]}", "correct the path or the data")
     return None
 
 
-def _check_key(data: _Data, args: SimpleNamespace, flag: str, is_fatal: bool = True) -> Iterator[Finding]:
-    """Report a key under which no row has a value (always fatal), or some have none."""
+def _check_key(
+    data: _Data, args: SimpleNamespace, flag: str, is_empty: Callable[[Any], bool], is_fatal: bool = True
+) -> Iterator[Finding]:
+    """Report rows that have no value under a key. It is always fatal where no row has one."""
     key = vars(args.data)[flag.removeprefix("data.")]
-    bad = [number for number, row in enumerate(data.rows, start=1) if _is_empty(row.get(key))]
-    if len(bad) == len(data.rows):
-        keys = sorted({name for row in data.rows[:1000] for name in row})
-        yield Finding.of(args, flag, f"no row of {data.name} has a value there", f"the keys are {', '.join(keys)}")
-    elif bad:
+    bad = [number for number, row in enumerate(data.rows, start=1) if is_empty(row.get(key))]
+    if bad:
         problem = f"{len(bad)} of {len(data.rows)} rows have no value there, first {data.name}, row {bad[0]}"
-        yield Finding.of(args, flag, problem, "leave these rows out, or complete them", is_fatal)
+        keys = ", ".join(sorted({name for row in data.rows[:1000] for name in row}))
+        remedy = f"leave these rows out, or complete them: the keys are {keys}"
+        yield Finding.of(args, flag, problem, remedy, is_fatal or len(bad) == len(data.rows))
 
 
 def _is_empty(value: Any) -> bool:
     return value is None or value == "" or value == []
+
+
+def _asks_nothing(prompt: Any) -> bool:
+    """Return whether a prompt is empty, or has a question that is."""
+    if _is_empty(prompt):
+        return True
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    asked = [each.get("content") for each in messages if isinstance(each, dict) and each.get("role") == "user"]
+    return any(isinstance(text, str) and not text.strip() for text in asked)
 
 
 def _draw(items: Sequence[_Item], n: int) -> Sequence[_Item]:
@@ -185,7 +176,7 @@ def _check_labels(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Find
         return
     labels: list[tuple[str, Any]] = []
     for data in sets:
-        yield from _check_key(data, args, flag, is_fatal=is_read)
+        yield from _check_key(data, args, flag, _is_empty, is_fatal=is_read)
         rows = [(f"{data.name}, row {number}", row.get(key)) for number, row in enumerate(data.rows, start=1)]
         # JSON has no dates, so there the reader has guessed. The type in another file is what its author gave.
         others = [where for where, label in rows if not isinstance(label, str | float | int | list | dict | None)]
@@ -222,7 +213,7 @@ def _load_tokenizer(args: SimpleNamespace) -> "PreTrainedTokenizerBase | None":
     folder = local_folder(args.actor.model_name_or_path)
     try:
         return load_tokenizer(folder) if folder else None
-    except (OSError, ValueError):
+    except Exception:  # transformers raises anything
         return None
 
 
@@ -232,17 +223,11 @@ def _template(args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None"
 
 def _check_all_prompts(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Finding]:
     """Report prompts that are missing, cannot be rendered, are too long, or not what the model was made for."""
-    tokenizer, as_chat = _load_tokenizer(args), args.data.apply_chat_template
-    problem = None
-    if as_chat and tokenizer and tokenizer.chat_template:
-        problem = prompt.template_problem(tokenizer)
-    if problem:
-        remedy = "mend chat_template in its tokenizer_config.json, or chat_template.jinja"
-        yield Finding.of(args, "actor.model_name_or_path", f"its chat template fails: {problem}", remedy)
+    tokenizer = _load_tokenizer(args)
     where: list[tuple[str, Row]] = []
     texts: list[str] = []
     for data in sets:
-        rendered = yield from _check_prompts(data, args, tokenizer, can_render=not problem)
+        rendered = yield from _check_prompts(data, args, tokenizer)
         where += [(f"{data.name}, {at}", row) for at, row, _ in rendered]
         texts += [text for _, _, text in rendered]
     if tokenizer and texts:
@@ -250,55 +235,93 @@ def _check_all_prompts(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator
 
 
 def _check_prompts(
-    data: _Data, args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None", can_render: bool
+    data: _Data, args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> Generator[Finding, None, list[tuple[str, Row, str]]]:
     """Report prompts of one data set, and return some as they are rendered: place, row, text."""
     key, as_chat = args.data.input_key, args.data.apply_chat_template
-    yield from _check_key(data, args, "data.input_key")
+    yield from _check_key(data, args, "data.input_key", _asks_nothing)
     rows = [(f"row {number}, {key}", row) for number, row in enumerate(data.rows, start=1)]
-    bad = [f"{where}: {problem}" for where, row in rows if (problem := _malformed(row.get(key), as_chat))]
-    can_render = can_render and not (as_chat and not (tokenizer and tokenizer.chat_template))
-    rendered: list[tuple[str, Row, str]] = []
-    if not bad and can_render:
+    rows = [(where, row) for where, row in rows if not _is_empty(row.get(key))]
+    form = "text, or messages with role and content" if as_chat else "text"
+    strange = [(where, row[key]) for where, row in rows if not _is_prompt(row[key], as_chat)]
+    bad = [f"{where}: it is not {form}: {str(value)[:60]}" for where, value in strange]
+    rendered = []
+    if not bad and (tokenizer or not as_chat):
         as_text = prompt.renderer(args, _template(args, tokenizer))
-        for where, row in _draw([(where, row) for where, row in rows if not _is_empty(row.get(key))], _COUNTED):
+        for where, row in _draw(rows, _COUNTED):
             try:
                 rendered.append((where, row, as_text(row)))
             except Exception as error:  # a template raises what it likes
-                if not as_chat:  # --data.input_template, which has its own finding
-                    return []
-                bad.append(f"{where}: the chat template refuses it: {error}")
+                bad.append(f"{where}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     if bad:
-        remedy = "give text, or messages with role and content" if as_chat else "give text"
-        if "chat messages" in bad[0]:
-            remedy = "add --data.apply_chat_template"
-        elif "refuses it" in bad[0]:
-            remedy = "give messages that it takes, such as the system text in the user's turn"
+        has_messages = not as_chat and any(isinstance(value, list) for _, value in strange)
+        remedy = "add --data.apply_chat_template" if has_messages else "give prompts that the run's template takes"
         yield Finding(data.flag, data.name, first_of(bad, "more rows"), remedy)
         return []
-    if rendered:
-        yield from images.check_rows(data.flag, data.name, data.rows, args)
-        if tokenizer and not args.data.max_images_per_prompt:
-            texts = [text for _, _, text in rendered]
-            ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            yield from _check_lengths(data, [len(each) for each in ids], args)
+    yield from _check_images(data, args)
+    if tokenizer and rendered and not args.data.max_images_per_prompt:
+        texts = [text for _, _, text in rendered]
+        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        yield from _check_lengths(data, [len(each) for each in ids], args)
     return rendered
 
 
-def _malformed(value: Any, as_chat: bool) -> str | None:
-    if value is None or isinstance(value, str):
-        return None
-    if not isinstance(value, list):
-        return f"a prompt is text{' or a list of messages' if as_chat else ''}, not {type(value).__name__}"
-    if not as_chat:
-        return "chat messages, which only a chat template turns into text"
-    for message in value:
-        if not isinstance(message, dict):
-            return f"a message is an object with role and content, not {str(message)[:60]}"
-        for name, kinds in (("role", str), ("content", str | list)):
-            if not isinstance(message.get(name), kinds) and not (name == "content" and message.get("tool_calls")):
-                return f"a message without {name}: {str(message)[:60]}"
-    return None
+def _is_prompt(value: Any, as_chat: bool) -> bool:
+    """Return whether a value is one. A template makes a text of anything else too."""
+    if isinstance(value, str) or not as_chat:
+        return isinstance(value, str)
+    return isinstance(value, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), str | list) or message.get("tool_calls"))
+        for message in value
+    )
+
+
+def _check_images(data: _Data, args: SimpleNamespace) -> Iterator[Finding]:
+    """Report images that nobody looks at, and those at which a run would end once it reaches their row."""
+    key, most, flag = args.data.image_key, args.data.max_images_per_prompt, "data.max_images_per_prompt"
+    of_rows = {number: _images(row.get(key)) for number, row in enumerate(data.rows, start=1)}
+    of_rows = {number: images for number, images in of_rows.items() if images}
+    has_vision = prompt.is_vision_language(args)
+    if of_rows and (not most or has_vision is False):
+        problem = f"{len(of_rows)} of {len(data.rows)} rows of {data.name} have images, which the model does not see"
+        remedy = f"give {max(map(len, of_rows.values()))}, with a vision-language model"
+        yield Finding.of(args, flag, problem, remedy, is_fatal=bool(most or has_vision))
+    elif most and not of_rows:
+        problem = f"no row of {data.name} has images under --data.image_key {key}"
+        yield Finding.of(args, flag, problem, f"the keys are {', '.join(sorted(data.rows[0]))}")
+    elif most:
+        rows = {number: (images, data.rows[number - 1]) for number, images in of_rows.items()}
+        problems = {number: _problem_of(images, row, args) for number, (images, row) in rows.items()}
+        if bad := [f"row {number}: {problem}" for number, problem in problems.items() if problem]:
+            yield Finding(data.flag, data.name, first_of(bad, "more rows"), "correct these rows")
+
+
+def _images(value: Any) -> list:
+    """Return the images of a row. Upstream takes one or a list, and leaves out those that are None."""
+    return [image for image in (value if isinstance(value, list) else [value]) if image is not None and image != ""]
+
+
+def _problem_of(images: list, row: Row, args: SimpleNamespace) -> str | None:
+    # What is longer may be the image itself, in base64.
+    paths = [each for each in images if isinstance(each, str) and len(each) <= 256 and ":" not in each]
+    if missing := [path for path in paths if not Path(path).is_file()]:
+        return f"there is no file {missing[0]}"
+    if len(images) > args.data.max_images_per_prompt:
+        return f"{len(images)} images are more than --data.max_images_per_prompt"
+    given = row[args.data.input_key]
+    messages = given if isinstance(given, list) else [{"content": given}]
+    places = sum(_places(message.get("content")) for message in messages)
+    has_places = not args.data.apply_chat_template or places == len(images)
+    return None if has_places else f"{len(images)} images, and the prompt has {places} places (<image>)"
+
+
+def _places(content: Any) -> int:
+    """Return how many images a message has a place for: tags of its text, or parts."""
+    if isinstance(content, list):
+        return sum(isinstance(part, dict) and part.get("type") == "image" for part in content)
+    return content.count("<image>") if isinstance(content, str) else 0
 
 
 def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -> Iterator[Finding]:
@@ -321,9 +344,6 @@ def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -
 
 def _check_count(prompts: int, args: SimpleNamespace) -> Iterator[Finding]:
     number = args.rollout.n_samples_per_prompt
-    if number < 1:  # which `values` refuses
-        return
-    # The flags that this follows from are named, so where one of their values is refused, only that is shown.
     of_flag = "--data.max_samples " if prompts == args.data.max_samples else ""
     if prompts * number < args.train.batch_size:
         problem = f"{of_flag}{prompts} prompts x --rollout.n_samples_per_prompt {number} are no whole batch"

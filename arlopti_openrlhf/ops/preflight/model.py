@@ -1,27 +1,20 @@
-"""Reads the models that are on this machine with transformers, and checks them: configuration, weights, tokenizer."""
+"""Loads the models that are on this machine as the run does, without the content of their weights."""
 
+import contextlib
 import functools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arlopti_openrlhf.ops.preflight import tensors, weights
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-_ACTOR = "--actor.model_name_or_path"
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_HEADS = ("lm_head.weight", "embed_out.weight")
-_AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText")  # that a run uses
-_HUB_SECONDS = 5.0  # that the hub gets to answer
-_DOWNLOAD = "download it first, for a check and a faster start"
-# Forms of a tokenizer that transformers reads. Where none is there, it makes an empty one and says nothing.
-_TOKENIZERS = "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model tokenizer.tiktoken tekken.json".split()
+_ACTOR, _REWARD = "--actor.model_name_or_path", "--reward.model_name_or_path"
 
 
 class ModelSize(NamedTuple):
@@ -47,11 +40,6 @@ def local_folder(model: str | None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def is_offline() -> bool:
-    """Return whether the hub is shut off."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, or {} where there is no such file. ValueError, with the name, for anything else."""
     if not path.exists():
@@ -66,11 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(folder: Path) -> "PreTrainedConfig":
-    """Return the configuration of a model.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or transformers does not know the model's type.
-    """
+    """Return the configuration of a model. transformers raises anything."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
@@ -78,28 +62,39 @@ def load_config(folder: Path) -> "PreTrainedConfig":
 
 @functools.cache  # three checks use it, and a large one takes a second to load
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a model as the run loads it.
+    """Return the tokenizer of a model as the run loads it. transformers raises anything.
 
     Raises:
-        FileNotFoundError: the folder has none.
-        ValueError: it cannot be loaded.
+        ValueError: it is empty. transformers makes such a one where files are missing.
     """
-    if not any((folder / name).exists() for name in _TOKENIZERS):
-        raise FileNotFoundError(folder / _TOKENIZERS[0])
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise anything
-        for path in sorted(folder.glob("*.json")):
-            read_json(path)  # raises with the file's name, which transformers leaves out
-        text = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"its tokenizer cannot be loaded: {type(error).__name__}: {text}") from None
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise ValueError("it makes no tokens of a text, as where its files are missing")
     # The processor of a vision-language model has a template of its own. Loading it takes torchvision.
     template = read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, str) and "vision_config" in read_json(folder / "config.json"):
         tokenizer.chat_template = template
     return tokenizer
+
+
+def build(folder: Path, has_head: bool = True) -> "PreTrainedModel":
+    """Return a model without the content of its weights, so it takes no memory. transformers raises anything.
+
+    Args:
+        folder: of the model.
+        has_head: it has an output over tokens. OpenRLHF takes the rest as a critic or a reward model.
+    """
+    import torch
+    import transformers
+
+    config = load_config(folder)
+    auto: Any = transformers.AutoModelForCausalLM if has_head else transformers.AutoModel
+    if has_head and hasattr(config, "vision_config"):  # as upstream's `is_vlm_model` decides
+        auto = transformers.AutoModelForImageTextToText
+    with torch.device("meta"):
+        return auto.from_config(config, trust_remote_code=True)
 
 
 def model_size(model: str | None) -> ModelSize | None:
@@ -113,280 +108,147 @@ def model_size(model: str | None) -> ModelSize | None:
         return None
 
 
-def build(folder: Path) -> "PreTrainedModel":
-    """Return a model without its weights. It takes no memory.
-
-    Raises:
-        Exception: transformers cannot build it.
-    """
-    import torch
-    import transformers
-
-    config = load_config(folder)
-    name = (config.architectures or [""])[0]
-    make = getattr(transformers, name)._from_config if name else transformers.AutoModelForCausalLM.from_config
-    with torch.device("meta"):
-        return make(config)
-
-
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the models that the run loads, each once. The reference model is the actor."""
-    actor = args.actor.model_name_or_path
-    if not actor:
-        yield Finding(_ACTOR, None, "there is no policy to train", "give a folder or a name")
-        return
-    for flag, model in loaded(args):
-        head = args.ds.value_head_prefix if flag.startswith("--reward") else None
-        findings = list(check_folder(flag, model, head))
-        yield from findings
-        folder = local_folder(model)
-        is_broken = any(finding.is_fatal for finding in findings)
-        if flag == _ACTOR and folder and not is_broken and not _missing_code(folder):
-            yield from _check_tokenizer(model, folder, args)
-            yield from _check_context(folder, args)
-
-
-def loaded(args: SimpleNamespace) -> Iterator[tuple[str, str]]:
-    """Yield the models that the run loads, each once, with the flags that name them."""
     flags = {args.actor.model_name_or_path: _ACTOR}
     if not args.reward.remote_url:  # a source of rewards leaves no work to the model
-        flags.setdefault(args.reward.model_name_or_path, "--reward.model_name_or_path")
+        flags.setdefault(args.reward.model_name_or_path, _REWARD)
     # Last, because a critic that the user has not named is one of the others.
     flags.setdefault(args.critic.model_name_or_path, "--critic.model_name_or_path")
     for model, flag in flags.items():
-        # ModelScope has a cache of its own.
-        if model and not (args.use_ms and not Path(model).is_dir()):
-            yield flag, model
+        if model:
+            reward_head = args.ds.value_head_prefix if flag == _REWARD else None
+            yield from check_model(flag, model, flag == _ACTOR, reward_head)
+            if args.ds.lora.rank and flag != _REWARD:
+                yield from _check_lora(model, args)
 
 
-def check_folder(flag: str, model: str, reward_head: str | None = None) -> Iterator[Finding]:
-    """Yield what keeps a model from being loaded: no folder, or one without a whole configuration or weights.
+def check_model(flag: str, model: str, is_policy: bool = True, reward_head: str | None = None) -> Iterator[Finding]:
+    """Yield why a model could not be loaded, or would be another than its files say.
 
-    The model is a folder, or a name on the hub. What the hub is to give, all of it or a part, is a warning. A reward
-    model needs a head of the name given, unless its configuration names another.
+    What is not on this machine is a warning, and so is what the hub may complete. The hub is not asked.
+
+    Args:
+        flag: the flag that names it.
+        model: a folder, or a name on the hub.
+        is_policy: it has a tokenizer and an output over tokens. OpenRLHF takes others without them.
+        reward_head: the name of a reward model's head, unless its configuration has another. None for other models.
     """
-    folder = local_folder(model)
-    if foreign := _foreign_form(Path(model) if folder is None else folder):
-        yield Finding(flag, model, *foreign)
-    elif folder is None:
-        yield not_here(flag, model)
-    elif not os.access(folder, os.R_OK | os.X_OK):
-        yield Finding(flag, model, "the folder cannot be read", "mend its permissions")
-    else:
-        problem, lacks_code = _config_problem(folder), _missing_code(folder)
-        if problem:
-            yield Finding(flag, model, *problem)
-        elif lacks_code:
-            what = f"config.json names code that is not in the folder: {', '.join(lacks_code)}"
-            yield Finding(flag, model, what, "copy it there from the model's origin", not _hub_completes(model))
-        findings = list(_check_weights(flag, model, folder, is_completed=_hub_completes(model) and not problem))
-        yield from findings
-        brings_code = not problem and "auto_map" in read_json(folder / "config.json")  # which `load_config` would run
-        if not (problem or brings_code or findings):
-            config, has_value_head = load_config(folder), flag.startswith(("--critic", "--reward"))
-            head = reward_head and getattr(config, "value_head_prefix", reward_head)
-            for misfit in tensors.compare(folder, _weight_files(folder), config, has_value_head, head):
-                yield Finding(flag, model, *misfit)
-
-
-def not_here(flag: str, model: str) -> Finding:
-    """Return what follows from a model's not being on this machine. The hub is asked for it, unless it is shut off."""
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith("/"):
-        return Finding(flag, model, "there is no such folder", "correct the path")
-    nowhere = "neither a folder nor in the hub's cache"
-    if is_offline():
-        problem = f"{nowhere}, and HF_HUB_OFFLINE forbids to download it"
-        return Finding(flag, model, problem, "correct the path, or download it first")
-    from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(model)
-        get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_SECONDS)
-    except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.EntryNotFoundError):
-        # The hub answers alike for what it has not and for what it hides.
-        problem = f"{nowhere}, and {constants.ENDPOINT} shows no config.json under this name"
-        return Finding(flag, model, problem, "correct the name, or set HF_TOKEN if it takes one to see the model")
-    except Exception as error:  # no network, or the hub's own trouble
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        problem = f"{nowhere}, and {constants.ENDPOINT} does not say whether it has it ({cause})"
-        return Finding(flag, model, problem, "the run fails unless it can be downloaded then", is_fatal=False)
-    problem = f"{nowhere}, so the run downloads it from the hub, and none of it is checked"
-    return Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)
-
-
-def _foreign_form(path: Path) -> tuple[str, str] | None:
-    """Return problem and remedy of what is a model, but not one that transformers, vLLM and DeepSpeed load alike."""
-    if path.is_file() and path.suffix != ".gguf":
-        return "it is a file", f"give the folder of a model, as {path.parent} may be"
-    gguf = path.name if path.is_file() else next((file.name for file in sorted(path.glob("*.gguf"))), None)
-    if gguf and (path.is_file() or not (path / "config.json").exists()):
-        file = path if path.is_file() else path / gguf
-        remedy = f"convert it: arlopti model --from {file} --out FOLDER"
-        return f"{gguf} is a GGUF file, which cannot be trained", remedy
-    if (path / "adapter_config.json").exists():
-        try:
-            base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
-        except ValueError:
-            base = None
-        load = f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r})"
-        remedy = f"merge it: {load}.merge_and_unload().save_pretrained(FOLDER), with the tokenizer copied there"
-        return f"it is an adapter of {base or 'another model'}, not a model", remedy
-    return None
-
-
-def _hub_completes(model: str) -> bool:
-    """Return whether files that are not on this machine come from the hub."""
-    return not (Path(model).is_dir() or is_offline())
-
-
-def _config_problem(folder: Path) -> tuple[str, str] | None:
-    """Return problem and remedy of the configuration."""
-    import transformers
-
-    remedy = "give the folder with config.json, weights and tokenizer"
-    try:
-        config = read_json(folder / "config.json")
-    except ValueError as error:
-        return str(error), "mend the file"
-    if not config:
-        # verl keeps a checkpoint's model in actor/huggingface, and the hub's cache in snapshots/REVISION.
-        found = [*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]
-        inside = sorted(str(path.parent.relative_to(folder)) for path in found)
-        return "it has no config.json" + (f", but {', '.join(inside[:5])} in it have one" * bool(inside)), remedy
-    if "auto_map" in config:  # the model brings its own code
-        return None
-    # Its list of names, as `hasattr` would import the model.
-    if strange := [name for name in config.get("architectures") or () if name not in transformers.__all__]:
-        problem = f"transformers {transformers.__version__} does not know the architecture {', '.join(strange)}"
-        return problem, "use a version that does, or another model"
-    try:
-        load_config(folder)
-    except (OSError, ValueError) as error:
-        return f"its configuration cannot be loaded: {str(error).splitlines()[0]}", remedy
-    return None
-
-
-def _missing_code(folder: Path) -> list[str]:
-    """Return the files of the model's own code that the run loads it with, and that are not in its folder."""
-    try:
-        names = read_json(folder / "config.json").get("auto_map") or {}
-    except ValueError:
-        return []
-    loaded = [str(names[each]) for each in _AUTO_CLASSES if each in names]
-    files = {f"{name.rpartition('.')[0]}.py" for name in loaded if "--" not in name}  # that is in another repository
-    return sorted(file for file in files if not (folder / file).exists())
-
-
-def _check_weights(flag: str, model: str, folder: Path, is_completed: bool) -> Iterator[Finding]:
-    """Yield what is wrong with the weights: files that are not there, unless the hub completes them, or not whole."""
-    remedy = "copy or download it again"
-    try:
-        files = _weight_files(folder)
-    except ValueError as error:
-        yield Finding(flag, model, str(error), remedy)
+    folder, is_folder = local_folder(model), Path(model).is_dir()
+    if folder is None:
+        problem = "it is neither a folder nor in the hub's cache, so it is not checked"
+        yield Finding(flag, model, problem, "download it first, for a check and a faster start", is_fatal=False)
         return
-    problems = [f"{file} {problem}" for file in files if (problem := _file_problem(folder / file))]
-    if is_completed and not (files and all((folder / file).exists() for file in files)):
-        problem = "not all of its weights are in the hub's cache, so the run downloads the rest, and none are checked"
-        yield Finding(flag, model, problem, _DOWNLOAD, is_fatal=False)
-    elif not files:
-        problem = f"it has no weights: {', '.join(_WEIGHTS)}, or either in parts"
-        yield Finding(flag, model, problem, "give a folder that has them")
-    elif problems:
-        yield Finding(flag, model, first_of(problems, f"of {len(files)} files more"), remedy)
-    elif problem := weights.not_finite(folder, files):
-        yield Finding(flag, model, problem, "take a checkpoint whose weights are finite")
+    part = "configuration"
+    try:
+        config = load_config(folder)
+        if is_policy:
+            part = "tokenizer"
+            tokenizer = load_tokenizer(folder)
+        part = "class"
+        skeleton = build(folder, is_policy)
+        part = "weights"
+        tensors = _tensors(folder)
+    except Exception as error:  # transformers raises anything
+        problem = f"its {part} cannot be loaded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        yield Finding(flag, model, problem, "give a folder with a whole model", is_folder)
+        return
+    if any(getattr(each, "quantization_config", None) for each in (config, config.get_text_config())):
+        problem = "its weights are quantized, and vLLM takes no trained weights in place of them"
+        yield Finding(flag, model, problem, "give the model that it was quantized from")
+        return
+    if is_policy:
+        yield from _check_vocabulary(flag, model, tokenizer, config.get_text_config().vocab_size)
+    if tensors and not hasattr(config, "auto_map"):  # the class is transformers' own
+        misfits = _misfits(skeleton, tensors)
+        head = reward_head and f"{getattr(config, 'value_head_prefix', reward_head)}.weight"
+        if head and head not in tensors:
+            misfits.append(f"{head} is not there")
+        if misfits:
+            problem = f"its files do not fill a {type(skeleton).__name__}: {first_of(misfits)}"
+            yield Finding(flag, model, problem, "give the weights that belong to this config.json", is_folder)
 
 
-def _weight_files(folder: Path) -> list[str]:
-    """Return the names of the files that hold the weights. ValueError, with the name, for an index that is broken."""
-    for name in _WEIGHTS:
-        if (folder / name).exists():
-            return [name]
-        index = f"{name}.index.json"
-        try:
-            if (folder / index).exists():
-                return sorted(set(read_json(folder / index).get("weight_map", {}).values()))
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index}: {error}") from None
-    return []
+def _tensors(folder: Path) -> dict[str, "Tensor"]:
+    """Return the tensors in a model's safetensors files, without their content.
 
-
-def _file_problem(path: Path) -> str | None:
+    Raises:
+        ValueError: a file is not whole. The message has its name, which those of safetensors lack.
+    """
+    import torch
     from safetensors import SafetensorError, safe_open
 
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as opened:
+                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{file.name}: {error}") from None
+        tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return tensors
+
+
+def _misfits(skeleton: "PreTrainedModel", tensors: dict[str, "Tensor"]) -> list[str]:
+    """Return the tensors of a model that are not in its files, or with another shape.
+
+    transformers itself loads them, with its mapping of names. It makes random ones in place of those that are missing,
+    and at another shape vLLM ends without a message.
+    """
+    with _quiet():
+        _, info = type(skeleton).from_pretrained(
+            None,
+            config=skeleton.config,
+            state_dict=tensors,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    shapes = [
+        f"{name} is {[*in_file]} and not {[*wanted]}" for name, in_file, wanted in sorted(info["mismatched_keys"])
+    ]
+    return shapes + [f"{name} is not there" for name in sorted(info["missing_keys"])]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing what it finds, and its progress."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
-        with open(path, "rb") as file:
-            start = file.read(8)
-        if start.startswith(b"version "):
-            return "is a pointer of Git LFS, not the weights themselves"
-        if path.suffix != ".safetensors":
-            return None if start else "is empty"
-        with safe_open(path, "np"):  # compares the header with the file's size
-            return None
-    except FileNotFoundError:
-        return "is not there"
-    except OSError as error:
-        return f"cannot be read: {error}"
-    except SafetensorError as error:
-        return f"is not whole: {error}"
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
 
 
-def _check_tokenizer(model: str, folder: Path, args: SimpleNamespace) -> Iterator[Finding]:
-    try:
-        tokenizer = load_tokenizer(folder)
-    except FileNotFoundError:
-        if _hub_completes(model):
-            problem = "its tokenizer is not in the hub's cache, so neither it nor lengths of prompts are checked"
-            yield Finding(_ACTOR, model, problem, _DOWNLOAD, is_fatal=False)
-        else:
-            yield Finding(_ACTOR, model, "it has no tokenizer", "copy the tokenizer's files into the folder")
-        return
-    except ValueError as error:
-        yield Finding(_ACTOR, model, str(error), "mend the file")
-        return
-    if args.data.apply_chat_template and not tokenizer.chat_template:
-        problem = f"the tokenizer of {model} has no chat template"
-        remedy = "take a model that has one, add it to the folder, or use --data.input_template"
-        yield Finding("--data.apply_chat_template", "", problem, remedy)
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        problem = "its tokenizer has no pad token and no eos token"
-        yield Finding(_ACTOR, model, problem, "name one in tokenizer_config.json")
-    yield from check_vocabulary(_ACTOR, model, folder, tokenizer)
-
-
-def check_vocabulary(flag: str, model: str, folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
-    """Yield how the tokens of a model, which can be loaded, do not fit its embedding and its output."""
-    config = load_config(folder).get_text_config()
-    rows = config.vocab_size
-    try:
-        files = _weight_files(folder)
-        embedding, head = (tensors.first_row(folder, files, names) for names in (tensors.EMBEDDINGS, _HEADS))
-    except Exception:  # another form of weights, or broken ones, which `_check_weights` names
-        embedding = head = None
-    if config.tie_word_embeddings and embedding and head and head[1] != embedding[1]:
-        problem = f"config.json ties the output to the embedding, and the weights have another {head[0]}"
-        remedy = "set tie_word_embeddings to false, or leave that tensor out: vLLM and transformers choose differently"
-        yield Finding(flag, model, problem, remedy, is_fatal=False)
-    beyond = {token: id for token, id in tokenizer.get_vocab().items() if id >= rows}
+def _check_vocabulary(
+    flag: str, model: str, tokenizer: "PreTrainedTokenizerBase", embeddings: int
+) -> Iterator[Finding]:
+    """Report tokens without an embedding, at the first of which the run would end."""
+    beyond = {token: id for token, id in tokenizer.get_vocab().items() if id >= embeddings}
     if beyond:
         in_use = [token for token in (tokenizer.eos_token, tokenizer.pad_token) if token in beyond]
         named = in_use or sorted(beyond, key=lambda token: beyond[token])
         tokens = first_of([f"{token!r} is {beyond[token]}" for token in named])
-        problem = f"its tokenizer has ids up to {max(beyond.values())}, but the model has {rows} embeddings: {tokens}"
+        problem = f"its tokenizer has ids up to {max(beyond.values())}, but the model has {embeddings} embeddings"
         # Tokens that were added and do not occur do no harm. Those that end and fill up answers do occur.
-        is_fatal = tokenizer.vocab_size > rows or bool(in_use)
-        yield Finding(flag, model, problem, "use the tokenizer of this model", is_fatal)
+        is_fatal = tokenizer.vocab_size > embeddings or bool(in_use)
+        yield Finding(flag, model, f"{problem}: {tokens}", "use the tokenizer of this model", is_fatal)
 
 
-def _check_context(folder: Path, args: SimpleNamespace) -> Iterator[Finding]:
-    """Compare --data.max_len with the positions of the model. vLLM refuses more, unless RoPE is stretched."""
-    config = load_config(folder).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    is_stretched = bool(rope) and rope.get("rope_type") != "default"
-    allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
-    if isinstance(positions, int) and args.data.max_len > positions and not is_stretched and not allowed:
-        problem = f"the model has {positions} positions, and vLLM refuses more"
-        yield Finding.of(args, "data.max_len", problem, f"give {positions} at most")
+def _check_lora(model: str, args: SimpleNamespace) -> Iterator[Finding]:
+    """Report target modules that the model lacks. PEFT says so only if it has none of them."""
+    folder, targets = local_folder(model), args.ds.lora.target_modules
+    if folder is None or not isinstance(targets, list):
+        return
+    names = [f".{name}" for name, _ in build(folder).named_modules()]
+    missing = [each for each in targets if not any(name.endswith(f".{each}") for name in names)]
+    if missing:
+        problem = f"{model} has no module {', '.join(missing)}, which gets no adapter"
+        remedy = "leave the flag out, for one on each linear module"
+        yield Finding.of(args, "ds.lora.target_modules", problem, remedy, is_fatal=False)

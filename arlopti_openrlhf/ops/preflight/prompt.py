@@ -86,19 +86,6 @@ class Template:
         return any(mark in text for mark in self.marks)
 
 
-def template_problem(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return why the chat template fails at a plain question, which no data can mend."""
-    try:
-        Template(tokenizer)
-    except Exception as error:
-        try:  # a vision-language model's may want parts
-            parts = [{"type": "text", "text": _QUESTION}]
-            tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
-        except Exception:
-            return (str(error).splitlines() or [type(error).__name__])[0]
-    return None
-
-
 def stops(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the ids at which vLLM ends an answer: the tokenizer's, and those of the model's files."""
     file = "generation_config.json" if (folder / "generation_config.json").exists() else "config.json"

@@ -2,17 +2,14 @@
 
 import asyncio
 import importlib.util
-import json
 import re
 import symtable
 import threading
 import time
 import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.reward_answers import SERVER
@@ -22,22 +19,13 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.right_answers import Refused
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError, RewardProcess, RewardTimeout
 
-_FLAG, _AGENT = "--reward.remote_url", "--train.agent_func_path"
+_FLAG = "--reward.remote_url"
 _PROBE_ROWS = 4
 _IMPORT_SECONDS, _PROBE_SECONDS = 60.0, 8.0  # for the import of a reward file, and for its answers to the rows
 _SERVER_SECONDS = 60.0  # for an answer of our own server
 _CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
-_HEALTH_SECONDS, _WHOLE_SECONDS = 2.0, 10.0  # for a part of an answer, which may come by the byte, and for all of it
-_HEALTH_BYTES = 2**16  # of an answer
+_HEALTH_SECONDS = 2.0  # for a part of an answer
 _RETRIES = 3  # within two seconds
-
-
-class _Health(NamedTuple):
-    """What a server answers at /health."""
-
-    status: int
-    kind: str  # of its content
-    serves: list[str]  # the paths of our own server. Another has none
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
@@ -45,12 +33,10 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     sources = args.reward.remote_url or [""]
     ours = REWARDS.get(sources[0])
     if args.train.agent_func_path:
-        yield from _check_agent(args.train.agent_func_path)
-    elif ours:  # `data.check` asks it about the labels
+        return  # vLLM's engines load it when they start, and say what is wrong with it
+    if ours:  # `data.check` asks it about the labels
         if ours.package and not importlib.util.find_spec(ours.package.replace("-", "_")):
             yield Finding(_FLAG, ours.name, f"{ours.package} is not installed", f"pip install {ours.package}")
-    elif sources[0].endswith(".py") and not Path(sources[0]).is_file():
-        yield Finding(_FLAG, sources[0], "there is no such file", "correct the path")
     elif sources[0].endswith(".py"):
         yield from _check_function(sources[0], args)
     elif sources[0]:
@@ -68,19 +54,6 @@ def defined_names(path: str) -> set[str]:
     symbols = symtable.symtable(code, path, "exec").get_symbols()
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     return names | {"*"} if re.search(r"\bimport\s+\*", code) else names
-
-
-def _check_agent(path: str) -> Iterator[Finding]:
-    """Look at an agent's file without running it, because it imports OpenRLHF, which takes long."""
-    if not path.endswith(".py") or not Path(path).is_file():
-        yield Finding(_AGENT, path, "there is no such Python file", "correct the path")
-        return
-    try:
-        if not defined_names(path) & {"AgentExecutor", "*"}:
-            remedy = "name the class that OpenRLHF is to call so"
-            yield Finding(_AGENT, path, "it has no class `AgentExecutor`", remedy)
-    except (OSError, SyntaxError, ValueError) as error:
-        yield Finding(_AGENT, path, f"it does not parse: {error}", "mend the file")
 
 
 def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
@@ -106,8 +79,6 @@ def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
         is_fatal, remedy = False, "look at what the function reads of an answer, and at the labels"
     except (Refused, RewardTimeout) as error:
         problem = f"{error}"
-        if "BrokenProcessPool" in problem and Path(path).name != "reward_func.py":
-            remedy = "name the file reward_func.py: a process that is spawned, not forked, imports it by that name"
         if time.monotonic() >= deadline or isinstance(error, RewardTimeout):
             problem = f"it has not graded {len(rows)} rows: no result after {min(limit, _PROBE_SECONDS):g} s"
             # A reward that asks another model may take longer. The run waits as long as it is told to.
@@ -141,8 +112,7 @@ def _first_line(error: Exception, path: str) -> str:
 def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
     """Ask servers for /health alone. A request for a reward could have side effects on somebody else's server.
 
-    One that is away is fatal where no other answers, and a stranger's answer says nothing. Our own says at which paths
-    it grades. The run would end at the first request to another one. It is asked to grade the rows.
+    One that is away is fatal where no other answers, and a stranger's answer says nothing. Our own grades the rows.
     """
     import httpx  # which transformers has imported by then
 
@@ -154,42 +124,31 @@ def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
             yield Finding(_FLAG, url, problem, "set it")
             continue
         try:
-            health = _health(server)
-        except httpx.RemoteProtocolError:
-            problem = "something answers, but not in HTTP"
-            yield Finding(_FLAG, server, problem, "correct the URL, unless it gives rewards", is_fatal=False)
-        except TimeoutError:
-            away[server] = f"/health takes more than {_WHOLE_SECONDS:g} s"
+            is_ours = _is_ours(server)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             away[server] = credentials.mask(str(error), url)
         else:
-            yield from _check_path(url, health, args)
+            if is_ours:
+                yield from _check_answers(url, args)
+            else:
+                problem = "something answers, but not this package's server, so rewards are not checked"
+                yield Finding(_FLAG, server, problem, "make sure that it gives some", is_fatal=False)
     for server, cause in away.items():
         is_fatal = len(away) == len(set(map(_without_secrets, urls)))
         yield Finding(_FLAG, server, f"no answer: {cause}", "start the server first, or correct the URL", is_fatal)
 
 
-def _check_path(url: str, health: _Health, args: SimpleNamespace) -> Iterator[Finding]:
-    """Check that a server grades at a URL's path, by what it says at /health. Our own has to grade the rows, too."""
-    server, path = _without_secrets(url), urlsplit(url).path.rstrip("/")
-    if not health.serves:
-        status = f"/health: status {health.status}, {credentials.mask(health.kind, url)}"
-        problem = f"something answers, but not this package's server ({status}), so rewards are not checked"
-        yield Finding(_FLAG, server, problem, "make sure that it gives some", is_fatal=False)
-        return
-    if not credentials.expand(path).endswith(tuple(health.serves)):  # a token may stand before
-        problem = f"the server has no rewards at {path or '/'}, but at {' or '.join(health.serves)}"
-        yield Finding(_FLAG, server, problem, "correct the URL")
-        return
-    remedy = "look at what the server's function reads of an answer, and at the labels"
+def _check_answers(url: str, args: SimpleNamespace) -> Iterator[Finding]:
+    """Ask our own server to grade the rows."""
     import aiohttp  # as the run does, and 0.3 s that no other check needs
 
+    server, remedy = _without_secrets(url), "look at what the server's function reads of an answer, and at the labels"
     rows, tokenizer = data.first_prompts(args, _PROBE_ROWS)
     try:
         if unrewarded := right_answers.unrewarded(_posting(url), rows, tokenizer):
             yield Finding(_FLAG, server, unrewarded, remedy, is_fatal=False)
     except Refused as error:
-        yield Finding(_FLAG, server, f"{error}", remedy)
+        yield Finding(_FLAG, server, f"{error}", "correct the URL, or what the server's function returns")
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
         cause = credentials.mask(f"{type(error).__name__}: {error}", url)[:200]  # the run asks again
         problem = f"it has not graded {len(rows)} rows: {cause}"
@@ -208,38 +167,23 @@ def _posting(url: str) -> right_answers.Ask:
     return ask
 
 
-def _health(base: str) -> _Health:
-    """Return the answer at /health. No more than the start of its body is read, as it was sent.
+def _is_ours(base: str) -> bool:
+    """Return whether this package's server answers at /health.
 
     Raises:
-        httpx.HTTPError, httpx.InvalidURL, asyncio.TimeoutError: there is none.
+        httpx.HTTPError, httpx.InvalidURL: nothing does.
     """
     import httpx
 
-    async def ask() -> _Health:
-        url, headers = f"{credentials.expand(base)}/health", {"Accept-Encoding": "identity"}
-        patient = httpx.AsyncHTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
-        # The run asks without a proxy, too, and follows no server to another.
-        async with (
-            httpx.AsyncClient(transport=patient, timeout=_HEALTH_SECONDS) as client,
-            client.stream("GET", url, headers=headers) as answer,
-        ):
-            said = _said(await anext(answer.aiter_raw(_HEALTH_BYTES), b""))
-            kind = answer.headers.get("content-type", "of no type")
-            return _Health(answer.status_code, kind, list(map(str, said["serves"])))
-
-    # httpx bounds the wait for each part of an answer, and one that comes by the byte has many.
-    return asyncio.run(asyncio.wait_for(ask(), _WHOLE_SECONDS))
-
-
-def _said(body: bytes) -> dict[str, Any]:
-    """Return what our server says of itself, with an empty list of paths if another server has sent the body."""
+    patient = httpx.HTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
+    # The run asks without a proxy, too, and follows no server to another.
+    with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS) as client:
+        answer = client.get(f"{credentials.expand(base)}/health")
     try:
-        said = json.loads(body)
-    except (ValueError, RecursionError):
-        said = None
-    is_ours = isinstance(said, dict) and said.get("server") == SERVER and isinstance(said.get("serves"), list)
-    return said if is_ours else {"serves": []}
+        said = answer.json()
+    except ValueError:
+        return False
+    return isinstance(said, dict) and said.get("server") == SERVER
 
 
 def _without_secrets(url: str) -> str:

@@ -1,6 +1,5 @@
 """Values that no run can use or that would train something else, and flags that cannot go together."""
 
-import os
 from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
@@ -21,13 +20,10 @@ _RANGES = {
         train.async_queue_size data.max_samples logger.logging_steps ckpt.max_num eval.n_samples_per_prompt
     """,
     "[2, inf)": "data.max_len",
-    "(1, inf)": "actor.dual_clip",
     "(0, inf)": "rollout.temperature",
     "(0, inf]": "ckpt.max_mem",
     "[0, inf)": "eval.temperature actor.eps_clip actor.eps_clip_low_high algo.kl.init_coef data.max_images_per_prompt",
-    "[0, 1)": "ds.lora.dropout",
     "(-inf, 1]": "reward.stop_properly_penalty_coef",
-    "(0, 1]": "vllm.gpu_memory_utilization rollout.top_p",
     "[0, 1]": "train.ema_beta algo.advantage.gamma algo.advantage.lambd",
 }
 _RANGES_OF_AN_OPTIMIZER = {
@@ -46,7 +42,6 @@ _EXCLUSIVE = (
     (_DETERMINISTIC, "train.agent_func_path", None, "the requests of an agent's later turns reach vLLM as they come"),
     (_IMAGES, "train.dynamic_batch_enable", False, "it packs the samples"),
     (_IMAGES, "ds.ring_attn_size", 1, "it packs the samples"),
-    (_IMAGES, "ds.use_liger_kernel", False, "it knows text models alone"),
 )
 
 
@@ -83,76 +78,34 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         )
         remedy = "leave it out, unless the model is to stay close to the first one"
         yield Finding.of(args, "train.enable_ema", problem, remedy, is_fatal=False)
-    device = os.environ.get("ARLOPTI_DEVICE", "")
-    if device not in ("", "cpu", "cuda"):
-        yield Finding("ARLOPTI_DEVICE", device, "is no device", "set it to cpu or cuda, or unset it")
     if (args.vllm.num_engines or 0) < 1:
         problem = "OpenRLHF generates with vLLM alone, and no engine is asked for"
         yield Finding.of(args, "vllm.num_engines", problem, "give at least 1")
-    if args.ds.zero_stage not in (0, 1, 2, 3):
-        yield Finding.of(args, "ds.zero_stage", "is no stage of ZeRO", "give 0, 1, 2 or 3")
     if not (args.reward.remote_url or args.reward.model_name_or_path or args.train.agent_func_path):
         remedy = "give --reward.remote_url, --reward.model_name_or_path or --train.agent_func_path"
         yield Finding.of(args, "reward.model_name_or_path", "there is no source of rewards", remedy)
-    yield from _check_template(args)
-    yield from _check_probabilities(args)
-    yield from _check_refused_late(args)
+    if args.data.input_template and args.data.apply_chat_template:
+        problem, remedy = "unused with --data.apply_chat_template", "leave one of the two flags out"
+        yield Finding("--data.input_template", repr(args.data.input_template), problem, remedy, is_fatal=False)
+    yield from _check_late(args)
 
 
-def _check_refused_late(args: SimpleNamespace) -> Iterator[Finding]:
-    """Refuse what OpenRLHF, DeepSpeed or PEFT refuse with the models loaded, or later, and ranges without a value."""
-    advantage, threshold = args.algo.advantage, args.algo.advantage.is_correction_threshold
-    is_corrected, is_ratio = advantage.is_correction_level != "off", advantage.is_correction_gating == "ratio"
+def _check_late(args: SimpleNamespace) -> Iterator[Finding]:
+    """Refuse ranges without a value, which train on nothing, and what ends a run after its first rollout."""
+    threshold, clip_range = args.algo.advantage.is_correction_threshold, args.reward.clip_range
     longest = args.rollout.max_new_tokens or args.data.max_len
-    has_muon = "muon" in (args.actor.optim, args.critic.model_name_or_path and args.critic.optim)
+    is_corrected = args.algo.advantage.is_correction_level != "off"
     is_reversed = "the second number is no greater than the first, so there is nothing between them"
-    for is_wrong, flag, problem, remedy in (
-        (
-            advantage.is_correction_mode == "clip" and (advantage.is_correction_level == "seq" or not is_ratio),
-            "algo.advantage.is_correction_mode",
-            "OpenRLHF clips the ratio of a token alone",
-            "give mask, or leave --algo.advantage.is_correction_gating out and give the level token",
-        ),
-        (
-            is_corrected and not is_ratio and len(threshold) > 1 and threshold[0] > 0,
-            "algo.advantage.is_correction_threshold",
-            "a divergence has an upper bound alone",
-            "give one number",
-        ),
-        (
-            is_corrected and len(threshold) > 1 and threshold[0] >= threshold[-1],
-            "algo.advantage.is_correction_threshold",
-            is_reversed,
-            "give LOW HIGH",
-        ),
-        (args.reward.clip_range[0] >= args.reward.clip_range[1], "reward.clip_range", is_reversed, "give LOW HIGH"),
-        (
-            (args.reward.overlong_buffer_len or 0) > longest,
-            "reward.overlong_buffer_len",
-            f"a response has {longest} tokens at most, and OpenRLHF stops at the first one",
-            f"give {longest} at most",
-        ),
-        (
-            args.train.enable_ema and args.ds.lora.rank,
-            "train.enable_ema",
-            "OpenRLHF averages a model without an adapter, which has other parameters than this one",
-            "leave it out, or train without LoRA",
-        ),
-        (
-            has_muon and (args.ds.zero_stage == 3 or args.ds.adam_offload),
-            "actor.optim" if args.actor.optim == "muon" else "critic.optim",
-            "DeepSpeed's Muon takes neither ZeRO-3, as OpenRLHF sets it up, nor --ds.adam_offload",
-            "give --ds.zero_stage 2 without --ds.adam_offload, or take adam",
-        ),
-        (
-            args.ds.tensor_parallel_size > 1 and args.ds.param_dtype != "bf16",
-            "ds.param_dtype",
-            "DeepSpeed's tensor parallelism is for bf16 alone",
-            "give bf16",
-        ),
-    ):
-        if is_wrong:
-            yield Finding.of(args, flag, problem, remedy)
+    if is_corrected and len(threshold) > 1 and threshold[0] >= threshold[-1]:
+        yield Finding.of(args, "algo.advantage.is_correction_threshold", is_reversed, "give LOW HIGH")
+    if clip_range[0] >= clip_range[1]:
+        yield Finding.of(args, "reward.clip_range", is_reversed, "give LOW HIGH")
+    if (args.reward.overlong_buffer_len or 0) > longest:
+        problem = f"a response has {longest} tokens at most, and OpenRLHF stops at the first one"
+        yield Finding.of(args, "reward.overlong_buffer_len", problem, f"give {longest} at most")
+    if args.train.enable_ema and args.ds.lora.rank:
+        problem = "OpenRLHF averages a model without an adapter, which has other parameters than this one"
+        yield Finding.of(args, "train.enable_ema", problem, "leave it out, or train without LoRA")
 
 
 def _check_ranges(args: SimpleNamespace, ranges: dict[str, str], prefix: str = "") -> Iterator[Finding]:
@@ -175,39 +128,6 @@ def _check_rate(args: SimpleNamespace, flag: str) -> Iterator[Finding]:
     elif rate > _HIGH_RATE and ".adam." in flag:
         problem = "is very high for Adam, and training is likely to diverge"
         yield Finding.of(args, flag, problem, remedy, is_fatal=False)
-
-
-def _check_template(args: SimpleNamespace) -> Iterator[Finding]:
-    template = args.data.input_template
-    if not template:
-        return
-    flag, shown = "--data.input_template", repr(template)
-    if args.data.apply_chat_template:
-        problem, remedy = "unused with --data.apply_chat_template", "leave one of the two flags out"
-        yield Finding(flag, shown, problem, remedy, is_fatal=False)
-        return
-    try:
-        template.format("")
-    except (IndexError, KeyError, ValueError) as error:
-        problem = f"Python's format cannot fill it ({type(error).__name__}: {error})"
-        yield Finding(flag, shown, problem, "write {{ and }} for braces of its own, and {} once")
-    else:
-        if "\\n" in template:
-            problem = "it holds a backslash and an n, no line break"
-            yield Finding(flag, shown, problem, "write $'...\\n...' in Bash for line breaks", is_fatal=False)
-
-
-def _check_probabilities(args: SimpleNamespace) -> Iterator[Finding]:
-    if args.data.prompt_probs is None or not args.data.prompt_dataset:
-        return
-    sets = len(args.data.prompt_dataset.split(","))
-    try:
-        values = [float(value) for value in args.data.prompt_probs.split(",")]
-    except ValueError:
-        values = []
-    if len(values) != sets or min(values) < 0 or not abs(sum(values) - 1) < 1e-6:
-        remedy = f"give {sets} numbers, with commas between them, that add up to 1"
-        yield Finding.of(args, "data.prompt_probs", f"no probabilities for {sets} data sets", remedy)
 
 
 def check_combinations(args: SimpleNamespace) -> Iterator[Finding]:

@@ -30,17 +30,14 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--rollout.max_new_tokens 0", "--rollout.max_new_tokens", "[1, inf)"),
         ("--rollout.temperature 0", "--rollout.temperature", "(0, inf)"),
         ("--rollout.batch_size 0", "--rollout.batch_size", "[1, inf)"),
-        ("--vllm.gpu_memory_utilization 1.5", "--vllm.gpu_memory_utilization", "(0, 1]"),
         ("--vllm.num_engines 0", "--vllm.num_engines", "vLLM alone"),
         ("--ckpt.max_num 0", "--ckpt.max_num", "[1, inf)"),
         ("--ckpt.save_steps 0", "--ckpt.save_steps", "[1, inf)"),
         ("--eval.steps 0 --eval.dataset x", "--eval.steps", "[1, inf)"),
         ("--logger.logging_steps 0", "--logger.logging_steps", "[1, inf)"),
-        ("--actor.dual_clip 1", "--actor.dual_clip", "(1, inf)"),
-        ("--ds.zero_stage 4", "--ds.zero_stage", "0, 1, 2 or 3"),
         ("--ds.zero_stage 1 --ds.grad_accum_dtype fp32", "--ds.grad_accum_dtype", "take --ds.zero_stage 2"),
         ("--reward.remote_url=", "--reward.model_name_or_path", "no source of rewards"),
-        # What OpenRLHF, DeepSpeed or PEFT refuse with the models loaded, or later.
+        # What ends a run after its first rollout, or trains on nothing.
         (
             "--rollout.max_new_tokens 128 --reward.overlong_buffer_len 256",
             "--reward.overlong_buffer_len",
@@ -48,28 +45,16 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ),
         ("--reward.stop_properly_penalty_coef 2", "--reward.stop_properly_penalty_coef", "(-inf, 1]"),
         ("--train.enable_ema --ds.lora.rank 8", "--train.enable_ema", "train without LoRA"),
-        (f"{CORRECTION}_level seq {CORRECTION}_mode clip", f"{CORRECTION}_mode", "the level token"),
-        (f"{CORRECTION}_level token {CORRECTION}_gating binary_kl", f"{CORRECTION}_threshold", "give one number"),
         (f"{CORRECTION}_level token {CORRECTION}_threshold 5 0.5", f"{CORRECTION}_threshold", "give LOW HIGH"),
         ("--reward.clip_range 5 -5", "--reward.clip_range", "give LOW HIGH"),
         ("--actor.eps_clip_low_high 0.28 -0.2", "--actor.eps_clip_low_high", "[0, inf)"),
-        ("--actor.optim muon --ds.zero_stage 3", "--actor.optim", "Muon takes neither ZeRO-3"),
-        (f"{GAE} --critic.optim muon --ds.adam_offload", "--critic.optim", "nor --ds.adam_offload"),
-        ("--ds.tensor_parallel_size 2 --ds.param_dtype fp16", "--ds.param_dtype", "bf16 alone"),
-        ("--ds.lora.rank 8 --ds.lora.dropout 1.5", "--ds.lora.dropout", "[0, 1)"),
         # What becomes of prompts.
         ("--data.input_template Q:", "--data.input_template", "it has no {}, so OpenRLHF would leave it out"),
-        ("--data.input_template {}{name}", "--data.input_template", "Python's format cannot fill it (KeyError"),
-        ("--data.prompt_probs 0.3", "--data.prompt_probs", "no probabilities for 1 data sets"),
-        (f"{TWO_SETS} --data.prompt_probs 1", "--data.prompt_probs", "no probabilities for 2 data sets"),
-        (f"{TWO_SETS} --data.prompt_probs 0.3,0.6", "--data.prompt_probs", "that add up to 1"),
-        (f"{TWO_SETS} --data.prompt_probs a,b", "--data.prompt_probs", "give 2 numbers"),
-        (f"{TWO_SETS} --data.prompt_probs 1.5,-0.5", "--data.prompt_probs", "no probabilities"),
         # Samples, steps and ranks.
         ("--algo.ar.alpha 0.3 --train.batch_size 24", "--train.batch_size", "= 32"),
         ("--algo.ar.alpha 0.3 --train.batch_size 64", "--train.batch_size", "= 32"),
         ("--algo.ar.alpha 0.3 --actor.update stock --train.batch_size 64", "--train.batch_size", "= 32"),
-        ("--train.micro_batch_size 3", "--train.batch_size", "multiple of 3"),
+        ("--ds.tensor_parallel_size 2", "--actor.num_gpus_per_node", "1 ranks are not divided by"),
         (
             "--actor.num_gpus_per_node 3 --ref.num_gpus_per_node 3 --vllm.num_engines 3 --train.batch_size 48",
             "--rollout.micro_batch_size",
@@ -82,17 +67,11 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
             "--train.max_tokens_per_gpu",
         ),
         # Placement.
-        ("--vllm.num_engines 2", "--vllm.num_engines", "the actor has 1"),
-        ("--ref.num_gpus_per_node 2", "--ref.num_gpus_per_node", "1 x 1"),
         (f"{GAE} --critic.num_gpus_per_node 2", "--critic.num_gpus_per_node", "1 at most"),
-        ("--vllm.sync_backend nccl", "--vllm.sync_backend", "gloo"),
-        ("--ds.attn_implementation flex_attention", "--ds.attn_implementation", "no backward"),
-        ("--ds.use_liger_kernel", "--ds.use_liger_kernel", "run on a GPU only"),
         # Images.
         (f"{IMAGES} 1 --ds.packing_samples", "--ds.packing_samples", "does not support"),
         (f"{IMAGES} 1 --train.dynamic_batch_enable", IMAGES, "--train.dynamic_batch_enable True: it packs"),
         (f"{IMAGES} 1 --ds.ring_attn_size 2", IMAGES, "--ds.ring_attn_size 2: it packs"),
-        (f"{IMAGES} 1 --ds.use_liger_kernel", IMAGES, "it knows text models alone"),
         (f"{IMAGES} -1", IMAGES, "[0, inf)"),
         (f"{IMAGES} 1 {GAE}", "--critic.model_name_or_path", "does not support"),
         # What upstream itself refuses, after it has imported everything.
@@ -144,22 +123,15 @@ def test_a_critic_that_shares_a_reward_models_gpus_is_placed_beside_all_others()
     assert placement.gpus_placed(arguments(f"{critic} --train.colocate_critic_reward")) == 2
 
 
-def test_a_device_that_there_is_not(monkeypatch):
-    monkeypatch.setenv("ARLOPTI_DEVICE", "tpu")
-    (finding,) = values.check(arguments())
-    assert finding.is_fatal and str(finding).startswith("ARLOPTI_DEVICE tpu")
-
-
 @pytest.mark.parametrize("flags", ["", f"{IMAGES} 1", f"{TWO_SETS} --data.prompt_probs 0.3,0.7"])
 def test_nothing_is_wrong_without_a_mistake(flags):
     assert findings([*FITTING, *flags.split()]) == []
 
 
-def test_every_mistake_is_found_at_once():
-    flags = "--actor.adam.lr -1 --rollout.max_new_tokens 0 --train.partial_rollout_enable --vllm.num_engines 2"
+def test_every_mistake_of_a_kind_is_found_at_once():
+    flags = "--actor.adam.lr -1 --rollout.max_new_tokens 0 --train.partial_rollout_enable"
     found = [finding.flag for finding in findings([*FITTING, *flags.split()])]
-    expected = {"--actor.adam.lr", "--rollout.max_new_tokens", "--train.async_enable", "--vllm.num_engines"}
-    assert set(found) == expected and len(found) == 4
+    assert sorted(found) == ["--actor.adam.lr", "--rollout.max_new_tokens", "--train.async_enable"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +141,6 @@ def test_every_mistake_is_found_at_once():
         ("--actor.adam.lr 0", "--actor.adam.lr"),
         ("--train.batch_size 24", "--train.batch_size"),  # upstream carries the rest over
         ("--train.dynamic_batch_enable --ds.zero_stage 2", "--ds.zero_stage"),
-        (r"--data.input_template {}\n", "--data.input_template"),  # no line break
         ("--data.input_template {} --data.apply_chat_template", "--data.input_template"),
     ],
 )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from arlopti_testing.preflight_command import FITTING
 from transformers import Qwen2Config
 
 from arlopti_openrlhf.cli import command_line
@@ -50,10 +51,9 @@ def test_a_model_without_code_and_one_that_is_not_here(tiny_model):
 
 @pytest.mark.parametrize("flag", ["", "--train.no_remote_code"])
 def test_a_dry_run_names_the_code_first_and_runs_none_that_is_forbidden(flag, model, tmp_path):
-    command = (
-        f"{sys.executable} -m arlopti_openrlhf.cli.train_ppo_ray --dry-run --actor.model_name_or_path {model} {flag}"
-    )
-    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *FITTING, "--dry-run"]
+    more = f"--actor.model_name_or_path {model} {flag}".split()
+    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stderr.splitlines() if "own.py" in line]
     assert done.returncode == 2 and "it brings code, which runs when it is loaded: own.py" in lines[0]
     assert (tmp_path / "ran").exists() == (not flag)

@@ -146,19 +146,10 @@ def test_a_tokenizer_that_puts_bos_first(check, folder):
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for m in messages %}"])
-def test_a_template_that_fails_at_any_prompt_is_the_models(check, folder, template):
+def test_a_template_that_fails(check, folder, template):
     (folder / "chat_template.jinja").write_text(template)
-    [found, trained_on], _ = check(CHAT, QUIZ, eval__dataset=str(folder.parent / "d.jsonl"))
-    assert "are trained on" in trained_on
-    assert found.startswith("!--actor.model_name_or_path ") and ": its chat template fails: " in found
-
-
-def test_a_template_that_wants_parts_is_no_fault(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% for part in m.content %}{{ part['text'] + '' }}{% endfor %}{% endfor %}"
-    )
-    assert prompt.template_problem(tokenizer) is None
+    [found], _ = check(CHAT, QUIZ)
+    assert found.startswith("!--data.prompt_dataset ") and "row 1, prompt: Template" in found
 
 
 @pytest.mark.parametrize("text", [json.dumps(CHAT), f" {CHAT}", json.dumps(CHAT, indent=1)])
@@ -194,3 +185,21 @@ def test_tools_of_a_row(check, folder, tmp_path):
     [found] = check(CHAT, **flags)[0]
     assert found.startswith("--data.apply_chat_template True: ") and "does not give the row's tools" in found
     assert check(CHAT)[0] == []
+
+
+def test_prompts_are_rendered_as_upstream_does(folder, tiny_model):
+    """`<image>` stands for an image where the model takes some, and for itself where it does not."""
+    from openrlhf.datasets.prompts_dataset import preprocess_data
+
+    (folder / "chat_template.jinja").unlink()
+    template = "{% for m in messages %}{{ m.content if m.content is string else m.content | length }}{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    change(folder / "config.json", vision_config={})
+    load_tokenizer.cache_clear()
+    as_text = load_tokenizer(folder).apply_chat_template
+    of_images, of_text = (changed(actor__model_name_or_path=str(name)) for name in (folder, tiny_model))
+    for text, parts in (("<image>a", "2"), ("a", "a"), (" a <image>\n<image> b ", "4")):
+        for row in ({"prompt": text}, {"prompt": [{"role": "user", "content": text}]}):
+            assert prompt.renderer(of_images, as_text)(row) == parts
+            assert parts == preprocess_data(row, None, "prompt", None, as_text)[0]
+            assert prompt.renderer(of_text, as_text)(row) == text
