@@ -73,7 +73,6 @@ SETTINGS = {
     "--train.max_epochs 2 --train.max_tokens_per_gpu 24",
     "token importance sampling": f"{BOTH} {CORRECTION}_level token {CORRECTION}_threshold 0.9 1.1",
     "sequence importance sampling": f"{BOTH} {CORRECTION}_level seq {CORRECTION}_threshold 0.97 1.03",
-    "quartiles": f"{BOTH} --logger.probability_stats quartiles",
     "statistics off": f"{BOTH} --logger.probability_stats off",
     "EMA": f"{BOTH} {HALVES} --train.enable_ema --train.ema_beta 0.5",
     "cosine": f"{BOTH} --actor.lr_scheduler cosine_with_min_lr --actor.lr_warmup_ratio 0.3",
@@ -87,7 +86,7 @@ SETTINGS = {
 READING_ENTROPIES = {
     "eighty_twenty": f"{METHOD} eighty_twenty",
     "eighty_twenty, mini-batches": f"{METHOD} eighty_twenty --train.max_epochs 2 {HALVES}",
-    "eighty_twenty, packed": f"{METHOD} eighty_twenty --ds.packing_samples --logger.probability_stats quartiles",
+    "eighty_twenty, packed": f"{METHOD} eighty_twenty --ds.packing_samples",
     "stare": f"{METHOD} stare {ARGS} stare.entropy=9 stare.negative=0.9",
     "stapo": f"{METHOD} stapo {ARGS} stapo.tau=0.2",
     "steer": f"{METHOD} steer",

@@ -26,7 +26,6 @@ MORE = {
     "entropy bonus": ["--actor.entropy_coef", "0.01", "--algo.lopti.eta", "0.5"],
     "packed": ["--ds.packing_samples", "--algo.lopti.eta", "0.5"],
     "importance sampling": ["--algo.advantage.is_correction_level", "token", "--algo.lopti.eta", "0.5"],
-    "quartiles": ["--logger.probability_stats", "quartiles", "--algo.lopti.eta", "0.5"],
     "no statistics": ["--logger.probability_stats", "off", "--algo.lopti.eta", "0.5"],
     "two epochs": ["--train.max_epochs", "2", "--algo.lopti.eta", "0.5"],
 }

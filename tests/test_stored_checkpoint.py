@@ -29,7 +29,7 @@ def test_a_run_of_an_earlier_commit_is_resumed(commit, tmp_path):
     )
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-6000:]
-    assert f"_actor/global_step{STEP}, verified in" in log and f"trained {2 * STEP} steps" in log
+    assert f"_actor/global_step{STEP}" in log and f"trained {2 * STEP} steps" in log
     assert f"Global step {STEP + 1}: " in log and f"Global step {STEP}: " not in log
     assert (tmp_path / "final" / "model.safetensors").exists()
     checkpoint = tmp_path / "ckpt" / "_actor" / f"global_step{2 * STEP}"

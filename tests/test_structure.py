@@ -5,6 +5,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "arlopti_openrlhf"
@@ -13,7 +14,7 @@ FILES = sorted(
     for folder in (PACKAGE, *(ROOT / name for name in ("study", "benchmarks", "rewards")))
     for path in folder.rglob("*.py")
 )
-# Lines of each room. A change that needs more says in the changelog why, and raises the number here.
+# Lines of each room. A change may raise one only by lowering another: the sums below only fall.
 BUDGETS = {
     ".": 1433,
     "cli": 2952,
@@ -31,6 +32,27 @@ BUDGETS = {
     "ops/preflight": 3131,
     "ops/rollouts": 1314,
 }
+TEST_BUDGETS = {
+    ".": 5284,
+    "arlopti_testing": 1311,
+    "cli": 3000,
+    "contract": 960,
+    "cpu": 878,
+    "evaluation": 138,
+    "forward": 1025,
+    "grading": 2020,
+    "lab": 1698,
+    "long": 2072,
+    "ops": 382,
+    "ops/checkpoints": 546,
+    "ops/health": 408,
+    "ops/lifecycle": 1326,
+    "ops/preflight": 2930,
+    "ops/rollouts": 1711,
+    "study": 562,
+    "update": 3061,
+}
+SUM, TEST_SUM = 24338, 29312
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 
@@ -51,20 +73,26 @@ def test_nothing_is_too_long():
     assert not too_long, "\n".join(too_long)
 
 
-def lines_of_rooms() -> dict[str, int]:
+def lines_of_rooms(root: Path) -> dict[str, int]:
     """Return the lines of each room. "." and "ops" are the modules directly in them."""
-    folders = {path.relative_to(PACKAGE).parent.as_posix() for path in PACKAGE.rglob("*.py")}
-    rooms = {folder: folder if folder.startswith("ops") else folder.partition("/")[0] for folder in folders}
-    lines = dict.fromkeys(rooms.values(), 0)
-    for path in PACKAGE.rglob("*.py"):
-        lines[rooms[path.relative_to(PACKAGE).parent.as_posix()]] += len(path.read_text("utf-8").splitlines())
+    lines: dict[str, int] = {}
+    for path in root.rglob("*.py"):
+        folder = path.relative_to(root).parent.as_posix()
+        room = folder if folder.startswith("ops") else folder.partition("/")[0]
+        lines[room] = lines.get(room, 0) + len(path.read_text("utf-8").splitlines())
     return lines
 
 
-def test_no_room_outgrows_its_budget():
-    lines = lines_of_rooms()
-    assert lines.keys() == BUDGETS.keys()
-    assert not {room: f"{lines[room]} lines, at most {BUDGETS[room]}" for room in lines if lines[room] > BUDGETS[room]}
+@pytest.mark.parametrize(
+    "root, budgets, total",
+    [(PACKAGE, BUDGETS, SUM), (ROOT / "tests", TEST_BUDGETS, TEST_SUM)],
+    ids=["package", "tests"],
+)
+def test_no_room_outgrows_its_budget_and_the_budgets_their_sum(root, budgets, total):
+    lines = lines_of_rooms(root)
+    assert lines.keys() == budgets.keys()
+    assert not {room: f"{lines[room]} lines, at most {budgets[room]}" for room in lines if lines[room] > budgets[room]}
+    assert sum(budgets.values()) <= total, "raise one budget by lowering another"
 
 
 def test_no_circle_of_imports():

@@ -60,6 +60,7 @@ _RENAMED = {
     **dict.fromkeys(("--enable_vllm_is_correction", "--vllm_enable_is_correction", f"{_CORRECTION}_enable"), _CLIP),
     **dict.fromkeys(("--vllm_is_correction_type", f"{_CORRECTION}_type"), _BOTH),
     **dict.fromkeys(("--ptx_coef", "--actor.ptx_coef", "--pretrain_data", "--actor_init_on_gpu", "--perf"), "gone"),
+    **{f"--{name}": f"a constant, {value}: leave it out" for name, value in flags.GONE.items()},
 }
 
 

@@ -4,12 +4,10 @@ import fcntl
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -77,44 +75,30 @@ class InUse(Exception):
 
 
 def lock(path: Path) -> IO[str]:
-    """Lock a file for as long as this process lives or the file is open, and write down which process that is.
-
-    This is a record lock, and not `flock`, because the servers of shared file systems know it. So it holds between
-    machines, where `flock` may stay on one (NFS mounted with `local_lock=flock`, GPFS). It belongs to the open file
-    and not to the process: the kernel would drop a process's lock as soon as any code there closes the file, having
-    only looked at it. A child that is forked closes the file, so the lock ends with this process, however that ends.
+    """Lock a file until it is closed or this process ends, and write down which process that is.
 
     Raises:
         InUse: another process holds the lock.
         OSError: the file cannot be written, or its file system has no locks.
     """
     file = open(path, "a+", encoding="utf-8")
-    held = weakref.ref(file)  # what Python calls after a fork would keep the file open for ever
-
-    def drop() -> None:
-        if inherited := held():
-            inherited.close()
-
-    os.register_at_fork(after_in_child=drop)
-    _take(file, fcntl.F_WRLCK)
+    _take(file, fcntl.LOCK_EX)
     file.truncate(0)
     file.write(f"{os.getpid()} on {socket.gethostname()}\n")
     file.flush()
-    os.fsync(file.fileno())  # for those who look from other machines
     return file
 
 
 def look(path: Path) -> None:
-    """Raise `InUse` if a process holds the lock of a file, without taking it."""
+    """Raise `InUse` if a process holds the lock of a file, without keeping it."""
     with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
-        _take(file, fcntl.F_RDLCK)
+        _take(file, fcntl.LOCK_SH)
 
 
 def _take(file: IO[str], kind: int) -> None:
-    whole_file = struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)  # the kernel's `struct flock`
     try:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, whole_file)
-    except (BlockingIOError, PermissionError):  # POSIX lets a system choose between the two
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
         file.seek(0)
         raise InUse(file.read().strip() or "that has just started") from None
 

@@ -7,13 +7,13 @@ long as it lives.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli import config_file
-from arlopti_openrlhf.cli.processes import InUse, lock, look
+from arlopti_openrlhf.cli.processes import InUse, lock
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.preflight.check import refuse_if_fatal
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -21,23 +21,15 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 LOCK = ".run.lock"
 _PATH, _OUTPUT = "--ckpt.path", "--ckpt.output_dir"
 _MODEL = ("config.json", "adapter_config.json")  # one of them is in every model's folder
-_NAMED = 3  # checkpoints
 
 
 def check(args: SimpleNamespace) -> list[Finding]:
-    """Return which of the run's folders are another run's. Nothing is made.
+    """Return which of the run's folders hold what another run has left. Nothing is made.
 
     Args:
         args: upstream's nested arguments, as its `train` gets them.
     """
-    findings = []
-    for flag, folder in _folders(args):
-        try:
-            with suppress(OSError):  # `ops.preflight.machine` says what cannot be written
-                look(folder / LOCK)
-        except InUse as process:
-            findings.append(_in_use(flag, folder, process))
-    return findings or [*_check_checkpoints(args), *_check_models(args)]
+    return [*_check_checkpoints(args), *_check_models(args)]
 
 
 @contextmanager
@@ -45,7 +37,7 @@ def held(args: SimpleNamespace) -> Iterator[None]:
     """Hold the locks of the run's folders while the context lasts. The folders are made.
 
     Raises:
-        SystemExit: with status 2, after a line on standard error, where another run has taken one since `check`.
+        SystemExit: with status 2, after a line on standard error, where another run holds one.
     """
     # By its real path, because a second lock of the same file would be refused.
     folders = {os.path.realpath(folder): (flag, folder) for flag, folder in _folders(args)}
@@ -55,7 +47,8 @@ def held(args: SimpleNamespace) -> Iterator[None]:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 stack.enter_context(lock(folder / LOCK))
             except InUse as process:
-                refuse_if_fatal([_in_use(flag, folder, process)])
+                problem = f"a run that goes on writes there, process {process} ({folder / LOCK})"
+                refuse_if_fatal([Finding(flag, folder, problem, "wait for its end, or give another path")])
             except OSError as error:
                 line = f"{folder} has no lock ({error}), so that a second run there would not be noticed."
                 terminal.say(line, file=sys.stderr)
@@ -78,11 +71,6 @@ def _models(args: SimpleNamespace) -> list[Path]:
     return list(map(Path, models))
 
 
-def _in_use(flag: str, folder: Path, process: InUse) -> Finding:
-    problem = f"a run that goes on writes there, process {process} ({folder / LOCK})"
-    return Finding(flag, folder, problem, "wait for its end, or give another path")
-
-
 def _check_checkpoints(args: SimpleNamespace) -> list[Finding]:
     """Refuse a new run next to the checkpoints of another, which it would rotate away and mix with its own."""
     if args.ckpt.load_enable or not checkpoint_files.are_saved(args):
@@ -90,8 +78,7 @@ def _check_checkpoints(args: SimpleNamespace) -> list[Finding]:
     found = checkpoint_files.saved_in(Path(args.ckpt.path))
     if not found:
         return []
-    names = ", ".join(found[-_NAMED:]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
-    problem = f"it holds another run's checkpoints ({names})"
+    problem = f"it holds another run's checkpoints, up to {found[-1]}"
     return [Finding(_PATH, args.ckpt.path, problem, "resume that run with --ckpt.load_enable, or give another path")]
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from openrlhf.trainer import ppo_trainer
 from openrlhf.utils.logging_utils import init_logger
@@ -45,9 +46,9 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
         set_seed(strategy.args.train.seed)  # upstream seeds the models' processes alone
         credentials.receive()  # the trackers are built next
-        with trackers.resumable(strategy.args, state.identify):
+        with trackers.resumable(state.identify(strategy.args)):
             super().__init__(pretrain, strategy, *args, **kwargs)
-        self.alarms = alarms.Alarms(self.args.alarm)
+        self.alarms = alarms.Alarms(self.args.alarm.flat_reward_steps)
         self.bad_steps: list[str] = []  # what was bad about each of the last steps in a row
         # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
         self.experience_maker = ExperienceMaker(
@@ -117,9 +118,12 @@ class Controller(ppo_trainer.BasePPOTrainer):
             logs = logs_dict | scalars | alarm_metrics
             super().save_logs_and_checkpoints(global_step, logs, client_states | self._state())
         if global_step % self.args.logger.logging_steps == 0:
-            for name, counts in histograms.items():
+            for name, weights in histograms.items():
+                edges = np.linspace(0, 1, len(weights) + 1)
                 for tracker in self._trackers():
-                    tracker.log_histogram(f"train/{name}", counts, global_step)
+                    tracker.log_histogram(f"train/{name}", weights, edges, global_step)
+            if self.tensorboard_logger:  # or a kill would lose steps that no resumed run takes again
+                self.tensorboard_logger.writer.flush()
 
         if len(self.bad_steps) >= self.args.train.max_bad_steps:
             raise stopping.Diverged(self._diagnosis())
@@ -198,7 +202,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
             ray.get(self.actor_model_group.async_run_method(method_name="save_model"))
             raise
 
-    def _trackers(self) -> list[trackers.Lenient]:
+    def _trackers(self) -> list[Any]:
         return [tracker for tracker in (self.wandb_logger, self.tensorboard_logger) if tracker]
 
     def close_trackers(self) -> None:

@@ -6,11 +6,8 @@ REPAIRS = {
     "ema_zero3": "EMA under ZeRO-3 averages. OpenRLHF loses the average and saves the initial model.",
     "equal_rewards": "Equal rewards of a prompt give no advantage under group_norm. OpenRLHF divides a rounding error "
     "by a standard deviation near zero.",
-    "extra_logs": "Metrics in extra_logs may be missing for some samples. OpenRLHF cannot batch such samples.",
-    "image_text": "<image> in a prompt stays text for a model without vision. OpenRLHF splits the prompt there.",
     "learning_rate": "The learning rate stays at its minimum past the end of its schedule. OpenRLHF's cosine rises.",
     "lora": "vLLM gets merged weights of a LoRA model, and the policy without its adapter is the reference.",
-    "vision_processor": "A vision model is saved with its processor.",
 }
 
 

@@ -154,8 +154,6 @@ def statistics_metrics(statistics: UpdateStatistics, ranks: Ranks, before: str |
         ranks: the data-parallel ranks.
         before: how the shares without the weights are called (`UpdateStatistics.metrics`), or None.
     """
-    if statistics.by_quartile:
-        statistics.set_quartiles(ranks.quantiles(statistics.log_probs()[None], [0.25, 0.5, 0.75]))
     statistics.sums = ranks.sum_tensor(statistics.sums)
     histograms = ranks.sum_tensor(statistics.histograms)
     # Some methods leave out tokens whose gradient is unknown.

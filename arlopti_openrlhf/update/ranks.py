@@ -1,13 +1,9 @@
 """Reduces figures over the data-parallel ranks."""
 
-from collections.abc import Sequence
-
 import torch
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from torch import Tensor
 from torch import distributed as dist
-
-from arlopti_openrlhf.token_update import probability_quantile
 
 
 class Ranks:
@@ -42,15 +38,3 @@ class Ranks:
         gathered: list = [None] * self.count
         dist.all_gather_object(gathered, tensor.cpu(), group=self.dp_group)
         return torch.cat(gathered, dim=1)
-
-    def quantiles(self, log_probs: Tensor, shares: Sequence[float]) -> list[float]:
-        """Return the probabilities below which the given shares of all ranks' tokens lie.
-
-        Args:
-            log_probs: (1, N) log π_old of this rank's tokens.
-            shares: each in (0, 1).
-        """
-        log_probs = self.gather(log_probs)
-        if not log_probs.numel():  # without a token there are no groups to divide, and any threshold will do
-            return [1.0] * len(shares)
-        return [probability_quantile(log_probs, torch.ones_like(log_probs), share) for share in shares]

@@ -23,7 +23,7 @@ class Settings:
     arguments: tuple[str, ...] = ()  # NAME.KEY=VALUE, the methods' constants
     normalizes: bool = False  # whether the weights are divided by their mean over the rollout batch
     scope: str = "batch"  # the order of the passes (`mini_batches.in_order`): "batch" or "minibatch"
-    statistics: str = "bins"  # by probability: in "bins", in "quartiles", or "off"
+    statistics: str = "bins"  # by probability: in "bins", or "off"
     checkpointing: str = "auto"  # of gradients, where OpenRLHF's flag enables it: "auto", or "whole" as OpenRLHF
     fills_memory: bool = False  # whether micro-batches take what is free, and not as many samples as the user says
 

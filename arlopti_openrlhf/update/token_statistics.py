@@ -78,8 +78,6 @@ class UpdateStatistics:
 
     Args:
         device: where the tokens are.
-        by_quartile: whether the bins hold a quarter of the tokens each. They are known when all tokens have been seen
-            (`set_quartiles`). Else the bins are those of `EDGES`.
 
     Attributes:
         lacks_tokens: whether a method has left out tokens whose gradient is unknown.
@@ -88,15 +86,13 @@ class UpdateStatistics:
 
     HISTOGRAM_BINS = 50
 
-    def __init__(self, device: torch.device | str = "cpu", by_quartile: bool = False) -> None:
-        self.by_quartile = by_quartile
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self.lacks_tokens = False
         self.edges = torch.tensor(EDGES, device=device)
         self.histogram_edges = torch.arange(self.HISTOGRAM_BINS + 1, device=device) / self.HISTOGRAM_BINS
         # Rows are bins, columns are sums. In float64: in float32 a million tokens' sum would lose the small ones.
         self.sums = torch.zeros(len(EDGES) - 1, len(_SUMS), dtype=torch.float64, device=device)
         self.histograms = torch.zeros(2, self.HISTOGRAM_BINS, dtype=torch.float64, device=device)
-        self._kept: list[tuple[Tensor, Tensor]] = []  # (N,) log π_old and (N, sums) values, until there are quartiles
 
     @torch.no_grad()
     def add(self, tokens: TokenUpdates, is_moved: bool) -> None:
@@ -144,22 +140,8 @@ class UpdateStatistics:
         self._put(old_log_probs.to(device), values.to(device))
 
     def _put(self, old_log_probs: Tensor, values: Tensor) -> None:
-        """Add tokens' (N, sums) values to their bins, or keep them until the bins are known."""
-        if self.by_quartile:
-            self._kept.append((old_log_probs, values))
-        else:
-            self.sums.index_add_(0, bin_index(token_probabilities(old_log_probs), self.edges), values.double())
-
-    def log_probs(self) -> Tensor:
-        """Return log π_old (N,) of the tokens seen so far, for their quartiles over all ranks."""
-        return torch.cat([self.edges.new_empty(0), *(log_probs for log_probs, _ in self._kept)])
-
-    def set_quartiles(self, quartiles: Sequence[float]) -> None:
-        """Add up the tokens in the bins between these three edges."""
-        self.edges[1:-1] = torch.tensor(quartiles)
-        for log_probs, values in self._kept:
-            self.sums.index_add_(0, bin_index(token_probabilities(log_probs), self.edges), values.double())
-        self._kept.clear()
+        """Add tokens' (N, sums) values to their bins."""
+        self.sums.index_add_(0, bin_index(token_probabilities(old_log_probs), self.edges), values.double())
 
     def metrics(self, before: str | None = None) -> dict[str, float]:
         """Return what each bin holds, as `tokens/<bin>/<name>`. A bin without such tokens has no mean.
@@ -185,8 +167,7 @@ class UpdateStatistics:
         }
         metrics: dict[str, float] = {}
         for i, (low, high) in enumerate(pairwise(self.edges.tolist())):
-            name = f"tokens/q{i + 1}" if self.by_quartile else f"tokens/p{low:.2f}-{high:.2f}"
-            metrics |= {f"{name}/max_probability": high} if self.by_quartile else {}
+            name = f"tokens/p{low:.2f}-{high:.2f}"
             metrics |= {f"{name}/{key}": sums[key][i] for key in ("count", "logit_grad_norm")}
             metrics |= {f"{name}/{key}": values[i] / sum(values) for key, values in shares.items() if sum(values)}
             metrics |= {f"{name}/{key}": sums[a][i] / sums[n][i] for key, (a, n) in means.items() if sums[n][i]}

@@ -82,7 +82,7 @@ class TokenUpdateTrainer(StepTrainer):
         """
         self.steps_before = self.actor.model.global_steps
         if self.settings.statistics != "off":
-            self.statistics = UpdateStatistics(torch.cuda.current_device(), self.settings.statistics == "quartiles")
+            self.statistics = UpdateStatistics(torch.cuda.current_device())
         methods = self.token_weights.methods
         is_ours = methods or isinstance(self.actor, SelectiveActor)
         reports = self._reports() and torch.cuda.is_available()

@@ -133,7 +133,7 @@ def write_checkpoint(folder: Path, version: str, state: object) -> None:
     writing = folder / f"{checkpoint_files.WRITING}global_step2"
     checkpoint_files.begin(writing, print)
     torch.save(state, writing / "mp_rank_00_model_states.pt")
-    checkpoint_files.publish(writing, checkpoint_files.describe(writing, ["mp_rank_00_model_states.pt"]))
+    checkpoint_files.publish(writing)
     manifest = folder / "global_step2" / checkpoint_files.MANIFEST
     manifest.write_text(manifest.read_text().replace(__version__, version))
 

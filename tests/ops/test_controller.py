@@ -173,7 +173,7 @@ def publish(folder: Path, *paths: str) -> None:
         writing = folder / "ckpt" / path.parent / f"{files.WRITING}{path.name}"
         files.begin(writing, print)
         (writing / "model.pt").touch()
-        files.publish(writing, files.describe(writing, ["model.pt"]))
+        files.publish(writing)
 
 
 @pytest.mark.parametrize(

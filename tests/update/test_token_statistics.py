@@ -47,17 +47,15 @@ def test_metrics_by_hand():
 
 
 def test_change_since_the_rollout():
-    statistics = UpdateStatistics(by_quartile=True)
+    statistics = UpdateStatistics()
     statistics.add(tokens(), is_moved=False)  # tells nothing of change
     statistics.add(tokens(log_probs=torch.tensor([0.05, 0.7, 0.95, 1.0]).log()), is_moved=True)
-    assert statistics.log_probs().exp().tolist() == pytest.approx(2 * [0.1, 0.5, 0.9, 0.9])
-    statistics.set_quartiles((0.3, 0.6, 0.8))
     found = statistics.metrics()
-    assert found["tokens/q1/probability_change"] == pytest.approx(-0.05)
-    assert found["tokens/q2/probability_change"] == pytest.approx(0.2)
-    assert found["tokens/q4/probability_change"] == pytest.approx(0.05)
-    assert (found["tokens/q1/rose"], found["tokens/q4/rose"]) == (0, 1) and "tokens/q2/rose" not in found
-    assert [found[f"tokens/q{i}/max_probability"] for i in (1, 2, 3, 4)] == pytest.approx([0.3, 0.6, 0.8, 1.0])
+    low, middle, high = "tokens/p0.00-0.25", "tokens/p0.50-0.75", "tokens/p0.75-1.00"
+    assert found[f"{low}/probability_change"] == pytest.approx(-0.05)
+    assert found[f"{middle}/probability_change"] == pytest.approx(0.2)
+    assert found[f"{high}/probability_change"] == pytest.approx(0.05)
+    assert (found[f"{low}/rose"], found[f"{high}/rose"]) == (0, 1) and f"{middle}/rose" not in found
 
 
 def test_ranks_add_up():

@@ -7,7 +7,6 @@ here needs a process group.
 
 import argparse
 import errno
-import hashlib
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from arlopti_openrlhf import __version__
 
 MANIFEST = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not whole
-_PROBE = _BLOCK = 1 << 20  # bytes
+_PROBE = 1 << 20  # bytes
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what JSON that is missing or torn raises
 
 
@@ -127,28 +126,15 @@ def begin(writing: Path, say: Callable[[str], None]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
-def names_in(checkpoint: Path) -> list[str]:
-    """Return the names of a checkpoint's files relative to it."""
-    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+def publish(writing: Path) -> None:
+    """Flush a checkpoint's files, write its manifest and give it its name, which no torn one gets at any interruption.
 
-
-def describe(checkpoint: Path, names: Sequence[str]) -> dict[str, dict]:
-    """Flush files to the disk and return {name: {"size": bytes, "sha256": hexadecimal}}."""
-    for name in names:
-        flush(checkpoint / name)
-    return {name: _entry(checkpoint / name) for name in names}
-
-
-def _entry(path: Path) -> dict[str, int | str]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-        return {"size": file.tell(), "sha256": digest.hexdigest()}
-
-
-def publish(writing: Path, described: dict[str, dict]) -> None:
-    """Write the manifest of a checkpoint and give it its name. Whatever interrupts this, no torn one has the name."""
+    The manifest has the size of each file, which tells a torn one from a whole one.
+    """
+    described = {}
+    for path in sorted(path for path in writing.rglob("*") if path.is_file()):
+        flush(path)
+        described[str(path.relative_to(writing))] = {"size": path.stat().st_size}
     folder, checkpoint = writing.parent, writing.with_name(writing.name.removeprefix(WRITING))
     newest = newest_published([folder])
     serial = 1 + int(_serial([folder], newest)) if newest else 1
@@ -237,25 +223,22 @@ def cause_of(error: Exception, folder: Path) -> str:
 # Reading
 
 
-def problems(checkpoint: Path, share: slice = slice(None)) -> list[str]:
-    """Return why a checkpoint is not whole, or nothing. Every file's size and hash are compared with the manifest's.
-
-    `share` says which of the files to read, since several processes divide the work.
-    """
+def problems(checkpoint: Path) -> list[str]:
+    """Return why a checkpoint is not whole, or nothing. Every file's size is compared with the manifest's."""
     if not checkpoint.is_dir():
         return ["it is not there"]
     if not (checkpoint / MANIFEST).exists():
         # The place in the prompts that OpenRLHF keeps is none that a run of ours could go on from.
         return [f"it has no {MANIFEST}: it is torn, or from a run of OpenRLHF's own command"]
     try:
-        files = sorted(_manifest(checkpoint)["files"].items())
+        sizes = {name: entry["size"] for name, entry in sorted(_manifest(checkpoint)["files"].items())}
     except _UNREADABLE as error:
         return [f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"]
     reasons = []
-    for name, entry in files[share]:
+    for name, size in sizes.items():
         try:
-            if (actual := _entry(checkpoint / name)) != entry:
-                reasons.append(f"{name} has changed since it was written, and has {actual['size']} bytes now")
+            if (now := (checkpoint / name).stat().st_size) != size:
+                reasons.append(f"{name} had {size} bytes when it was written, and has {now} now")
         except FileNotFoundError:
             reasons.append(f"{name} is missing")
         except OSError as error:

@@ -44,11 +44,6 @@ def on_rank_0(do: Callable[[], T]) -> T:
     return answers[0]
 
 
-def share() -> slice:
-    """Return which items of a sequence this rank works on, where all ranks share the work."""
-    return slice(dist.get_rank(), None, dist.get_world_size())
-
-
 def say(line: str) -> None:
     """Print a line on rank 0."""
     if dist.get_rank() == 0:

@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import shutil
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -18,11 +17,10 @@ from typing import Any
 
 import deepspeed
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
-from transformers.utils import cached_file
 
 from arlopti_openrlhf import learning_rate, loopback
 from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
-from arlopti_openrlhf.ops.checkpoints.ranks import everywhere, on_rank_0, say, share
+from arlopti_openrlhf.ops.checkpoints.ranks import everywhere, on_rank_0, say
 from arlopti_openrlhf.ops.checkpoints.room import has_no_inode, nearest
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
@@ -31,13 +29,6 @@ from arlopti_openrlhf.patching import replaced_attribute
 
 # What upstream's controllers take from a checkpoint, for a run that has none yet.
 BEGINNING = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
-# The files of what turns images, or videos, into a model's inputs.
-_PROCESSOR = (
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-)
 
 
 class NotWritten(RunStopped):
@@ -62,8 +53,7 @@ class CheckpointStrategy(GuardedStrategy):
     Ray pickles it to every worker, with its class by name.
 
     1. A checkpoint is written under another name and renamed when all ranks' files are on the disk, with a manifest.
-       Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole, and
-       a vision-language model's processor is among them.
+       Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole.
     2. It also holds what `state.OF_RANK` lists.
     3. A run resumes from the newest whole checkpoint, and says which it passed over and why.
     4. Where a checkpoint cannot be written, a line says why, and the run continues. Where the final model cannot be
@@ -118,9 +108,7 @@ class CheckpointStrategy(GuardedStrategy):
             on_rank_0(lambda: files.begin(writing, say))
             self._write(model, writing, client_state or {})
             on_rank_0(lambda: self._write_ckpt_metric(str(writing), metric_value, metric_key))
-            names = on_rank_0(lambda: files.names_in(writing))
-            described = everywhere(lambda: files.describe(writing, names[share()]))
-            on_rank_0(lambda: files.publish(writing, dict(chain(*(each.items() for each in described)))))
+            on_rank_0(lambda: files.publish(writing))
         except (NotWritten, OSError) as error:
             self.not_written += 1
             self._clear(f"checkpoint {folder / tag}", writing, error)
@@ -216,8 +204,6 @@ class CheckpointStrategy(GuardedStrategy):
             if failure:
                 raise NotWritten(files.cause_of(failure, writing))
             if self.is_rank_0():
-                if is_made("vision_processor", self.args):
-                    _copy_processor(self.args.actor.model_name_or_path, writing)
                 _move_up(writing)
 
         try:
@@ -257,12 +243,11 @@ def folders_of(folder: Path, args: argparse.Namespace) -> list[Path]:
 def newest_whole(folders: list[Path]) -> str | None:
     """Return the newest checkpoint that is whole in all folders, or None where there is no checkpoint.
 
-    All ranks have to call it. They share the reading. Every checkpoint that is passed over is named, with the reason.
+    All ranks have to call it. Every checkpoint that is passed over is named, with the reason.
 
     Raises:
         NoWholeCheckpoint: there are checkpoints, and none of them is whole.
     """
-    since = time.monotonic()
 
     def candidates() -> list[str]:
         for line in chain.from_iterable(map(files.clear_leftovers, folders)):
@@ -270,13 +255,13 @@ def newest_whole(folders: list[Path]) -> str | None:
         return files.newest_first(folders)
 
     def problems(tag: str) -> list[str]:
-        return [f"{folder.name}: {line}" for folder in folders for line in files.problems(folder / tag, share())]
+        return [f"{folder.name}: {line}" for folder in folders for line in files.problems(folder / tag)]
 
     passed_over = []
     for tag in on_rank_0(candidates):
-        found = list(dict.fromkeys(chain(*everywhere(partial(problems, tag)))))
+        found = on_rank_0(partial(problems, tag))
         if not found:
-            say(f"resumes from {folders[0] / tag}, verified in {time.monotonic() - since:.1f} s")
+            say(f"resumes from {folders[0] / tag}")
             return tag
         passed_over.append(f"{tag} is not whole ({'; '.join(found[:3])})")
         say(f"passed over checkpoint {passed_over[-1]}")
@@ -296,16 +281,6 @@ def _require_finite(engine: deepspeed.DeepSpeedEngine) -> None:
             raise Diverged(f"the weights are not finite, first in {parameter}, and are not saved")
 
     everywhere(check)
-
-
-def _copy_processor(model: str, writing: Path) -> None:
-    """Copy the files of a vision-language model's processor. Upstream saves the policy's tokenizer alone."""
-    for name in _PROCESSOR:
-        try:
-            path = cached_file(model, name, local_files_only=True)  # the run has loaded the model, so all is here
-        except OSError:  # it has no such file
-            continue
-        shutil.copyfile(str(path), writing / name)
 
 
 def _move_up(writing: Path) -> None:

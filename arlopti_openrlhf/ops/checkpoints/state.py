@@ -75,7 +75,7 @@ OF_OTHERS = (
                          "checkpoint_metric_key"), "the best evaluation",
           "upstream's save_best_checkpoint", "upstream's restore_best_checkpoint_state"),
     Other("metric.json", (), "the checkpoint's evaluation", "CheckpointStrategy.save_ckpt", "files.rotate"),
-    Other(files.MANIFEST, (), "names, sizes and hashes of the files", "files.publish", "saving.newest_whole"),
+    Other(files.MANIFEST, (), "names and sizes of the files", "files.publish", "saving.newest_whole"),
     Other(RUN_FILE, (), "the run's name, and its id with wandb", "identify", "identify"),
     Other("config.yaml", (), "all flags", "cli.config_file.keep", "cli.same_run.check compares"),
     Other("programs.json", (), "hashes of reward and method files", "cli.same_run.keep_digests",

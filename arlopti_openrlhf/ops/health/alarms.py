@@ -4,11 +4,12 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
+_ROLLOUT_GAP = 0.1  # nats per token between vLLM's and the actor's log-probs, on average
+_GRAD_NORM_FACTOR = 10  # times the median
 _STEPS = 100  # of the median
 _FEWEST_STEPS = 10  # that a median is taken of
 # A step is bad if one of these is not finite, whatever stands before it, as in `lopti/low/policy_loss`.
@@ -16,10 +17,14 @@ _LOSSES = ("policy_loss", "critic_loss", "kl", "entropy_loss", "ppo_kl")
 
 
 class Alarms:
-    """Compares each step's figures with the limits, `--alarm.*`. It knows the steps since the process began."""
+    """Compares each step's figures with the limits. It knows the steps since the process began.
 
-    def __init__(self, limits: SimpleNamespace) -> None:
-        self.limits = limits
+    Args:
+        flat_reward_steps: `--alarm.flat_reward_steps`.
+    """
+
+    def __init__(self, flat_reward_steps: int) -> None:
+        self.flat_reward_steps = flat_reward_steps
         self._active: set[str] = set()
         self._lowest_reward = math.inf
         self._flat_steps = 0
@@ -44,9 +49,9 @@ class Alarms:
             "zero_advantages": not status.get("rollout/zero_advantage_groups", 0.0) < 1
             and "no sample of the rollout batch has an advantage, so nothing is learned from it",
             "flat_reward": self._flat_reward(status),
-            "rollout_gap": not self._gap <= self.limits.rollout_gap
-            and f"the log-probs of vLLM and of the actor differ by {self._gap:.3g} nats per token on average, and "
-            f"--alarm.rollout_gap is {self.limits.rollout_gap:g}",
+            "rollout_gap": not self._gap <= _ROLLOUT_GAP
+            and f"the log-probs of vLLM and of the actor differ by {self._gap:.3g} nats per token on average, "
+            f"more than {_ROLLOUT_GAP:g}",
             "grad_norm": self._grad_norm(status),
             "truncated": not status.get("rollout/truncated_rate", 0.0) < 1
             and "every response was cut off at its greatest length",
@@ -63,7 +68,7 @@ class Alarms:
         self._lowest_reward = min(self._lowest_reward, status["rollout/reward_min"])
         is_flat = status["rollout/reward_max"] <= self._lowest_reward
         self._flat_steps = self._flat_steps + 1 if is_flat else 0
-        if self._flat_steps < self.limits.flat_reward_steps:
+        if self._flat_steps < self.flat_reward_steps:
             return None
         return f"{self._flat_steps} steps in a row without a reward above the lowest one, {self._lowest_reward:g}"
 
@@ -75,11 +80,8 @@ class Alarms:
                 continue
             norms = self._norms.setdefault(name, deque(maxlen=_STEPS))
             median = statistics.median(norms) if len(norms) >= _FEWEST_STEPS else math.inf
-            if norm > self.limits.grad_norm_factor * median:
-                cause = (
-                    f"{name} is {norm:.3g}, {norm / median:.3g} times its median over the last {len(norms)} steps, "
-                    f"and --alarm.grad_norm_factor is {self.limits.grad_norm_factor:g}"
-                )
+            if norm > _GRAD_NORM_FACTOR * median:
+                cause = f"{name} is {norm:.3g}, {norm / median:.3g} times its median over the last {len(norms)} steps"
             norms.append(norm)
         return cause
 

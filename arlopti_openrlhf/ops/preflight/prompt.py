@@ -1,6 +1,5 @@
 """Renders prompts by OpenRLHF's own function, and checks what a template does."""
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import local_folder, read_json
 from arlopti_openrlhf.ops.preflight.rows import Row, upstream_names
-from arlopti_openrlhf.ops.repairs import is_made
-from arlopti_openrlhf.ops.rollouts.prompt_text import as_it_is
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,18 +31,12 @@ def is_vision_language(args: SimpleNamespace) -> bool | None:
     return "vision_config" in config if config else None
 
 
-@functools.cache
-def _preprocess_data(takes_images: bool) -> Callable[..., tuple[str, Any]]:
-    replaced = {} if takes_images else {"_str_to_content_list": as_it_is}
-    return upstream_names("openrlhf.datasets.prompts_dataset", **replaced)["preprocess_data"]
-
-
 def renderer(args: SimpleNamespace, template: Callable[..., Any] | None) -> Callable[[Row], str]:
     """Return a function that makes a row's prompt as the run makes it.
 
     `template` takes the messages, if the run has a chat template.
     """
-    preprocess_data = _preprocess_data(is_vision_language(args) is not False or not is_made("image_text", args))
+    preprocess_data = upstream_names("openrlhf.datasets.prompts_dataset")["preprocess_data"]
     return lambda row: preprocess_data(row, args.data.input_template, args.data.input_key, None, template)[0]
 
 

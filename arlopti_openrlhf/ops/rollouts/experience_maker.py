@@ -1,4 +1,4 @@
-"""Turns samples into experience as OpenRLHF does, but for equal rewards, missing metrics and the reference of LoRA."""
+"""Turns samples into experience as OpenRLHF does, but for equal rewards and the reference of LoRA."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,53 +7,20 @@ import torch
 from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import launcher
-from openrlhf.utils.logging_utils import init_logger
 
 from arlopti_openrlhf.ops.lifecycle import progress
 from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.patching import replaced_attribute
 
-logger = init_logger(__name__)
-
 
 class ExperienceMaker(upstream.RemoteExperienceMaker):
-    """`RemoteExperienceMaker` with two changes.
+    """`RemoteExperienceMaker` that guards `group_norm` against rounding.
 
-    1. Under `group_norm`, the samples of a prompt have the advantages of a reward of 0 where their rewards are all
-       equal: 0, or those of the KL penalty. Upstream divides the rounding error of their mean by a standard deviation
-       of 0 + 1e-9, so eight rewards of 0.1 have the advantage -7.45. This is a deliberate difference to stock, even
-       with all methods off (docs/flags.md). Other groups keep stock's bits. The other estimators divide by no group's
-       deviation.
-    2. A metric in `extra_logs` may come with some samples only. Upstream cannot batch such samples.
+    The samples of a prompt have the advantages of a reward of 0 where their rewards are all equal: 0, or those of the
+    KL penalty. Upstream divides the rounding error of their mean by a standard deviation of 0 + 1e-9, so eight rewards
+    of 0.1 have the advantage -7.45. This is a deliberate difference to stock, even with all methods off
+    (docs/flags.md). Other groups keep stock's bits. The other estimators divide by no group's deviation.
     """
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self._incomplete: set[str] = set()  # metrics that the log has named
-
-    def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
-        """Return upstream's micro-batches, after each sample has got every metric of the others.
-
-        `info` is for the logs, which show its mean over the batch. A sample without a metric gets the mean of those
-        that have it, so the logs show that mean.
-        """
-        if not is_made("extra_logs", self.args):
-            return super().split_rollout_samples(rollout_samples)
-        for name in dict.fromkeys(name for sample in rollout_samples for name in sample.info):
-            given = [sample.info[name] for sample in rollout_samples if name in sample.info]
-            missing = len(rollout_samples) - len(given)
-            if not missing:
-                continue
-            if name not in self._incomplete:
-                self._incomplete.add(name)
-                logger.warning(
-                    f"extra_logs: {missing} of {len(rollout_samples)} samples have no `{name}`. "
-                    "The logs show the mean over the others."
-                )
-            mean = torch.cat(given).float().mean(dim=0, keepdim=True)
-            for sample in rollout_samples:
-                sample.info[name] = sample.info[name].float() if name in sample.info else mean
-        return super().split_rollout_samples(rollout_samples)
 
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Return upstream's experience, and report that it is being made."""

@@ -8,11 +8,6 @@ if TYPE_CHECKING:
 _SHOWN = 80  # characters of a prompt's beginning, and of its end
 
 
-def as_it_is(text: str) -> str:
-    """Return a text that may hold `<image>`, in place of upstream's list of parts, which only images make sense of."""
-    return text
-
-
 def shown(prompt: str, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a prompt's tokens as text: how many there are, the first and the last characters, escaped."""
     ids = tokenizer(text=prompt, add_special_tokens=False, verbose=False)["input_ids"]

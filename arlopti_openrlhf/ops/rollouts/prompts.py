@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from openrlhf.datasets import prompts_dataset
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
@@ -20,9 +19,7 @@ from torch.utils.data import DataLoader
 
 from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
-from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.ops.rollouts import prompt_text
-from arlopti_openrlhf.patching import replaced_attribute
 
 logger = init_logger(__name__)
 
@@ -33,16 +30,13 @@ _DATE = re.compile(r"strftime_now\(\s*[\"']([^\"']+)")
 def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
     """Return upstream's loaders and number of steps, with `Prompts` in place of the loader to train on.
 
-    Without a vision-language model, `<image>` in a prompt stays text. The log gets the first prompt.
+    The log gets the first prompt.
 
     Raises:
         ValueError: there would be no optimizer step. Upstream would save the model as it came.
     """
     args = strategy.args
-    divides = hasattr(tokenizer, "image_processor") or not is_made("image_text", args)
-    parts = prompts_dataset._str_to_content_list if divides else prompt_text.as_it_is
-    with replaced_attribute(prompts_dataset, "_str_to_content_list", parts):
-        loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
+    loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
     if not max_steps:
         raise ValueError(
             f"argument --data.prompt_dataset: {len(loader)} prompts with {args.rollout.n_samples_per_prompt} samples "

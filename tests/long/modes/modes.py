@@ -58,15 +58,6 @@ MODES = [
         logs=_STAGES,
     ),
     Mode(
-        "placement",
-        "policy and reference share",
-        estimator=WITH_KL,
-        placement="--train.colocate_actor_ref",
-        logs=_STAGES,
-    ),
-    Mode("placement", "two ranks, two engines", ranks=2, engines=2, logs=_STAGES),
-    Mode("schedule", "asynchronous", "--train.async_enable", logs=_STAGES),
-    Mode(
         "schedule",
         "asynchronous, partial rollouts",
         "--train.async_enable --train.partial_rollout_enable",
@@ -80,7 +71,6 @@ MODES = [
     ),
     Mode("schedule", "two epochs of two mini-batches", "--train.max_epochs 2", logs=_STAGES),
     # --- batches ---
-    Mode("batches", "packing", "--ds.packing_samples", logs=_STAGES),
     Mode(
         "batches",
         "dynamic batches",
@@ -124,19 +114,10 @@ MODES = [
     ),
     Mode(
         "advantages",
-        "REINFORCE++",
-        estimator="--algo.advantage.estimator reinforce --algo.kl.estimator k1 --algo.kl.init_coef 0.001",
-        logs=_STAGES,
-    ),
-    Mode(
-        "advantages",
         "REINFORCE++-baseline",
         estimator="--algo.advantage.estimator reinforce_baseline --algo.kl.use_loss --algo.kl.estimator k2",
         logs=_STAGES,
     ),
-    Mode("advantages", "GRPO with the KL in the loss", estimator=WITH_KL, logs=_STAGES),
-    Mode("advantages", "RLOO", estimator="--algo.advantage.estimator rloo --algo.kl.init_coef 0", logs=_STAGES),
-    Mode("advantages", "Dr.GRPO", estimator="--algo.advantage.estimator dr_grpo --algo.kl.init_coef 0", logs=_STAGES),
     Mode(
         "advantages",
         "FlashREINFORCE, one sample per prompt",
@@ -154,17 +135,8 @@ MODES = [
         f"{_CORRECTION}_level token {_CORRECTION}_mode clip {_CORRECTION}_threshold 0 5",
         logs=("lopti/low/vllm_kl", *_STAGES),
     ),
-    Mode("loss", "importance sampling: IcePop", f"{_CORRECTION}_level token", logs=("lopti/low/vllm_kl", *_STAGES)),
-    Mode(
-        "loss",
-        "importance sampling: sequences",
-        f"{_CORRECTION}_level seq {_CORRECTION}_gating binary_kl {_CORRECTION}_threshold 1",
-        logs=("lopti/low/vllm_kl", *_STAGES),
-    ),
     Mode("loss", "entropy in the loss", "--actor.entropy_coef 0.01", logs=("entropy_loss",)),
     # --- token methods ---
-    Mode("token methods", "AR", methods="--algo.ar.alpha 0.3", logs=(_AR,)),
-    Mode("token methods", "Lopti by quantile", methods="--algo.lopti.quantile 0.3", logs=_STAGES),
     Mode("token methods", "Lopti in each mini-batch", methods=f"{METHODS} --algo.lopti.scope minibatch", logs=_STAGES),
     Mode(
         "token methods",
@@ -184,7 +156,6 @@ MODES = [
         logs=_STAGES,
     ),
     Mode("rewards", "agent of two turns", "--train.agent_func_path {inputs}/agent.py", logs=_STAGES),
-    Mode("rewards", "overlong penalty", "--reward.overlong_buffer_len 8", logs=_STAGES),
     # --- models ---
     Mode(
         "models",
@@ -201,6 +172,5 @@ MODES = [
         starts=2,
         logs=_STAGES,
     ),
-    Mode("run", "deterministic", "--train.deterministic", logs=_STAGES),
     Mode("run", "wandb, offline", "--logger.wandb.key offline", logs=_STAGES, saves=("wandb/offline-run-*",)),
 ]

@@ -28,8 +28,7 @@ BAD = {
 
 
 def alarms(flat_reward_steps: int = 1) -> Alarms:
-    limits = SimpleNamespace(flat_reward_steps=flat_reward_steps, grad_norm_factor=10, rollout_gap=0.1)
-    return Alarms(limits)
+    return Alarms(flat_reward_steps)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -58,7 +58,7 @@ def put_bos_first(folder: Path) -> None:
 
 def test_what_is_as_it_should_be(check):
     assert check(CHAT, QUIZ)[0] == check(TEXT, **PLAIN)[0] == []
-    assert check(QUIZ, **PLAIN, data__input_template="{}")[0] == check(QUIZ, "Is <image> a tag?")[0] == []
+    assert check(QUIZ, **PLAIN, data__input_template="{}")[0] == []
 
 
 def test_the_prompt_is_shown_with_its_special_tokens_escaped(check, tmp_path):
@@ -187,19 +187,15 @@ def test_tools_of_a_row(check, folder, tmp_path):
     assert check(CHAT)[0] == []
 
 
-def test_prompts_are_rendered_as_upstream_does(folder, tiny_model):
-    """`<image>` stands for an image where the model takes some, and for itself where it does not."""
+def test_prompts_are_rendered_as_upstream_does(folder):
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
     (folder / "chat_template.jinja").unlink()
     template = "{% for m in messages %}{{ m.content if m.content is string else m.content | length }}{% endfor %}"
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    change(folder / "config.json", vision_config={})
     load_tokenizer.cache_clear()
     as_text = load_tokenizer(folder).apply_chat_template
-    of_images, of_text = (changed(actor__model_name_or_path=str(name)) for name in (folder, tiny_model))
+    render = prompt.renderer(changed(actor__model_name_or_path=str(folder)), as_text)
     for text, parts in (("<image>a", "2"), ("a", "a"), (" a <image>\n<image> b ", "4")):
         for row in ({"prompt": text}, {"prompt": [{"role": "user", "content": text}]}):
-            assert prompt.renderer(of_images, as_text)(row) == parts
-            assert parts == preprocess_data(row, None, "prompt", None, as_text)[0]
-            assert prompt.renderer(of_text, as_text)(row) == text
+            assert render(row) == parts == preprocess_data(row, None, "prompt", None, as_text)[0]

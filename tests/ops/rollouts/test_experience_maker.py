@@ -7,7 +7,7 @@ import ray
 import torch
 from openrlhf.cli import train_ppo_ray as upstream
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
-from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
+from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.utils.config import hierarchize
 
@@ -15,7 +15,6 @@ from arlopti_openrlhf import bindings
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.ops import controller
 from arlopti_openrlhf.ops.controller import Controller
-from arlopti_openrlhf.ops.rollouts import experience_maker
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
 
 GROUP, LENGTH = 8, 5
@@ -136,42 +135,6 @@ def make_sample(**info: float) -> Experience:
         rewards=torch.tensor([1.0]),
         info={name: torch.tensor([value]) for name, value in info.items()},
     )
-
-
-def make_samples() -> list[Experience]:
-    samples = [make_sample(reward=float(i), clipped=True) for i in range(8)]
-    for i in (1, 2, 6):
-        samples[i].info["steps"] = torch.tensor([i])  # an integer
-    return samples
-
-
-def test_metrics_that_some_samples_lack(monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(experience_maker.logger, "warning", lines.append)
-    maker = make_maker(ExperienceMaker)
-    for _ in range(2):
-        samples = make_samples()
-        batches = maker.split_rollout_samples(samples)
-        # What upstream's replay buffer does with them, and then the mean that is logged.
-        items = [item for batch in batches for item in split_experience_batch(batch)]
-        info = make_experience_batch(items).info
-        assert torch.stack(info["steps"]).mean().item() == pytest.approx((1 + 2 + 6) / 3)
-        assert torch.stack(info["reward"]).tolist() == list(range(8)) and all(info["clipped"])
-        assert torch.stack(info["steps"])[[1, 2, 6]].tolist() == [1, 2, 6]
-    assert len(lines) == 1 and "5 of 8 samples have no `steps`" in lines[0]
-
-
-def test_upstream_cannot_batch_them():
-    with pytest.raises(ValueError, match="steps"):
-        for batch in make_maker(RemoteExperienceMaker).split_rollout_samples(make_samples()):
-            split_experience_batch(batch)
-
-
-def test_metrics_that_all_samples_have_stay_as_they_are():
-    samples = [make_sample(reward=1.0, clipped=True), make_sample(reward=2.0, clipped=False)]
-    before = [dict(sample.info) for sample in samples]
-    make_maker(ExperienceMaker).split_rollout_samples(samples)
-    assert all(sample.info[name] is info[name] for sample, info in zip(samples, before, strict=True) for name in info)
 
 
 class Policy:

@@ -153,17 +153,16 @@ def test_data_for_less_than_one_step(samples, tiny_data, prepare):
             prepare(tiny_data, f"{sizes} --rollout.batch_size 64")
 
 
-def test_the_log_shows_the_first_prompt_in_which_image_is_a_word(tmp_path, prepare, caplog):
-    """Upstream would make a list of parts of the prompt, whose text a model without vision would get."""
+def test_the_log_shows_the_first_prompt(tmp_path, prepare, caplog):
     logger = logging.getLogger("arlopti_openrlhf.ops.rollouts.prompts")
     logger.addHandler(caplog.handler)
     path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"prompt": "Is <image> a tag?", "label": "1"}) + "\n")
+    path.write_text(json.dumps({"prompt": "Is it a tag?", "label": "1"}) + "\n")
     loader, _, _ = prepare(path, "--rollout.n_samples_per_prompt 1 --rollout.batch_size 1 --train.batch_size 1")
     logger.removeHandler(caplog.handler)
-    expected = "<|im_start|>user\nIs <image> a tag?<|im_end|>\n<|im_start|>assistant\n<think>"
+    expected = "<|im_start|>user\nIs it a tag?<|im_end|>\n<|im_start|>assistant\n<think>"
     assert loader.loader.dataset.prompts == [expected]
-    assert f"the first prompt as the model gets it: 43 tokens\n  {expected!r}" in caplog.text
+    assert f"the first prompt as the model gets it: 38 tokens\n  {expected!r}" in caplog.text
 
 
 def test_seeds_differ_and_stay():

@@ -433,11 +433,11 @@ def test_the_packages_rewards_by_name_and_as_files_for_openrlhf(name, is_path, r
     assert not output["scores_are_rewards"]
 
 
-def test_samples_with_and_without_scores_and_metrics_make_a_batch(tmp_path, monkeypatch):
+def test_samples_with_and_without_scores_make_a_batch(tmp_path, monkeypatch):
     """They pass upstream's executor, samples generator, micro-batches and replay buffer, as in a run."""
     lines: list[str] = []
     monkeypatch.setattr(rollout_samples.logger, "warning", lines.append)
-    only_some = '({"scores": [1.0], "extra_logs": {"steps": [4]}} if labels[0] == "b" else {})'
+    only_some = '({"scores": [1.0]} if labels[0] == "b" else {})'
     path = write(tmp_path / "r.py", f'return {{"rewards": [0.5]}} | {only_some}')
     executor = RewardExecutor([path])
     outputs = [output for label in "abab" for output in execute(executor, label=label)]
@@ -451,7 +451,6 @@ def test_samples_with_and_without_scores_and_metrics_make_a_batch(tmp_path, monk
     [batch] = maker.split_rollout_samples(samples)
     info = make_experience_batch(split_experience_batch(batch)).info
     assert torch.stack(info["score"]).tolist() == [0.5, 1.0, 0.5, 1.0]
-    assert torch.stack(info["steps"]).tolist() == [4] * 4
 
 
 def test_without_a_reward_source_only_responses():
