@@ -10,19 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-# Before the stand-ins: these look around for what is installed, and have to see it as it is.
-import peft  # noqa: F401
 import torch
-import transformers  # noqa: F401
-from missing_packages import stand_ins
 
 from arlopti_openrlhf import cpu
 
-with stand_ins():
-    cpu.enable()
-    from openrlhf.trainer.ray import ppo_actor  # noqa: F401
-
-    from arlopti_openrlhf.update import trainer  # noqa: F401
+cpu.enable()
 
 import gpu_arithmetic  # noqa: E402
 from gpu_exactness import compare, left_out  # noqa: E402

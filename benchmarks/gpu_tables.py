@@ -21,12 +21,11 @@ trained weights."""
 
 
 def headline(record: dict) -> str:
-    """Return the machine, its versions, and what is not installed, in two lines."""
+    """Return the machine and its versions in a line."""
     machine = dict(record["machine"])
     facts = ("processor", "bf16_instructions", "products")
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name not in facts)
-    absent = ", ".join(record["not_installed"]) or "nothing"
-    return f"{machine['processor']}; {versions}.\nNot installed, and not needed: {absent}."
+    return f"{machine['processor']}; {versions}."
 
 
 def exactness_row(row: dict) -> str:
