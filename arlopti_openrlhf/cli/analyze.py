@@ -3,8 +3,8 @@
     arlopti analyze --model CHECKPOINT --data kk_train.jsonl --out analysis --report
     arlopti analyze --runs GRPO=run1,run2 "AR + Lopti=run3,run4" --out analysis
 
---model gives fig1-fig3 (one update: gradients and changes by probability), agreement (which tokens' gradients agree
-between prompts, and which token methods lower the others) and fig5 (words); --runs gives fig6-fig8 (training curves).
+--model gives fig1-fig3 (one update: gradients and changes by probability) and fig5 (words); --runs gives fig6-fig8
+(training curves).
 Each figure is a picture (fig1.png) and its data (fig1.json). Several models, or a folder that holds several
 checkpoints, all get the same prompts. Each then has a folder of its own, and fig5 shows them together.
 
@@ -32,7 +32,7 @@ from arlopti_openrlhf.lab.analysis import curves
 from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
-FIGURES = ("fig1", "fig2", "fig3", "agreement")
+FIGURES = ("fig1", "fig2", "fig3")
 
 
 def main() -> None:
@@ -121,8 +121,7 @@ def make_parser() -> Parser:
     add("--tokens", type=integer(1), help=most)
     add("--seed", type=int, default=0, help="seed of the draw and of sampling (default: 0)")
     add = parser.add_argument_group("the update").add_argument
-    which = "what to show in addition to fig5 (default: all, on a CPU without agreement)"
-    add("--figures", choices=FIGURES, nargs="+", help=which)
+    add("--figures", choices=FIGURES, nargs="+", default=list(FIGURES), help="what to show in addition to fig5 (default: all)")
     of_alpha = "values of AR's α (default: 0.1 0.3 0.5, or 0.3 on a CPU)"
     add("--alpha", type=number("(0, 1]"), nargs="+", help=of_alpha)
     of_eta = "values of Lopti's η (default: 0.3 0.5 0.7, or 0.5 on a CPU)"
@@ -146,11 +145,6 @@ def make_parser() -> Parser:
     add("--layer-tokens", type=integer(10), help="tokens that Fig. 2 shows (default: 300, or 100 on a CPU)")
     size = "most tokens of one forward and backward pass, as far as memory allows (default: 4096, or 1024 on a CPU)"
     add("--micro-batch-tokens", type=integer(1), help=size)
-    cells = (
-        "what divides the tokens, in addition to the sign of the advantage, where it is asked whose gradients agree "
-        "between prompts (default: probability)"
-    )
-    add("--cells", choices=("probability", "entropy"), default="probability", help=cells)
     runs = "TensorBoard folders of training runs; the folders of one label are seeds of one setting"
     add = parser.add_argument
     add("--runs", nargs="+", default=[], type=_labelled, metavar="LABEL=DIR[,DIR]", help=runs)

@@ -10,11 +10,11 @@ from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_logs
 from arlopti_testing.browser import CHROMIUM, chromium
 
 from arlopti_openrlhf.cli import analyze
-from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, memory, models, report, rollouts
+from arlopti_openrlhf.lab.analysis import figures, memory, models, report, rollouts
 from arlopti_openrlhf.lab.analysis.policy import Policy
 from arlopti_openrlhf.ops.preflight.model import ModelSize
 
-FIGURES = ["agreement", "fig1", "fig2", "fig3", "fig5", "fig6", "fig7", "fig8"]
+FIGURES = ["fig1", "fig2", "fig3", "fig5", "fig6", "fig7", "fig8"]
 
 
 def run(monkeypatch, *arguments: object) -> None:
@@ -62,20 +62,21 @@ def test_every_figure_is_a_picture_and_its_data(analysis):
     assert words["Causal indicator"]["correlation"] > 0.9  # only the right responses say "since"
     (summary,) = json.loads((analysis / "summary.json").read_text(encoding="utf-8")).values()
     assert summary["accuracy"] == pytest.approx(1 / 3) and summary["responses"] == 24
+    assert 0 <= summary["low_tokens"] <= 1 and 0 <= summary["low_gradient"] <= 1
 
 
 def test_the_same_command_keeps_responses_and_figures(analysis, tiny_model, tiny_data, tmp_path, monkeypatch, capsys):
     out = shutil.copytree(analysis, tmp_path / "out")
     (out / "fig3.json").unlink()
     monkeypatch.setattr(rollouts, "sample", lambda *args: pytest.fail("sampled again"))
-    for module, name in ((figures, "figure_1"), (figures, "figure_2"), (gradient_agreement, "analyze")):
+    for module, name in ((figures, "figure_1"), (figures, "figure_2")):
         monkeypatch.setattr(module, name, lambda *args: pytest.fail("computed again"))
     # The figure that is not there is made again, and one whose flag has changed.
     run(monkeypatch, *asked(tiny_model, tiny_data, out))
     assert json.loads((out / "fig3.json").read_text("utf-8")) == json.loads(
         (analysis / "fig3.json").read_text("utf-8")
     )
-    assert "fig1, fig2, agreement: done earlier" in capsys.readouterr().out
+    assert "fig1, fig2: done earlier" in capsys.readouterr().out
     run(monkeypatch, *asked(tiny_model, tiny_data, out), "--eta", 0.2)
     assert "Lopti η=0.2" in json.loads((out / "fig3.json").read_text("utf-8"))["right_direction"]
     # Nothing is left to do.

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.lab.analysis import figures, gradient_agreement, memory, method_effects, rollouts, words
+from arlopti_openrlhf.lab.analysis import figures, memory, rollouts, words
 from arlopti_openrlhf.lab.analysis.kept import Kept
 from arlopti_openrlhf.lab.analysis.policy import (
     BACKWARD,
@@ -31,16 +31,17 @@ from arlopti_openrlhf.lab.scoring.inputs import Row, encode
 from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
 from arlopti_openrlhf.ops.preflight.finding import in_words
 from arlopti_openrlhf.ops.preflight.model import model_size
+from arlopti_openrlhf.token_update import low_probability_mask
+from arlopti_openrlhf.update.token_statistics import logit_gradient_norm
 
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
 _FEW = 30  # positive tokens in a bin of Fig. 3
-_OF_CELLS = 6  # what the cells of the agreement cost in all, in passes over the batch, about
+_MIDDLE = 0.5  # the paper's η
 # What an unset flag is. On a CPU, a model of more than _SMALL parameters gets what takes two cores 20 minutes.
 _DEFAULTS: dict[str, Any] = {
     "samples": 8,
     "max_new_tokens": 1024,
     "tokens": None,
-    "figures": ["fig1", "fig2", "fig3", "agreement"],
     "alpha": [0.1, 0.3, 0.5],
     "eta": [0.3, 0.5, 0.7],
     "layer_tokens": 300,
@@ -49,7 +50,6 @@ _DEFAULTS: dict[str, Any] = {
 _CPU_DEFAULTS: dict[str, Any] = {
     "samples": 4,
     "max_new_tokens": 256,
-    "figures": ["fig1", "fig2", "fig3"],
     "alpha": [0.3],
     "eta": [0.5],
     "layer_tokens": 100,
@@ -75,7 +75,6 @@ class Settings(NamedTuple):
     layers: Sequence[int] | None  # of Fig. 2, from 1; None stands for first, middle and last
     layer_tokens: int  # of Fig. 2
     micro_batch_tokens: int
-    cells: str  # of the agreement: "probability" or "entropy"
 
 
 def check_layers(model: str, layers: Sequence[int]) -> None:
@@ -118,7 +117,7 @@ def analyze_model(
     """Analyse one model's responses to the rows. The folder gets the responses, and each figure once it is done.
 
     Returns:
-        The model's summary, {figure: data} for Fig. 1-3 and the agreement, and the data of Fig. 5.
+        The model's summary, {figure: data} for Fig. 1-3, and the data of Fig. 5.
     """
     limit = f", at most {settings.tokens:,} tokens in all (--tokens)" if settings.tokens else ""
     print(f"{name}: {settings.samples} responses to each of {len(rows)} prompts{limit}", flush=True)
@@ -148,7 +147,6 @@ def analyze_model(
         "fig1": update,
         "fig2": [settings.layers, settings.layer_tokens],
         "fig3": [*update, settings.alpha, settings.eta],
-        "agreement": [settings.cells, settings.seed],
     }
     kept = Kept(folder, [*offline.version_of(model), settings.temperature], batch, depends)
     _make(policy, batch, tokens, settings, kept, wanted, progress)
@@ -156,8 +154,6 @@ def analyze_model(
     for figure in ("fig1", "fig3"):
         if figure in data:
             summary["learning_rate"] = data[figure]["learning_rate"]
-    if "agreement" in data:
-        summary["agreement"] = method_effects.sentences(data["agreement"])
     summary["notices"] += empty_bins(data)
     # Make room. vLLM, which samples the next model's responses, needs the GPU's memory.
     del policy
@@ -171,18 +167,18 @@ def analyze_model(
 
 def _summarize(graded: Sequence[rollouts.Graded], batch: rollouts.Batch, tokens: Tokens) -> dict[str, Any]:
     scores = [g.score for g in graded if g.score is not None]
-    shares = method_effects.gradient_by_probability(batch, tokens) if batch.advantages.any() else None
+    norm = logit_gradient_norm(batch.advantages, tokens.log_probs, tokens.squared_rest)
+    low = low_probability_mask(tokens.log_probs, batch.action_mask, _MIDDLE)
+    has_gradient = bool(batch.advantages.any())
     return {
         "responses": len(graded),
         "reward": sum(g.reward for g in graded) / len(graded),
         "accuracy": sum(scores) / len(scores) if len(scores) == len(graded) else None,
         "length": sum(len(g.response_ids) for g in graded) / len(graded),
         "entropy": tokens.entropy[batch.action_mask].mean().item(),
-        "low_tokens": shares and shares["low_tokens"],
-        "low_gradient": shares and shares["low_gradient"],
+        "low_tokens": (low.sum() / batch.action_mask.sum()).item() if has_gradient else None,
+        "low_gradient": (norm[low].sum() / norm[batch.action_mask].sum()).item() if has_gradient else None,
         "learning_rate": None,
-        "shares": shares,
-        "agreement": None,
         "notices": [],
     }
 
@@ -196,13 +192,6 @@ def _possible(settings: Settings, batch: rollouts.Batch) -> tuple[list[str], lis
         notices.append(
             f"All {settings.samples} responses to each prompt earned the same reward. No token has an advantage, so "
             "there is no update to analyse (Fig. 1, Fig. 3). More prompts, or easier or harder ones, may help."
-        )
-    least = gradient_agreement.LEAST_PROMPTS
-    if "agreement" in wanted and len(gradient_agreement.informative_prompts(batch)) < least:
-        wanted.remove("agreement")
-        notices.append(
-            f"Fewer than {least} prompts have responses of different reward, too few to ask whether their gradients "
-            "agree. More --prompts would help."
         )
     return wanted, notices
 
@@ -227,7 +216,6 @@ def _make(
         "update": gradient + (1 + searches) * forward,
         "fig1": 3 * gradient + 2 * forward,  # the highest quarter takes no pass
         "fig3": (alphas + 3 * etas) * gradient + (1 + alphas + etas) * positive,
-        "agreement": (1 + _OF_CELLS) * gradient,
     }
     phases = [*missing, *(["update"] if {"fig1", "fig3"} & set(missing) else [])]
     minutes = sum(work[phase] for phase in phases) / progress.rate / 60
@@ -249,10 +237,6 @@ def _make(
         if "fig3" in missing:
             with progress.phase("Fig. 3", work["fig3"]):
                 kept.write("fig3", figures.figure_3(policy, batch, tokens, update, settings.alpha, settings.eta))
-    if "agreement" in missing:
-        with progress.phase("agreement", work["agreement"]):
-            found = gradient_agreement.analyze(policy, batch, tokens, settings.cells, settings.seed)
-            kept.write("agreement", found)
 
 
 def _work(batch: rollouts.Batch, selected: Tensor) -> int:
@@ -287,9 +271,9 @@ def describe(summary: dict) -> list[str]:
         f"mean reward {summary['reward']:.3f}, {accuracy}"
         f"{summary['length']:.0f} tokens per response, entropy {summary['entropy']:.3f} nats"
     ]
-    if summary["shares"]:
+    if summary["low_tokens"] is not None:
         lines.append(
-            f"tokens with probability < {method_effects.MIDDLE}: {summary['low_tokens']:.1%}, "
+            f"tokens with probability < {_MIDDLE}: {summary['low_tokens']:.1%}, "
             f"{summary['low_gradient']:.1%} of the gradient"
         )
-    return [f"  {line}" for line in (*lines, *(summary["agreement"] or ()), *summary["notices"])]
+    return [f"  {line}" for line in (*lines, *summary["notices"])]

@@ -8,10 +8,8 @@ import matplotlib
 matplotlib.use("Agg")
 from cycler import cycler  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 _DPI = 130
@@ -146,9 +144,13 @@ def _figure_5(data: dict) -> Figure:
         y = [j + (i - (len(data) - 1) / 2) * height for j in range(len(categories))]
         results = [by_category[name] for name in categories]
         for place, result in zip(y, results, strict=True):
-            _interval(
-                correlation, place, result["correlation"], result["low"], result["high"], colour, "does not vary"
-            )
+            middle, low, high = (result[key] for key in ("correlation", "low", "high"))
+            if middle is None or low is None or high is None:
+                correlation.text(0.02, place, "does not vary", va="center", fontsize=7)
+                continue
+            # A percentile interval need not hold the value.
+            error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
+            correlation.errorbar(middle, place, xerr=error, fmt="o", color=colour, markersize=4, capsize=2)
         bars = frequency.barh(y, [r["per_1000_words"] for r in results], height * 0.9, color=colour, label=model)
         labels = [f"{r['per_1000_words']:.3g} (in {r['responses']:.1%} of responses)" for r in results]
         frequency.bar_label(bars, labels, fontsize=7, padding=2)
@@ -162,47 +164,6 @@ def _figure_5(data: dict) -> Figure:
         frequency.set_xlim(0, 1)
     if len(data) > 1:
         figure.legend(*frequency.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(data)))
-    return figure
-
-
-def _interval(
-    axis: Axes, y: float, middle: float | None, low: float | None, high: float | None, colour: str, missing: str
-) -> None:
-    """Draw a value with its interval at a height, or say that it is missing."""
-    if middle is None or low is None or high is None:
-        axis.text(0.02, y, missing, va="center", fontsize=7)
-        return
-    # A percentile interval need not hold the value.
-    error = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-    axis.errorbar(middle, y, xerr=error, fmt="o", color=colour, markersize=4, capsize=2)
-
-
-def _agreement(data: dict) -> Figure:
-    cells = data["cells"]
-    figure, axes = plt.subplots(1, 3, figsize=(11, 0.8 + 0.36 * len(cells)), layout="constrained", sharey=True)
-    shares, cosines, contributions = axes
-    colours = {"agrees": _COLOURS[2], "opposes": _COLOURS[1], "no agreement": _COLOURS[-1]}
-    ink = plt.rcParams["text.color"]
-    for y, cell in enumerate(cells):
-        if cell["found"] not in colours:
-            cosines.text(0, y, "  no gradient", va="center", fontsize=7)
-            continue
-        colour = colours[cell["found"]]
-        shares.barh(y, cell["share"], 0.7, color=colour)
-        for axis, value, prefix in ((cosines, "cosine", ""), (contributions, "contribution", "contribution_")):
-            _interval(axis, y, cell[value], cell[f"{prefix}low"], cell[f"{prefix}high"], colour, "")
-    if data["whole"]:
-        cosines.axvline(data["whole"]["cosine"], color=ink, linewidth=0.8, linestyle=":")
-    for axis in axes:
-        axis.axvline(0, color=ink, linewidth=0.8)
-    shares.set_yticks(range(len(cells)), [f"{c['name']} ({c['tokens']:,})" for c in cells])
-    shares.invert_yaxis()
-    shares.set(title="share of the gradient\n(adds up to 1)", xlabel="⟨$g_c$, g⟩ / ‖g‖²")
-    halves = f"gradient of the other half of {data['prompts']} prompts"
-    cosines.set(title=f"agreement: cosine with the whole\n{halves}", xlabel="cosine (95%)")
-    contributions.set(title="part of that agreement\n(adds up to the dotted line)", xlabel="contribution (95%)")
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -229,7 +190,6 @@ def _curves(data: list[dict]) -> Figure:
 
 
 _DRAW: dict[str, Callable[..., Figure]] = {
-    "agreement": _agreement,
     "fig1": _figure_1,
     "fig2": _figure_2,
     "fig3": _figure_3,

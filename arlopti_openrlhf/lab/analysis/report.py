@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from arlopti_openrlhf.lab.analysis import plots
-from arlopti_openrlhf.lab.analysis.method_effects import MIDDLE
 
 
 class Table(NamedTuple):
@@ -38,11 +37,10 @@ def page(summaries: dict[str, dict], figures: dict[str, dict[str, Any]], configu
         "accuracy": "{accuracy:.3f}",
         "tokens per response": "{length:.0f}",
         "entropy, nats": "{entropy:.3f}",
-        f"tokens with π < {MIDDLE}": "{low_tokens:.1%}",
+        "tokens with π < 0.5": "{low_tokens:.1%}",
         "their share of the gradient": "{low_gradient:.1%}",
     }
     return environment.get_template("report.html.j2").render(
-        middle=MIDDLE,
         summary=_table("model", columns, summaries),
         models=[_model(name, summary, figures[name]) for name, summary in summaries.items()],
         pictures=_pictures(figures[""]),
@@ -69,24 +67,13 @@ def _table(corner: str, columns: dict[str, str], items: Mapping[str, Any], capti
 
 def _model(name: str, summary: dict, figures: dict[str, Any]) -> dict[str, Any]:
     """Return what the template shows of one model."""
-    shares = []
-    if summary["shares"]:
-        shown = (
-            ("α", "low_gradient_by_alpha", f"AR: share of the gradient that tokens with π < {MIDDLE} have."),
-            ("η", "low_gradient_by_eta", "Lopti: share of the gradient that its first step has."),
-        )
-        for symbol, key, caption in shown:
-            columns = {value: f"{{shares[{i}]:.1%}}" for i, value in enumerate(summary["shares"][key])}
-            items = {"share": {"shares": list(summary["shares"][key].values())}}
-            shares.append(_table(symbol, columns, items, caption))
-    makers = {"agreement": _agreement_tables, "fig1": _quarters_tables, "fig3": _direction_tables}
+    makers = {"fig1": _quarters_table, "fig3": _direction_table}
     return {
         "name": name,
         "summary": summary,
         "direction": _direction(figures["fig3"]) if "fig3" in figures else "",
-        "shares": shares,
         "pictures": _pictures(figures),
-        "tables": [table for figure, make in makers.items() if figure in figures for table in make(figures[figure])],
+        "tables": [make(figures[figure]) for figure, make in makers.items() if figure in figures],
     }
 
 
@@ -98,37 +85,7 @@ def _pictures(figures: dict[str, Any]) -> dict[str, dict[str, str]]:
     }
 
 
-def _agreement_tables(data: dict) -> list[Table]:
-    columns = {
-        "tokens": "{tokens:,}",
-        "share at the logits": "{logit_share:.1%}",
-        "share ⟨g_c, g⟩ / ‖g‖²": "{share:.3f}",
-        "norm ‖g_c‖ / ‖g‖": "{norm:.3f}",
-        "cosine with other prompts (95%)": "{cosine:.3f} ({low:.3f} to {high:.3f})",
-        "contribution": "{contribution:.4f}",
-        " ": "{found}",
-    }
-    cells = {cell["name"]: cell for cell in data["cells"]} | {"all": {"found": ""} | (data["whole"] or {})}
-    tables = [_table("", columns, cells, "The agreement in numbers.")]
-    if data["methods"]:
-        columns = {
-            "lowers": "{lowers}",
-            "noise by": "{noise:.1%}",
-            "signal by": "{signal:.1%}",
-            "cells that agree have": "{agreeing_before:.1%}",
-            "and with the method": "{agreeing_after:.1%}",
-        } | {cell["name"]: f"{{weights[{i}]:.2f}}" for i, cell in enumerate(data["cells"])}
-        caption = (
-            "What each token method does at its default constants: which cells' share of the gradient at the logits "
-            "it lowers, by how much, and its mean weight in each cell."
-        )
-        if data["left_out"]:
-            caption += " Left out: " + "; ".join(data["left_out"].values()) + "."
-        tables.append(_table("", columns, data["methods"], caption))
-    return tables
-
-
-def _quarters_tables(data: dict) -> list[Table]:
+def _quarters_table(data: dict) -> Table:
     columns = {
         "tokens": "{tokens:,}",
         "gradient norm, all parameters": "{gradient_norm:.3g}",
@@ -141,10 +98,10 @@ def _quarters_tables(data: dict) -> list[Table]:
         f"π {group['name']}": group | {name: change["mean_absolute"][i] for name, change in data["change"].items()}
         for i, group in enumerate(data["groups"])
     }
-    return [_table("", columns, groups, "Fig. 1 in numbers.")]
+    return _table("", columns, groups, "Fig. 1 in numbers.")
 
 
-def _direction_tables(data: dict) -> list[Table]:
+def _direction_table(data: dict) -> Table:
     heads = [f"{name} ({number:,})" for name, number in zip(data["bins"], data["positive_tokens"], strict=True)]
     columns = {head: f"{{bins[{i}][share]:.3f}} ± {{bins[{i}][ci95]:.3f}}" for i, head in enumerate(heads)}
     methods = {name: {"bins": results} for name, results in data["right_direction"].items()}
@@ -152,7 +109,7 @@ def _direction_tables(data: dict) -> list[Table]:
         "Fig. 3 in numbers: share of positive tokens whose probability rises, ± 95%. Log-probabilities are exact to "
         f"{data['median_rounding_of_log_probs']:.0e} (median)."
     )
-    return [_table("", columns, methods, caption)]
+    return _table("", columns, methods, caption)
 
 
 def _direction(data: dict) -> str:
