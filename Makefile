@@ -5,7 +5,6 @@ SHELL := bash
 .PHONY: help setup test long quickstart pretrained lint chaos modes fuzz upstream docs dist clean
 
 SEED ?= 0
-TASK ?= sums
 LOCK := requirements/lock.txt
 TORCH := requirements/torch.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
@@ -25,7 +24,7 @@ help:
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
 	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, runs survive five and eight faults, study.replicate as a toy"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
-	@echo "make pretrained  set up, then train SmolLM2-135M-Instruct to calculate, or with TASK=puzzles on Knights and Knaves"
+	@echo "make pretrained  set up, then train SmolLM2-135M-Instruct to calculate"
 	@echo "make lint        set up, then ruff (rules and format), mypy, import-linter, and hadolint"
 	@echo "make chaos       set up, then inject faults into tiny trainings, one by one; ARGS=--nemesis SEED=1 draws eight for one run"
 	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
@@ -68,7 +67,7 @@ quickstart: setup
 	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --seed $(SEED) $(ARGS)
 
 pretrained: setup
-	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --task $(TASK) --seed $(SEED) $(ARGS)
+	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --task sums --seed $(SEED) $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -251,8 +251,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     x = Experiment(model, args.gpus or (1 if name else 4), size, out, tuple(args.flags))
     if size.steps % x.evaluations:
         parser.error(f"argument --steps: {size.steps} is no multiple of {x.evaluations}, the number of evaluations")
-    if args.small == "puzzles" and not args.model:
-        parser.error("argument --model: --small puzzles begins with a warm-started policy, such as make pretrained's")
     if args.flags:
         command_line.parse(args.flags)
         names = {word.partition("=")[0] for word in args.flags if word.startswith("--")}
@@ -346,7 +344,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", help=f"folder or name (default: {_MODEL}; with --toy and --small sums, one that is made)")
+    add("--model", help=f"folder or name (default: {_MODEL}; with --toy and --small, one that is made)")
     add("--gpus", type=int, choices=(1, 2, 4, 8), help="of this machine (default: 4; 1 with --toy and --small)")
     add(
         "--arms",
@@ -369,7 +367,7 @@ def make_parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--small",
         choices=SMALL,
-        help="SmolLM2-135M-Instruct on arithmetic or on Knights and Knaves, in one process, without Ray and vLLM",
+        help="SmolLM2-135M-Instruct on arithmetic, in one process, without Ray and vLLM",
     )
     which.add_argument(
         "--toy", action="store_true", help="two steps of a tiny policy of its own, to try everything on a CPU"

@@ -71,28 +71,23 @@ TOY = Size(
 _SMALL_FLAGS = "--ds.attn_implementation sdpa --ds.zero_stage 2 --vllm.enforce_eager --vllm.sync_backend gloo"
 
 
-def _small(task: str, steps: int, held_out: int, save_steps: int, epochs: int) -> Size:
-    """Return the size of runs of a quickstart's task, each in one process."""
-    of = TASKS[task]
-    return Size(
-        people=(),
-        prompts=of.prompts_per_step,
-        steps=steps,
-        held_out=held_out,
-        max_new_tokens=of.max_new_tokens,
-        max_len=of.max_len,
-        save_steps=save_steps,
-        epochs=epochs,
-        temperature=1.0,
-        flags=f"{_SMALL_FLAGS} {of.flags}",
-        on_gpu=0,
-        task=task,
-    )
-
-
+_SUMS = TASKS["sums"]
+# Of the quickstart's task, each run in one process.
 SMALL = {
-    "sums": _small("sums", steps=40, held_out=123, save_steps=8, epochs=1),
-    "puzzles": _small("puzzles", steps=100, held_out=64, save_steps=5, epochs=5),
+    "sums": Size(
+        people=(),
+        prompts=_SUMS.prompts_per_step,
+        steps=40,
+        held_out=123,
+        max_new_tokens=_SUMS.max_new_tokens,
+        max_len=_SUMS.max_len,
+        save_steps=8,
+        epochs=1,
+        temperature=1.0,
+        flags=f"{_SMALL_FLAGS} {_SUMS.flags}",
+        on_gpu=0,
+        task="sums",
+    )
 }
 
 

@@ -224,8 +224,6 @@ def test_a_job_is_submitted_with_its_command(tmp_path):
 
 def test_reinforcement_starts_from_the_fine_tuned_model(tmp_path):
     script = ROOT / "examples/scripts/sft_then_rl.sh"
-    commands = re.findall(rf"^# +python -m {PREPARE} (.*)$", script.read_text(), re.M)
-    assert [prepare_data.make_parser().parse_args(shlex.split(c)).solutions for c in commands] == [True, False]
     tune = tmp_path / "deepspeed"
     tune.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {shlex.quote(str(tmp_path / 'tuned'))}\n")
     tune.chmod(0o755)

@@ -121,7 +121,8 @@ def make_parser() -> Parser:
     add("--tokens", type=integer(1), help=most)
     add("--seed", type=int, default=0, help="seed of the draw and of sampling (default: 0)")
     add = parser.add_argument_group("the update").add_argument
-    add("--figures", choices=FIGURES, nargs="+", default=list(FIGURES), help="what to show in addition to fig5 (default: all)")
+    which = "what to show in addition to fig5 (default: all)"
+    add("--figures", choices=FIGURES, nargs="+", default=list(FIGURES), help=which)
     of_alpha = "values of AR's α (default: 0.1 0.3 0.5, or 0.3 on a CPU)"
     add("--alpha", type=number("(0, 1]"), nargs="+", help=of_alpha)
     of_eta = "values of Lopti's η (default: 0.3 0.5 0.7, or 0.5 on a CPU)"

@@ -15,7 +15,7 @@ COMMANDS = {
     "evaluate": ("evaluate", "measure the accuracy of models, with intervals"),
     "analyze": ("analyze", "draw the paper's figures from a policy and from runs"),
     "data": ("prepare_data", "make puzzles, or convert published data sets"),
-    "model": ("prepare_model", "make a pretrained model: SmolLM2-135M, or a GGUF file"),
+    "model": ("prepare_model", "make a pretrained model, SmolLM2-135M"),
     "serve": ("serve_rewards", "serve rule rewards to many runs"),
     "quickstart": ("quickstart", "train the whole stack on this machine, without a GPU"),
 }

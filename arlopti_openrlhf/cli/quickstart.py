@@ -3,9 +3,8 @@
     arlopti quickstart --seed 0
     arlopti quickstart --task sums
 
-The task `tiny` makes a policy of 1.0M parameters and trains it on Knights and Knaves. The others fetch a pretrained
-model of 135M parameters, SmolLM2-135M-Instruct. `sums` trains it to calculate, and `puzzles`, after a warm start, on
-Knights and Knaves. The same command resumes a run that ended early.
+The task `tiny` makes a policy of 1.0M parameters and trains it on Knights and Knaves. `sums` fetches a pretrained
+model, SmolLM2-135M-Instruct, and trains it to calculate. The same command resumes a run that ended early.
 """
 
 from arlopti_openrlhf import interrupts
@@ -32,7 +31,7 @@ from arlopti_openrlhf.lab.analysis.curves import read_scalars
 
 _LOCK = "quickstart.lock"  # in the folder: held by the quickstart that writes there
 _SETTINGS = "settings.json"  # in the folder: what the quickstart there does
-_FOLDERS = ("data", "pretrained", "model", "model.partial", "checkpoint", "checkpoints", "tensorboard", "evaluation")
+_FOLDERS = ("data", "model", "model.partial", "checkpoint", "checkpoints", "tensorboard", "evaluation")
 
 
 def main() -> None:
@@ -93,7 +92,7 @@ def run(plan: Plan, anew: bool = False) -> None:
     write_problems(plan)
     print(f"1/5 {task.data}: {plan.files.train}, held out: {plan.files.test}")
     print(f"2/5 {task.policy}")
-    make_policy(plan, log)
+    make_policy(plan)
     first = evaluate_model(plan, "model", log, "3/5 accuracy before")
     train(plan, log)
     last = evaluate_model(plan, "checkpoint", log, "5/5 accuracy after")
@@ -123,7 +122,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--task", choices=TASKS, default="tiny", help="what to train (default: tiny)")
     add("--seed", type=int, default=0, help="seed of the data, the weights and sampling (default: 0)")
-    folder = "folder for everything (default: outputs/quickstart-SEED, or TASK-SEED for the other tasks)"
+    folder = "folder for everything (default: outputs/quickstart-SEED, or sums-SEED)"
     add("--out", type=Path, help=folder)
     add("--force", action="store_true", help="begin anew, in place of what is in that folder")
     add("--reduced", action="store_true", help="a few steps of everything, which test the set-up and teach nothing")
@@ -168,7 +167,7 @@ def write_problems(plan: Plan) -> None:
         write_rows(rows, path)
 
 
-def make_policy(plan: Plan, log: Log) -> None:
+def make_policy(plan: Plan) -> None:
     """Make the task's policy, unless it is there."""
     from arlopti_openrlhf import cpu
 
@@ -178,7 +177,7 @@ def make_policy(plan: Plan, log: Log) -> None:
     if cpu.uses_cpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving the policy imports DeepSpeed, which would warn
     shutil.rmtree(partial, ignore_errors=True)
-    plan.task.make_policy(plan, partial, log)
+    plan.task.make_policy(plan, partial)
     partial.rename(folder)
 
 

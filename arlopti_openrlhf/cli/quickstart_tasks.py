@@ -1,18 +1,13 @@
 """What `arlopti quickstart` trains: the data, the policy, the reward and the flags of each task."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
-from arlopti_openrlhf.cli.processes import Log
 from arlopti_openrlhf.lab.data import sums
 from arlopti_openrlhf.lab.scoring.inputs import Row
 
 PEOPLE = (2, 3)
-_SFT_BATCH, _SFT_MICRO_BATCH, _SFT_SAVE_STEPS = 16, 4, 4
 
 
 class Size(NamedTuple):
@@ -33,7 +28,7 @@ class Task(NamedTuple):
     data: str  # what its problems are
     policy: str  # where its policy comes from
     make_rows: Callable[..., list[Row]]  # (count, *, held_out, seed)
-    make_policy: Callable[["Plan", Path, Log], None]  # (plan, folder to write, log of other programs)
+    make_policy: Callable[["Plan", Path], None]  # (plan, folder to write)
     full: Size
     reduced: Size
     prompts_per_step: int
@@ -74,57 +69,19 @@ def _puzzles_of_few_names(count: int, **options) -> list[Row]:
     return generate_rows(PEOPLE, count // len(PEOPLE), names=tiny_policy.NAMES, **options)
 
 
-def _puzzles_without_instruction(count: int, **options) -> list[Row]:
-    """Make puzzles of two people without the published system text, which is half of a prompt."""
-    from arlopti_openrlhf.lab.data.preparation import generate_rows
-
-    rows = generate_rows((2,), count, **options)
-    return [row | {"prompt": [turn for turn in row["prompt"] if turn["role"] != "system"]} for row in rows]
-
-
-def _tiny_policy(plan: Plan, folder: Path, log: Log) -> None:
+def _tiny_policy(plan: Plan, folder: Path) -> None:
     from arlopti_openrlhf.lab.data import tiny_policy
 
     tiny_policy.make_policy(folder, people=PEOPLE, seed=plan.seed, steps=plan.size.warm_start_steps)
 
 
-def _smollm2(plan: Plan, folder: Path, log: Log) -> None:
+def _smollm2(plan: Plan, folder: Path) -> None:
     from arlopti_openrlhf.lab import pretrained
 
     try:
         pretrained.make_smollm2(folder)
     except pretrained.ModelError as error:  # such as no network
         raise SystemExit(f"arlopti quickstart: error: {error}") from None
-
-
-def _taught_smollm2(plan: Plan, folder: Path, log: Log) -> None:
-    """Fine-tune SmolLM2 on worked solutions, by OpenRLHF's train_sft."""
-    from transformers import AutoTokenizer
-
-    from arlopti_openrlhf.lab.data import knights_knaves
-    from arlopti_openrlhf.lab.data.preparation import render, write_rows
-
-    pretrained, solved = plan.out / "pretrained", plan.out / "data" / "solved.jsonl"
-    checkpoints = pretrained / "checkpoints"
-    _smollm2(plan, pretrained, log)
-    tokenizer = AutoTokenizer.from_pretrained(pretrained)
-    tokenizer.chat_template = knights_knaves.CHAT_TEMPLATE  # answers begin inside <think>, as the published ones do
-    tokenizer.save_pretrained(pretrained)
-    count = plan.size.warm_start_steps * _SFT_BATCH
-    rows = _puzzles_without_instruction(count, held_out=False, seed=plan.seed + 1_000_000, solutions=True)
-    write_rows(render(rows, str(pretrained)), solved)
-    flags = f"""
-        --data.input_key prompt --data.output_key response --data.input_template {{}} --data.max_len 512
-        --adam.lr 2e-4 --train.batch_size {_SFT_BATCH} --train.micro_batch_size {_SFT_MICRO_BATCH}
-        --train.max_epochs 1 --train.seed {plan.seed} --ds.zero_stage 2 --ds.attn_implementation sdpa
-        --ckpt.save_steps {_SFT_SAVE_STEPS} --ckpt.max_num 2 --ckpt.load_enable
-    """.split()
-    flags += [f"--model.model_name_or_path={pretrained}", f"--data.dataset={solved}"]
-    flags += [f"--ckpt.output_dir={folder}", f"--ckpt.path={checkpoints}"]
-    with tqdm(total=len(rows) // _SFT_MICRO_BATCH, desc="2/5 supervised fine-tuning", unit="micro-batch") as bar:
-        progress = r"Train step of epoch 0: .*?(\d+)/\d+ \[.*gpt_loss=(?P<loss>[\d.]+)"
-        log.follow("arlopti_openrlhf.lab.train_sft", flags, bar, progress)
-    shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 _TASKS = (
@@ -173,29 +130,6 @@ _TASKS = (
             --algo.kl.init_coef 0
             --actor.adam.lr 3e-5
             --rollout.micro_batch_size 64 --train.batch_size 64 --train.micro_batch_size 16
-        """,
-    ),
-    Task(
-        name="puzzles",
-        title="Knights and Knaves",
-        data="puzzles of 2 people",
-        policy="SmolLM2-135M-Instruct, fine-tuned on worked solutions in sentences",
-        make_rows=_puzzles_without_instruction,
-        make_policy=_taught_smollm2,
-        full=Size(steps=12, held_out=64, eval_every=6, eval_problems=12, warm_start_steps=24),
-        reduced=Size(steps=2, held_out=8, eval_every=2, eval_problems=4, warm_start_steps=1),
-        prompts_per_step=4,
-        max_len=512,
-        max_new_tokens=256,
-        eval_samples=4,
-        rewards="from −3 to 3",
-        folder="puzzles",
-        command="make pretrained TASK=puzzles",
-        flags="""
-            --reward.remote_url kk
-            --algo.kl.init_coef 0
-            --actor.adam.lr 3e-5
-            --rollout.micro_batch_size 16 --train.batch_size 32 --train.micro_batch_size 8
         """,
     ),
 )

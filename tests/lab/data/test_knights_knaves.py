@@ -11,7 +11,6 @@ from arlopti_openrlhf.lab.data.knights_knaves import (
     INSTRUCTION,
     NAMES,
     chatml,
-    explained_solution,
     generate,
     hasty_answer,
     is_held_out,
@@ -139,12 +138,11 @@ def test_prompt_is_the_published_one():
     )
 
 
-@pytest.mark.parametrize("write", [worked_solution, explained_solution])
 @pytest.mark.parametrize("num_people", range(2, 9))
-def test_worked_solution_earns_the_full_reward(num_people, write):
+def test_worked_solution_earns_the_full_reward(num_people):
     rng = random.Random(0)
     for puzzle in some(num_people, 20):
-        text = write(puzzle, rng)
+        text = worked_solution(puzzle, rng)
         assert grade(f"<think>{text}", puzzle.solution_text).reward == 3.0
 
 
@@ -160,20 +158,6 @@ def test_worked_solution_by_hand():
     # A trial ends at the first statement that contradicts its speaker's role; James' is never reached here.
     texts = {worked_solution(puzzle, random.Random(seed), solution_first=0.0) for seed in range(50)}
     assert any(" Try Emma knight, James knight: Emma false no. Try" in text for text in texts)
-
-
-def test_explained_solution_by_hand():
-    puzzle = knights_knaves.Puzzle(("Emma", "James"), (("lying", 1), ("telling-truth", 1)), (True, False), "")
-    assert explained_solution(puzzle, random.Random(1)) == (
-        " Suppose Emma is a knight and James is a knave. Emma, a knight, said that James is a knave. That is true, as "
-        "it must be. James, a knave, said that James is a knight. That is false, as it must be. So this is the answer."
-        "</think><answer>(1) Emma is a knight\n(2) James is a knave</answer>"
-    )
-    # A trial ends at the first statement that contradicts its speaker's role; James' is not reached here.
-    texts = {explained_solution(puzzle, random.Random(seed)) for seed in range(50)}
-    wrong = "Emma, a knave, said that James is a knave. That is true, which cannot be. Suppose"
-    assert any(f" Suppose Emma is a knave and James is a knave. {wrong}" in text for text in texts)
-    assert max(text.count("Suppose") for text in texts) == 3
 
 
 def test_a_seed_gives_the_solutions_and_answers_that_it_always_gave():
