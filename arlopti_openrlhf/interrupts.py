@@ -6,8 +6,6 @@ Commands import this before anything that takes long, so it imports next to noth
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -26,10 +24,9 @@ def handled() -> list[signal.Signals]:
 def answer() -> None:
     """End this process at the next of `SIGNALS`, until other handlers take its place. Call it in the main thread.
 
-    It is the first thing that a command calls, so it also opens closed standard streams and requires UTF-8.
+    It is the first thing that a command calls.
     """
-    terminal.open_streams()
-    terminal.ensure_utf8()
+    terminal.escape_streams()
     stderr = os.dup(2)  # DeepSpeed's import leads standard error away while it tries a compiler
     for signum in handled():
         signal.signal(signum, partial(_end, stderr))
@@ -53,35 +50,15 @@ def _end(stderr: int, signum: int, frame: FrameType | None) -> None:
     with suppress(OSError):
         before = "\n" if os.isatty(stderr) else ""  # the cursor may stand behind ^C, or behind a progress bar
         os.write(stderr, f"{before}{terminal.PREFIX}{signal.Signals(signum).name} received\n".encode())
-    children = list(_children())
-    for pid in children:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + _PATIENCE
-    while children and time.monotonic() < deadline:
-        time.sleep(0.02)
-        children = [pid for pid in children if _is_running(pid)]
-    for pid in children:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    import psutil
+
+    children = psutil.Process().children()
+    for child in children:
+        with suppress(psutil.Error):
+            if any("resource_tracker" in word for word in child.cmdline()):  # it ignores SIGTERM, and ends with us
+                children = [other for other in children if other != child]
+            child.terminate()
+    for child in psutil.wait_procs(children, _PATIENCE)[1]:
+        with suppress(psutil.Error):
+            child.kill()
     os._exit(128 + signum)
-
-
-def _children() -> Iterator[int]:
-    """Yield the processes that this one has started, except for those that ignore SIGTERM.
-
-    Python's resource tracker does, and ends with this process.
-    """
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError, KeyError):
-            with open(f"/proc/{name}/status") as file:
-                status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-            if int(status["PPid"]) == os.getpid() and not int(status["SigIgn"], 16) >> (signal.SIGTERM - 1) & 1:
-                yield int(name)
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether a process that this one has started still runs. One that has ended is reaped."""
-    with suppress(OSError):
-        return os.waitpid(pid, os.WNOHANG) == (0, 0)
-    return False

@@ -4,9 +4,7 @@ A terminal obeys escape sequences: they erase lines, change its title or hide te
 begin a line that looks like one of ours.
 """
 
-import codecs
 import io
-import locale
 import os
 import re
 import sys
@@ -40,35 +38,11 @@ def indented(text: str) -> str:
     return re.sub(r"(?m)^(?=.)", "  ", text)
 
 
-def open_streams() -> None:
-    """Open standard streams that the caller has closed, to nowhere, and let them take what the locale has no code for.
-
-    Otherwise the next files that are opened take their numbers, and get what is printed.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
-            os.set_inheritable(number, True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+def escape_streams() -> None:
+    """Let standard output and standard error take what the locale has no code for."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def ensure_utf8() -> None:
-    """Start this process again in Python's UTF-8 mode if its locale has another encoding.
-
-    PyTorch reads its own sources in the locale's encoding, so vLLM cannot be imported in one of ASCII. Output keeps
-    the encoding of the locale.
-    """
-    if codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8":
-        return
-    shown = {"PYTHONIOENCODING": f"{sys.stdout.encoding}:backslashreplace"}
-    arguments = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
-    os.execve(sys.executable, arguments, shown | os.environ | {"PYTHONUTF8": "1"})
 
 
 class _Lenient(io.FileIO):

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from io import StringIO
 
-import pytest
-
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.ops.lifecycle import console
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -56,24 +54,6 @@ def test_the_lines_of_an_error_are_none_of_the_packages():
     assert [console.for_the_user(line) for line in text.split("\n")] == [None] * 3
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_command_whose_streams_are_closed(closed, tmp_path):
-    """Files that it opens must not get the numbers of the streams."""
-    program = (
-        "from arlopti_openrlhf import interrupts; interrupts.answer(); import os, sys; file = open(sys.argv[1], 'w'); "
-        "print('out'); print('err', file=sys.stderr, flush=True); "
-        "status = os.system('echo out; echo err >&2'); file.write(f'{status} {file.fileno() > 2}')"
-    )
-    shell = f'"$@" {closed}'
-    done = subprocess.run(
-        ["sh", "-c", shell, "sh", sys.executable, "-c", program, str(tmp_path / "file")],
-        capture_output=True,
-        timeout=60,
-    )
-    assert done.returncode == 0 and (tmp_path / "file").read_text() == "0 True"
-    assert done.stderr == (b"" if "2>&-" in closed else b"err\nerr\n")
-
-
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
@@ -82,20 +62,8 @@ def test_help_in_a_locale_that_has_no_greek():
     assert done.returncode == 0 and b"of Advantage Reweighting" in done.stdout, done.stderr[-300:]
 
 
-def test_a_command_in_a_locale_without_utf8_reads_utf8_and_so_do_the_processes_it_starts():
-    """PyTorch's inductor, which vLLM imports, reads its own sources in the locale's encoding."""
-    program = (
-        "import sys; from arlopti_openrlhf import interrupts; interrupts.answer(); import locale, subprocess; "
-        "encoding = 'import locale; print(locale.getpreferredencoding(False).lower())'; exec(encoding); "
-        "sys.stdout.flush(); subprocess.run([sys.executable, '-c', encoding]); print(sys.argv[1:], chr(951))"
-    )
-    command = [sys.executable, "-c", program, "a b", "--c"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | PLAIN)
-    assert done.stdout.splitlines() == ["utf-8", "utf-8", "['a b', '--c'] \\u03b7"], done.stderr
-
-
 def test_a_stream_of_a_test_or_notebook_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "stdout", StringIO())
-    terminal.open_streams()
+    terminal.escape_streams()
     print("shown")
     assert sys.stdout.getvalue() == "shown\n"

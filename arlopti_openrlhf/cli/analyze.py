@@ -67,7 +67,6 @@ def main() -> None:
         settings = models.Settings(**{name: getattr(args, name) for name in models.Settings._fields})
         for model in named.values():
             models.check_layers(model, args.layers or ())
-            models.fit_memory(model, drawn, settings)
     except (OSError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
     # Models come one after the other. Each leaves its figures before the next one is loaded.
@@ -82,7 +81,7 @@ def main() -> None:
         folder = args.out / name if len(named) > 1 else args.out
         try:
             found = models.analyze_model(name, model, drawn, settings, folder, reward)
-        except (RewardError, ValueError) as error:  # ValueError: less memory is free than at the start
+        except RewardError as error:
             parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
         summaries[name], figures[name], words[name] = found
     # Figures of all models and of the training runs.
@@ -144,7 +143,7 @@ def make_parser() -> Parser:
     layers = "decoder layers that Fig. 2 shows, from 1 (default: first, middle, last)"
     add("--layers", type=int, nargs="+", help=layers)
     add("--layer-tokens", type=integer(10), help="tokens that Fig. 2 shows (default: 300, or 100 on a CPU)")
-    size = "most tokens of one forward and backward pass, as far as memory allows (default: 4096, or 1024 on a CPU)"
+    size = "most tokens of one forward and backward pass, which sets its memory (default: 4096, or 1024 on a CPU)"
     add("--micro-batch-tokens", type=integer(1), help=size)
     runs = "TensorBoard folders of training runs; the folders of one label are seeds of one setting"
     add = parser.add_argument

@@ -4,7 +4,6 @@ import argparse
 import difflib
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,13 +11,10 @@ from typing import NoReturn
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.ops.preflight import model, model_code
-from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.model import local_folder
 from arlopti_openrlhf.ops.preflight.reward import defined_names
 
 _NAMED = 3  # flags in a hint
-# In what argparse says of a float, and in what `cli.arguments` does.
-_DECIMAL_COMMA = re.compile(r"(?:invalid float value: '|: )(?P<number>-?\d*,\d+(?:[eE]-?\d+)?)(?:'$| is not a number)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,8 +54,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "required" in message and (unknown := self._unknown(self._given)):  # what is missing may be among them
             message = f"unrecognized arguments: {'; '.join(unknown)}"
-        if comma := _DECIMAL_COMMA.search(message):
-            message += f"; write {comma['number'].replace(',', '.')}"
         self.exit(2, f"{self.prog}: error: {terminal.one_line(' '.join(message.split()))}\n")
 
 
@@ -90,42 +84,15 @@ def check_files(parser: argparse.ArgumentParser, flag: str, files: Iterable[str]
 
 
 def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[str]) -> None:
-    """Refuse models that could not be loaded. The hub has to have what is not on this machine.
-
-    What is odd with a model that can be loaded is printed on standard error.
-    """
+    """Refuse models on this machine that could not be loaded. What is odd with others is printed on standard error."""
     for name in models:
         folder = local_folder(name)
-        # Loading it would run the code that it brings.
-        findings = [] if folder and model_code.code_of(folder) else list(model.check_model(flag, name))
-        _check_model(parser, flag, name, findings)
-
-
-def check_tokenizer(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
-    """Refuse a tokenizer that is neither on this machine nor on the hub. It needs no weights."""
-    if local_folder(name) is None:
-        _check_model(parser, flag, name, list(model.check_model(flag, name)))
-
-
-def _check_model(parser: argparse.ArgumentParser, flag: str, name: str, findings: list[Finding]) -> None:
-    """Refuse a model that is broken, or that the hub is to give and does not. Nothing is downloaded."""
-    for finding in findings:
-        if finding.is_fatal:
-            parser.error(f"argument {finding}")
-    if Path(name).is_dir():
-        for finding in findings:
+        if folder is None or model_code.code_of(folder):  # loading it would run the code that it brings
+            continue
+        for finding in model.check_model(flag, name):
+            if finding.is_fatal:
+                parser.error(f"argument {finding}")
             print(f"{parser.prog}: warning: {finding}", file=sys.stderr)
-        return
-    if not findings:
-        return
-    from httpx import HTTPError
-    from huggingface_hub import model_info
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        model_info(name, timeout=30)
-    except (HTTPError, OSError, HFValidationError) as error:  # what the hub raises, and what the connection to it does
-        parser.error(f"argument {flag}: {name} has to come from the hub, which does not give it: {error}")
 
 
 def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> None:
@@ -138,12 +105,3 @@ def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> 
         parser.error(f"argument {flag}: {path} does not parse: {error}")
     if not names & {"reward_func", "*"}:
         parser.error(f"argument {flag}: {path} has no function `reward_func`")
-
-
-def check_port(parser: argparse.ArgumentParser, host: str, port: int) -> None:
-    """Refuse an address that a server cannot listen on: a port in use, or another machine's host."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET  # as uvicorn
-    try:
-        socket.create_server((host, port), family=family).close()
-    except (OSError, OverflowError) as error:  # the latter for what is no port
-        parser.error(f"argument --port: cannot listen on {host}:{port}: {error}")

@@ -21,47 +21,8 @@ from arlopti_openrlhf.upstream import find_source
 
 _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"
-_CORRECTION = "--algo.advantage.is_correction"
-_CLIP = f"{_CORRECTION}_level token, with {_CORRECTION}_mode clip for tis"
-_BOTH = (
-    f"{_CORRECTION}_level and _mode: token and clip for tis, token and mask for icepop, seq and mask for seq-mask-tis"
-)
-# What OpenRLHF has in place of flags that its example scripts, or earlier versions, give, if no other hint finds it.
-_RENAMED = {
-    "--pretrain": "--actor.model_name_or_path",
-    "--reward_pretrain": "--reward.model_name_or_path",
-    "--critic_pretrain": "--critic.model_name_or_path",
-    "--ref_reward_offload": "--ref.offload and --reward.offload",
-    "--save_path": "--ckpt.output_dir",
-    "--load_checkpoint": "--ckpt.load_enable",
-    "--actor_learning_rate": "--actor.adam.lr",
-    "--critic_learning_rate": "--critic.adam.lr",
-    "--l2": "--actor.adam.weight_decay and --critic.adam.weight_decay",
-    "--dynamic_filtering": "--algo.dynamic_filtering_enable",
-    "--colocate_all_models": "--train.colocate_all",
-    "--use_dynamic_batch": "--train.dynamic_batch_enable",
-    "--prompt_max_len": "--data.max_len, which counts prompt and response together",
-    "--full_determinism": "--train.full_determinism_enable",
-    "--freezing_actor_steps": "--critic.freezing_steps",
-    "--bf16": "--ds.param_dtype bf16, the default",
-    "--use_wandb": "--logger.wandb.key",
-    "--use_tensorboard": "--logger.tensorboard_dir",
-    "--vllm_is_truncated_threshold": f"{_CORRECTION}_threshold",
-    "--n_samples_per_prompt": "--rollout.n_samples_per_prompt",
-    "--generate_max_len": "--rollout.max_new_tokens",
-    "--gradient_checkpointing": "--actor.gradient_checkpointing_enable",
-    "--remote_rm_url": "--reward.remote_url",
-    "--prompt_data": "--data.prompt_dataset",
-    "--deepspeed_enable_sleep": "--ds.enable_sleep",
-    "--entropy_loss_coef": "--actor.entropy_coef",
-    "--flash_attn": "--ds.attn_implementation flash_attention_2",
-    "--use_kl_estimator_k3": "--algo.kl.estimator k3",
-    "--use_icepop": f"{_CORRECTION}_level token, with {_CORRECTION}_mode mask",
-    **dict.fromkeys(("--enable_vllm_is_correction", "--vllm_enable_is_correction", f"{_CORRECTION}_enable"), _CLIP),
-    **dict.fromkeys(("--vllm_is_correction_type", f"{_CORRECTION}_type"), _BOTH),
-    **dict.fromkeys(("--ptx_coef", "--actor.ptx_coef", "--pretrain_data", "--actor_init_on_gpu", "--perf"), "gone"),
-    **{f"--{name}": f"a constant, {value}: leave it out" for name, value in flags.GONE.items()},
-}
+# Flags of earlier versions of this package, with what took their place.
+_RENAMED = {f"--{name}": f"a constant, {value}: leave it out" for name, value in flags.GONE.items()}
 
 
 class _Parser(bad_input.Parser):

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer
-from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, check_tokenizer, command_parser
+from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, command_parser
 from arlopti_openrlhf.lab.data import knights_knaves, preparation, published
 from arlopti_openrlhf.lab.scoring.inputs import Row
 
@@ -86,9 +86,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_out(parser, Path(args.out), is_file=not args.generate)
     if not args.generate and Path(args.out).suffix not in (".jsonl", ".parquet"):
         parser.error(f"argument --out: {args.out}: what is converted goes into a .jsonl or .parquet file")
-    for flag, name in (("--tokenizer", args.tokenizer), ("--model", args.model)):
-        if name:
-            check_tokenizer(parser, flag, name)
     for flag, files in (("--from", args.files or ()), ("--exclude", args.exclude)):
         check_files(parser, flag, files)
     try:

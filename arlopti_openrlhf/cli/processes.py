@@ -16,8 +16,6 @@ from typing import IO
 import psutil
 from tqdm import tqdm
 
-from arlopti_openrlhf.lab.scoring.waiting import ticking
-
 
 class Log:
     """Runs commands with their output in one file, and shows each line to a function."""
@@ -65,9 +63,8 @@ class Log:
                 bar.set_postfix(match.groupdict(), refresh=False)
                 bar.update(max(int(match[1]) - bar.n, 0))
 
-        with ticking(bar):
-            self.run(f"python -m {command}", [sys.executable, "-m", *command.split(), *flags], advance)
-            bar.update(bar.total - bar.n)  # a resumed command says less
+        self.run(f"python -m {command}", [sys.executable, "-m", *command.split(), *flags], advance)
+        bar.update(bar.total - bar.n)  # a resumed command says less
 
 
 class InUse(Exception):

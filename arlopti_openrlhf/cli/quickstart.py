@@ -12,7 +12,6 @@ from arlopti_openrlhf import interrupts
 if __name__ == "__main__":
     interrupts.answer()
 
-import errno
 import json
 import os
 import shutil
@@ -63,11 +62,8 @@ def main() -> None:
                 f"argument --out: {out} holds another quickstart: give --force to replace it, or another folder"
             )
         run(plan, args.force)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        parser.exit(1, f"{parser.prog}: error: {error.filename or out} cannot be written: {error.strerror}\n")
-    held.close()
+    finally:
+        held.close()
 
 
 def run(plan: Plan, anew: bool = False) -> None:

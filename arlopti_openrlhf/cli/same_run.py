@@ -1,11 +1,9 @@
-"""Compares a run that is resumed with what it was: its flags, and the programs that they name.
+"""Compares the flags of a run that is resumed with those that it had.
 
 The prompts themselves are compared where they are loaded (`ops.rollouts.prompts`).
 """
 
 import argparse
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +16,6 @@ from arlopti_openrlhf.cli import config_file, flags
 from arlopti_openrlhf.cli.flags import Change
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.preflight.finding import Finding
-
-DIGESTS = "programs.json"  # in --ckpt.path: the SHA-256 of each reward and method file, by its path
 
 _Values = dict[str, str | list]
 
@@ -46,7 +42,7 @@ def check_checkpoint(args: SimpleNamespace) -> Iterator[Finding]:
 
 
 def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
-    """Return a finding for each flag, and for each reward or method file, that differs from what the run had.
+    """Return a finding for each flag that differs from what the run had.
 
     Args:
         flat: the flags as the parser has returned them.
@@ -56,11 +52,10 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     if not args.ckpt.load_enable or not checkpoint_files.saved_in(folder):
         return []
     try:
-        found = _differences(config_file.read((folder / config_file.KEPT).read_text("utf-8")), flat, args)
+        return _differences(config_file.read((folder / config_file.KEPT).read_text("utf-8")), flat, args)
     except (OSError, ValueError, TypeError) as error:  # the last two for a torn file, which may have any value
         problem = f"the flags of the run that is resumed cannot be read ({error})"
-        found = [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
-    return found + _edited(flat)
+        return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
 
 
 def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
@@ -70,37 +65,6 @@ def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleName
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
     return [_difference(key, had, has, args) for key in keys if flags.of(key).change is not Change.IGNORED]
-
-
-def keep_digests(flat: argparse.Namespace, folder: Path) -> None:
-    """Write the digests of the run's reward and method files to `folder`."""
-    found = {path: _digest(path) for _, path in _programs(flat)}
-    checkpoint_files.write(folder / DIGESTS, json.dumps(found, indent=1))
-
-
-def _edited(flat: argparse.Namespace) -> list[Finding]:
-    try:
-        had = dict(json.loads(Path(vars(flat)["ckpt.path"], DIGESTS).read_text("utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):  # a run before this file was kept
-        return []
-    edited = [(flag, path) for flag, path in _programs(flat) if path in had and _digest(path) != had[path]]
-    problem, remedy = "the file has changed since the run that is resumed started", "it goes on with what it holds now"
-    return [Finding(flag, path, problem, remedy, is_fatal=False) for flag, path in edited]
-
-
-def _programs(flat: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return the flags and paths of the Python files that the run executes, without what those import."""
-    values = [(key, vars(flat)[key]) for key, row in flags.ROWS.items() if row.path is flags.program]
-    paths = [(key, path) for key, value in values for path in (value if isinstance(value, list) else [value])]
-    return [(f"--{key}", flags.program(path)) for key, path in paths if path and path.endswith(".py")]
-
-
-def _digest(path: str) -> str | None:
-    """Return None for a file that cannot be read. Another check says so."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
-        return None
 
 
 def _difference(key: str, had: _Values, has: _Values, args: SimpleNamespace) -> Finding:

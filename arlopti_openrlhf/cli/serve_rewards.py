@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer, number
-from arlopti_openrlhf.cli.bad_input import Parser, check_port, check_reward_file, command_parser
+from arlopti_openrlhf.cli.bad_input import Parser, check_reward_file, command_parser
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.grader import Limits
 
@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for _, source in args.grader:
         if source not in REWARDS:
             check_reward_file(parser, "--grader", source)
-    check_port(parser, args.host, args.port)
+    if not 0 < args.port < 2**16:  # uvicorn would listen on another one
+        parser.error(f"argument --port: {args.port} is no port")
     if token is None and not _is_this_machine(args.host):
         risk = f"whoever reaches {args.host}:{args.port} may use the graders: give --token-file, or --host 127.0.0.1"
         print(f"arlopti serve: warning: no token: {risk}", file=sys.stderr, flush=True)

@@ -61,7 +61,6 @@ def main() -> None:
         if checkpoint_files.are_saved(args):
             try:
                 config_file.keep(kept, Path(args.ckpt.path))
-                same_run.keep_digests(kept, Path(args.ckpt.path))
             except OSError as error:
                 _refuse(f"--ckpt.path: {config_file.KEPT} cannot be written: {error}")
         train(args)

@@ -10,7 +10,7 @@ from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_logs
 from arlopti_testing.browser import CHROMIUM, chromium
 
 from arlopti_openrlhf.cli import analyze
-from arlopti_openrlhf.lab.analysis import figures, memory, models, report, rollouts
+from arlopti_openrlhf.lab.analysis import figures, models, report, rollouts
 from arlopti_openrlhf.lab.analysis.policy import Policy
 from arlopti_openrlhf.ops.preflight.model import ModelSize
 
@@ -104,15 +104,6 @@ def test_a_large_model_on_a_cpu_gets_less(monkeypatch):
     models.set_defaults(large, ["1000000", "160000000"])
     assert (small.samples, small.max_new_tokens, small.tokens) == (16, 1024, None)
     assert (large.samples, large.max_new_tokens, large.tokens) == (16, 256, 8_125)
-
-
-def test_memory_is_looked_at_first(tiny_model, tiny_data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rollouts, "sample", lambda *args: pytest.fail("sampling began"))
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**31))
-    with pytest.raises(SystemExit) as stop:
-        run(monkeypatch, *asked(tiny_model, tiny_data, tmp_path), "--max-new-tokens", 1_000_000)
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2 and "argument --max-new-tokens: this takes" in line and "2.0 GiB free" in line
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from httpx import ConnectError
-from huggingface_hub.errors import HFValidationError
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoTokenizer
 
@@ -84,7 +82,6 @@ def refused(place, monkeypatch, capsys):
             "analyze --model model --data data.jsonl --out file",
             "argument --out: file: {}/file is a file, not a folder",
         ),
-        ("analyze --model ./nowhere --data data.jsonl --out o", "argument --model: ./nowhere has to come"),
         ("analyze --model empty --data data.jsonl --out o", "--model empty: no config.json in the directory"),
         ("analyze --model cut --data data.jsonl --out o", "argument --model cut: its weights cannot be loaded"),
         ("analyze --model model --data no.jsonl --out o", "No such file or directory: 'no.jsonl'"),
@@ -94,7 +91,6 @@ def refused(place, monkeypatch, capsys):
             "other_log: its TensorBoard log has no curve of a training run, such as",
         ),
         ("evaluate --model model --data data.jsonl --out file", "{}/file is a file, not a folder"),
-        ("evaluate --model org/name --data data.jsonl --out o", "argument --model: org/name has to come from"),
         ("evaluate --model model --data empty --out o", "Is a directory: 'empty'"),
         ("evaluate --model model --data torn.jsonl --out o", "argument --data: torn.jsonl, line 2: "),
         ("evaluate --model model --data unlabelled.jsonl --out o", "unlabelled.jsonl, line 1: a row has no label"),
@@ -125,7 +121,6 @@ def refused(place, monkeypatch, capsys):
         ("prepare_data --from data.jsonl --exclude empty --out o.jsonl", "argument --exclude: empty: Is a directory"),
         ("prepare_data --from torn.jsonl --out o.jsonl", "torn.jsonl, line 2: "),
         ("prepare_data --from half.parquet --strict --out o.jsonl", "half.parquet, row 2: unreadable: a solution is"),
-        ("prepare_data --from data.jsonl --tokenizer ./x --out o.jsonl", "argument --tokenizer: ./x has to come from"),
         ("serve_rewards --grader kk --prot 1", "unrecognized arguments: --prot: did you mean --port?"),
         ("serve_rewards -grader kk", "unrecognized arguments: -grader: did you mean --grader?"),
         ("prepare_data --out o", "one of the arguments --generate --from --dataset is required"),
@@ -133,11 +128,7 @@ def refused(place, monkeypatch, capsys):
         ("serve_rewards --grader no.py", "argument --grader: no.py is not kk, math or a Python file that exists"),
         ("serve_rewards --grader torn.py", "argument --grader: torn.py does not parse: invalid syntax"),
         ("serve_rewards --grader other.py", "argument --grader: other.py has no function `reward_func`"),
-        (
-            "serve_rewards --grader kk --port 99999",
-            "--port: cannot listen on 127.0.0.1:99999: bind(): port must",
-        ),
-        ("serve_rewards --grader kk --host 192.0.2.1", "argument --port: cannot listen on 192.0.2.1:5000"),
+        ("serve_rewards --grader kk --port 99999", "argument --port: 99999 is no port"),
         ("serve_rewards --grader kk --token-file no", "argument --token-file: "),
         ("serve_rewards --grader kk --token-file binary.jsonl", "argument --token-file: 'utf-8' codec can't decode"),
         ("quickstart --out file", "argument --out: file: {}/file is a file, not a folder"),
@@ -168,53 +159,6 @@ def test_the_commands_refuse_before_they_import_what_takes_long(place, command):
     assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
 
 
-@pytest.mark.parametrize("error", [ConnectError("Name or\nservice not known"), HFValidationError("no name")])
-@pytest.mark.parametrize(
-    ("flag", "check"),
-    [
-        ("--model", lambda parser: bad_input.check_models(parser, "--model", ["org/name"])),
-        ("--tokenizer", lambda parser: bad_input.check_tokenizer(parser, "--tokenizer", "org/name")),
-    ],
-)
-def test_a_name_that_the_hub_does_not_have(monkeypatch, capsys, error, flag, check):
-    """It is asked before anything is loaded. The second time it has the model."""
-    answers, asked = [error], []
-
-    def model_info(name, timeout):
-        asked.append(name)
-        if answers:
-            raise answers.pop()
-
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("huggingface_hub.model_info", model_info)
-    parser = bad_input.Parser(prog="command")
-    with pytest.raises(SystemExit) as stop:
-        check(parser)
-    because = " ".join(str(error).split())
-    said = f"argument {flag}: org/name has to come from the hub, which does not give it: {because}"
-    assert stop.value.code == 2 and capsys.readouterr().err == f"command: error: {said}\n"
-    check(parser)
-    assert asked == ["org/name"] * 2
-
-
-def test_the_hub_is_asked_for_what_its_cache_lacks(monkeypatch, tmp_path, tiny_model):
-    """It is not asked for a model that is there."""
-    asked = []
-    (tmp_path / "models--org--name/refs").mkdir(parents=True)
-    (tmp_path / "models--org--name/refs/main").write_text("abc")
-    cached = Path(shutil.copytree(tiny_model, tmp_path / "models--org--name/snapshots/abc"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: asked.append(name))
-    parser = bad_input.Parser(prog="command")
-    bad_input.check_models(parser, "--model", ["org/name"])
-    assert asked == []
-    (cached / "tokenizer.json").unlink()
-    load_tokenizer.cache_clear()
-    bad_input.check_models(parser, "--model", ["org/name"])
-    assert asked == ["org/name"]
-
-
 def test_a_model_of_which_the_tokenizer_is_another_ones(tmp_path, tiny_model, capsys):
     """Tokens without an embedding are refused if they are the tokenizer's own, as in training, or else a warning."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
@@ -232,13 +176,6 @@ def test_a_model_of_which_the_tokenizer_is_another_ones(tmp_path, tiny_model, ca
         bad_input.check_models(parser, "--model", [str(folder)])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and "error: argument --model" in error and "'<extra 61>' is 321" in error
-
-
-def test_a_port_in_use(refused):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        line = refused(f"serve_rewards --grader kk --port {port}")
-    assert f"argument --port: cannot listen on 127.0.0.1:{port}: [Errno 98] Address already in use" in line
 
 
 @pytest.mark.parametrize("command", ["evaluate --model model --data data.jsonl", "prepare_data --generate"])

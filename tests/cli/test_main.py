@@ -62,7 +62,7 @@ def test_both_ways_to_start_a_training_find_the_same_modules(tmp_path, command):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     flags = "--data.prompt_dataset data.jsonl --reward.remote_url files/reward.py --algo.token_method files/method.py"
-    words = [*command, *flags.split(), "--actor.model_name_or_path", "nowhere", "--dry-run"]
+    words = [*command, *flags.split(), "--vllm.num_engines", "1", "--actor.model_name_or_path", "nowhere", "--dry-run"]
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
     assert "nowhere" in done.stderr and done.returncode == 2  # all checks have run
     assert not re.search("No module named|--reward.remote_url|--algo.token_method", done.stderr), done.stderr

@@ -106,29 +106,6 @@ def test_as_many_ranks_on_other_nodes_are_the_same_layout(resumed):
     assert [finding.is_fatal for finding in findings] == [False] * 3  # there is no critic
 
 
-def test_a_reward_or_method_file_that_was_edited_is_named(tmp_path):
-    reward, method = tmp_path / "reward.py", tmp_path / "method.py"
-    for path in (reward, method):
-        path.write_text("a = 1\n")
-    (tmp_path / "_actor" / "global_step2").mkdir(parents=True)
-    now = flat(f"{FLAGS} --reward.remote_url {reward} --algo.token_method {method} ar", tmp_path)
-    args = command_line.hierarchize(now)
-    config_file.keep(now, tmp_path)
-    assert same_run.check(now, args) == []  # a run before digests were kept
-    same_run.keep_digests(now, tmp_path)
-    assert same_run.check(now, args) == []
-    reward.write_text("a = 2\n")
-    (finding,) = same_run.check(now, args)
-    assert not finding.is_fatal and str(finding).startswith(
-        f"--reward.remote_url {reward}: the file has changed since"
-    )
-    method.unlink()
-    assert [finding.flag for finding in same_run.check(now, args)] == ["--reward.remote_url", "--algo.token_method"]
-    for torn in ("", "[1]", "[]", "[" * 200_000):
-        (tmp_path / same_run.DIGESTS).write_text(torn)
-        assert same_run.check(now, args) == []
-
-
 def write_checkpoint(folder: Path, version: str, state: object) -> None:
     writing = folder / f"{checkpoint_files.WRITING}global_step2"
     checkpoint_files.begin(writing, print)

@@ -46,15 +46,11 @@ def nested(argv: list[str]):
             ["alpah: did you mean --algo.ar.alpha?; --train.sead: did you mean --train.seed?"],
         ),
         ("-algo.ar.alpha 0.3", ["arguments: -algo.ar.alpha: did you mean --algo.ar.alpha?"]),
-        ("--algo.ar.alpha 0,3", ["argument --algo.ar.alpha: 0,3 is not a number in [0, 1]; write 0.3"]),
-        ("--actor.adam.lr 1,5e-6", ["argument --actor.adam.lr: invalid float value: '1,5e-6'; write 1.5e-6"]),
-        ("--algo.token_method_args ar.alpha=0,3", ["ar.alpha=0,3 is neither a number nor a word; write ar.alpha=0.3"]),
         ("--actor.adam.lr 1,2,3", ["invalid float value: '1,2,3'\n"]),
         ("--eta 0.5", ["unrecognized arguments: --eta: did you mean --algo.lopti.eta?"]),
         ("--train_batch_size 8", ["--train_batch_size: did you mean --train.batch_size?"]),
         ("--lr 1e-6", ["did you mean --actor.muon.lr or --actor.adam.lr or "]),
         ("--model x", ["unrecognized arguments: --model\n"]),
-        ("--algo.advantage.is_correction_enable", ["_enable: now --algo.advantage.is_correction_level token"]),
         ("--algo.token_method_args alpha=1", ["--algo.token_method_args", "alpha=1", "NAME.KEY=VALUE"]),
         ("--algo.token_method ar --algo.token_method_args ar.alpha=", ["ar.alpha=", "NAME.KEY=VALUE"]),
         ("--algo.token_method_normalize", ["--algo.token_method_normalize", "give --algo.token_method"]),
@@ -76,28 +72,20 @@ def test_refused_in_one_line(flags, named, capsys):
     assert not ray.is_initialized()
 
 
-def test_what_took_the_place_of_earlier_flags_is_there(capsys):
-    parser = command_line.make_parser()
-    for before, now in parser.renamed.items():
-        assert before not in parser._option_string_actions
-        named = re.findall(r"--[\w.]+", now)
-        assert (named or now == "gone") and set(named) <= parser._option_string_actions.keys()
-
-
-def test_each_flag_of_an_earlier_script_is_named_with_what_it_is_now_and_no_key_is_shown(capsys):
+def test_the_flags_of_an_earlier_script_are_named_and_no_key_is_shown(capsys):
     """Of OpenRLHF 0.9's train_grpo_ray_hybrid_engine.sh, and of some forks'."""
     flags = "--pretrain m --init_kl_coef 1e-3 --lora_rank=8 --micro_train_batch_size 4 --max_ckpt_num 3 --perf --foo 1"
     with pytest.raises(SystemExit):
         train_ppo_ray.parse([*flags.split(), "--use_wandb", "f3b175fa", "--wandb_org=secret"])
     assert capsys.readouterr().err.partition("unrecognized arguments: ")[2].rstrip().split("; ") == [
-        "--pretrain: now --actor.model_name_or_path",
+        "--pretrain",
         "--init_kl_coef: did you mean --algo.kl.init_coef?",
         "--lora_rank: did you mean --ds.lora.rank?",
         "--micro_train_batch_size: did you mean --train.micro_batch_size?",
         "--max_ckpt_num: did you mean --ckpt.max_num?",
-        "--perf: now gone",
+        "--perf",
         "--foo",
-        "--use_wandb: now --logger.wandb.key",
+        "--use_wandb",
         "--wandb_org: did you mean --logger.wandb.org?",
     ]
 

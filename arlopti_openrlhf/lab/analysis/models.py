@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.lab.analysis import figures, memory, rollouts, words
+from arlopti_openrlhf.lab.analysis import figures, rollouts, words
 from arlopti_openrlhf.lab.analysis.kept import Kept
 from arlopti_openrlhf.lab.analysis.policy import (
     BACKWARD,
@@ -27,9 +27,8 @@ from arlopti_openrlhf.lab.analysis.policy import (
 )
 from arlopti_openrlhf.lab.analysis.progress import Progress
 from arlopti_openrlhf.lab.scoring import offline
-from arlopti_openrlhf.lab.scoring.inputs import Row, encode
+from arlopti_openrlhf.lab.scoring.inputs import Row
 from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
-from arlopti_openrlhf.ops.preflight.finding import in_words
 from arlopti_openrlhf.ops.preflight.model import model_size
 from arlopti_openrlhf.token_update import low_probability_mask
 from arlopti_openrlhf.update.token_statistics import logit_gradient_norm
@@ -101,16 +100,6 @@ def set_defaults(args: argparse.Namespace, models: Sequence[str]) -> None:
         print(f"{largest / 1e6:.0f}M parameters on a CPU: {flags}", flush=True)
 
 
-def fit_memory(model: str, rows: Sequence[Row], settings: Settings) -> memory.Fit | None:
-    """Return how large micro-batches can be; None for a model that is not on this machine. ValueError if none fits."""
-    size = model_size(model)
-    if size is None:
-        return None
-    _, prompts = encode(AutoTokenizer.from_pretrained(model), [row["prompt"] for row in rows])
-    longest = max(map(len, prompts)) + settings.max_new_tokens
-    return memory.fit(size, settings.micro_batch_tokens, longest, settings.samples)
-
-
 def analyze_model(
     name: str, model: str, rows: list[Row], settings: Settings, folder: Path, reward: OwnReward | None = None
 ) -> tuple[dict, dict, dict]:
@@ -121,9 +110,6 @@ def analyze_model(
     """
     limit = f", at most {settings.tokens:,} tokens in all (--tokens)" if settings.tokens else ""
     print(f"{name}: {settings.samples} responses to each of {len(rows)} prompts{limit}", flush=True)
-    fit = fit_memory(model, rows, settings)
-    if fit:
-        print(f"{name}: micro-batches of {fit.tokens:,} tokens, at most {in_words(fit.bytes)} of memory", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     with_end = reward is not None
     asked = rollouts.Asked(settings.samples, settings.temperature, settings.max_new_tokens, settings.seed, with_end)
@@ -132,8 +118,7 @@ def analyze_model(
     graded = rollouts.grade(rows[: len(sampled)], sampled, reward)
     batch = rollouts.make_batch(graded)
     progress = Progress()
-    micro_batch_tokens = fit.tokens if fit else settings.micro_batch_tokens
-    policy = Policy(model, settings.temperature, micro_batch_tokens, settings.optimizer, progress.advance)
+    policy = Policy(model, settings.temperature, settings.micro_batch_tokens, settings.optimizer, progress.advance)
     with progress.phase("probabilities", _work(batch, batch.action_mask)):
         tokens = policy.tokens(batch)
     summary = _summarize(graded, batch, tokens) | {"parameters": sum(p.numel() for p in policy.parameters)}

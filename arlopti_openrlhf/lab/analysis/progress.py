@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from arlopti_openrlhf.lab.scoring.waiting import ticking
-
 
 class Progress:
     """Counts work, in tokens of a forward pass. `rate` is the work per second so far."""
@@ -32,7 +30,7 @@ class Progress:
         start = time.monotonic()
         form = f"{name:<18} {{percentage:3.0f}}%|{{bar:30}}| {{elapsed}}<{{remaining}}"
         interval = 0.5 if sys.stderr.isatty() else 15  # a log gets a line now and then
-        with tqdm(total=work, bar_format=form, mininterval=interval) as self._bar, ticking(self._bar):
+        with tqdm(total=work, bar_format=form, mininterval=interval) as self._bar:
             yield
             self._bar.update(work - self._bar.n)
         self._seconds += time.monotonic() - start

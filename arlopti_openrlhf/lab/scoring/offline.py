@@ -11,8 +11,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
@@ -20,7 +18,7 @@ from arlopti_openrlhf.grading import sources
 from arlopti_openrlhf.grading.reward_answers import Grade
 from arlopti_openrlhf.lab.scoring.inputs import Row, encode, natural_key
 from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
-from arlopti_openrlhf.lab.scoring.waiting import quiet, ticking
+from arlopti_openrlhf.lab.scoring.waiting import quiet
 
 _CHUNK = 4096  # responses that are generated before they are written
 
@@ -187,13 +185,12 @@ def load_engine(model: str, seed: int):
     An engine does not give back all the memory that it holds, so several models take a process each.
     """
     cpu.enable()  # which may say a line
-    name = f"vLLM loads {model}, which usually takes up to a minute"
-    with tqdm(desc=name, bar_format="{desc}: {elapsed}", disable=None) as bar, ticking(bar):
-        from vllm import LLM
+    print(f"vLLM loads {model}, which usually takes up to a minute", flush=True)
+    from vllm import LLM
 
-        # Few CPUs have bf16 instructions, so float32 is the fast type there.
-        dtype = "float32" if cpu.uses_cpu() else "auto"
-        return LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
+    # Few CPUs have bf16 instructions, so float32 is the fast type there.
+    dtype = "float32" if cpu.uses_cpu() else "auto"
+    return LLM(model, seed=seed, enforce_eager=cpu.uses_cpu(), dtype=dtype, max_num_seqs=1024)
 
 
 def generate(

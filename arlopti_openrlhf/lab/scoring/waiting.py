@@ -1,13 +1,10 @@
-"""Shows that something goes on while vLLM or a whole training starts, in place of what they say meanwhile."""
+"""Keeps what vLLM says while it starts and works."""
 
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from tqdm import tqdm
 
 from arlopti_openrlhf.terminal import lenient
 
@@ -40,21 +37,3 @@ def quiet() -> Iterator[None]:
             for number, descriptor in enumerate(descriptors, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
-
-
-@contextmanager
-def ticking(bar: tqdm) -> Iterator[None]:
-    """Redraw a bar every second while the context lasts, on a terminal, so that its clock goes on."""
-    has_ended = threading.Event()
-
-    def tick() -> None:
-        while sys.stderr.isatty() and not has_ended.wait(1.0):
-            bar.refresh()
-
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        thread.join()

@@ -97,6 +97,12 @@ def version_of(checkpoint: Path) -> Version | None:
         return None
 
 
+def nearest(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    path = folder.absolute()
+    return next(there for there in (path, *path.parents) if there.exists())
+
+
 def size_of(folder: Path) -> int:
     """Return the bytes of all files below `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -21,7 +21,6 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from arlopti_openrlhf import learning_rate, loopback
 from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
 from arlopti_openrlhf.ops.checkpoints.ranks import everywhere, on_rank_0, say
-from arlopti_openrlhf.ops.checkpoints.room import has_no_inode, nearest
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
 from arlopti_openrlhf.ops.repairs import is_made
@@ -224,11 +223,10 @@ class CheckpointStrategy(GuardedStrategy):
 
         def clear() -> str:
             written, needed = files.size_of(writing), files.size_needed(writing.parent)
-            inodes = ", but no inode (df -i)" if has_no_inode(writing) else ""  # before some are freed
             shutil.rmtree(writing, ignore_errors=True)
-            free = shutil.disk_usage(nearest(writing)).free
+            free = shutil.disk_usage(files.nearest(writing)).free
             size = f"{needed:,}" if needed else f"more than {written:,}"
-            return f"{what} is NOT written: {error}. It needs {size} bytes, {free:,} are free{inodes}."
+            return f"{what} is NOT written: {error}. It needs {size} bytes, {free:,} are free."
 
         explained = on_rank_0(clear)
         say(explained)

@@ -78,8 +78,6 @@ OF_OTHERS = (
     Other(files.MANIFEST, (), "names and sizes of the files", "files.publish", "saving.newest_whole"),
     Other(RUN_FILE, (), "the run's name, and its id with wandb", "identify", "identify"),
     Other("config.yaml", (), "all flags", "cli.config_file.keep", "cli.same_run.check compares"),
-    Other("programs.json", (), "hashes of reward and method files", "cli.same_run.keep_digests",
-          "cli.same_run.check compares"),
 )  # fmt: skip
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from arlopti_openrlhf.ops.checkpoints.files import size_of
-from arlopti_openrlhf.ops.checkpoints.room import nearest
+from arlopti_openrlhf.ops.checkpoints.files import nearest, size_of
 from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
 from arlopti_openrlhf.ops.preflight.model import model_size
 from arlopti_openrlhf.ray_address import starts_cluster

@@ -1,13 +1,7 @@
-"""While vLLM or a training starts, its log is kept for the case of a failure, and a clock runs."""
+"""While vLLM starts, its log is kept for the case of a failure."""
 
-import fcntl
-import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
-from contextlib import suppress
 
 import pytest
 
@@ -38,28 +32,3 @@ def test_vllms_log_is_shown_only_if_it_fails(fails):
         assert done.stderr.endswith("ValueError: no engine\n")
     else:
         assert (done.returncode, done.stderr) == (0, "")
-
-
-TICKING = """
-import time
-from tqdm import tqdm
-from arlopti_openrlhf.lab.scoring.waiting import ticking
-with tqdm(total=100, desc="training") as bar, ticking(bar):
-    time.sleep(2.5)
-"""
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_bar_ticks_on_a_terminal(is_terminal):
-    outer, inner = pty.openpty() if is_terminal else os.pipe()
-    if is_terminal:
-        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
-    process = subprocess.Popen([sys.executable, "-c", TICKING], stderr=inner)
-    os.close(inner)
-    parts = []
-    with suppress(OSError):  # a terminal ends so
-        while part := os.read(outer, 10_000):
-            parts.append(part)
-    os.close(outer)
-    assert process.wait(60) == 0
-    assert (b"[00:01<" in b"".join(parts)) == is_terminal

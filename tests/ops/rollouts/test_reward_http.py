@@ -92,22 +92,10 @@ def test_a_long_error_is_cut(server):
         ask(url)
 
 
-def test_samples_follow_a_redirection_on_the_same_server_only(server):
+def test_a_redirection_is_refused(server):
     other, asked = server(lambda path: (200, {}, GOOD))
     for status in (301, 302, 303, 307, 308):
         url, _ = server(lambda path, status=status: (status, {"Location": f"{other}/secret"}, b""))
-        with pytest.raises(
-            RewardError, match=f"get_reward redirects to {other.removesuffix('/get_reward')} .*{status}"
-        ):
+        with pytest.raises(RewardError, match=f"get_reward refuses the request with status {status}"):
             ask(url)
     assert asked == []
-    own = lambda path: (307, {"Location": "/there"}, b"") if path == "/get_reward" else (200, {}, GOOD)  # noqa: E731
-    url, asked = server(own)
-    assert ask(url) == {"rewards": 3.0} and asked == ["/get_reward", "/there"]
-
-
-def test_a_redirection_without_end_is_tried_again(server):
-    url, asked = server(lambda path: (308, {"Location": path}, b""))
-    with pytest.raises(OSError, match="redirects without end"):
-        ask(url)
-    assert 1 < len(asked) < 10
