@@ -9,9 +9,7 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
-import io
 import os
-import tokenize
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,18 +24,18 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 # What we restate: module, function, digest, and what of ours restates it. Tests compare the two.
 # fmt: off
 RESTATED = (
-    (_ACTOR, "ActorPPOTrainer.ppo_train", "f782e1b4ec1400ac", "update.trainer.TokenUpdateTrainer._train"),
-    (_ACTOR, "ActorPPOTrainer.training_step", "cdb65a04d3228649", "update.step.StepTrainer.training_step"),
-    ("openrlhf.models.actor", "Actor.forward", "2a71fd5bdccd9e43", "forward.selective_actor.SelectiveActor.forward"),
-    ("openrlhf.trainer.ppo_utils.experience", "balance_experiences", "63fec991255932f7",
+    (_ACTOR, "ActorPPOTrainer.ppo_train", "7ae7b7f523369160", "update.trainer.TokenUpdateTrainer._train"),
+    (_ACTOR, "ActorPPOTrainer.training_step", "783a57970a6acde1", "update.step.StepTrainer.training_step"),
+    ("openrlhf.models.actor", "Actor.forward", "65d2a2a0e02aec9c", "forward.selective_actor.SelectiveActor.forward"),
+    ("openrlhf.trainer.ppo_utils.experience", "balance_experiences", "5eb57a1163e6a539",
      "update.partition.balance_experiences"),
-    (_SAMPLES, "SamplesGenerator.generate_samples", "f3ca3638d4958b26",
+    (_SAMPLES, "SamplesGenerator.generate_samples", "6d3b87ed46f633a0",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
-    (_SAMPLES, "SamplesGenerator._generate_vllm", "70e87d06408756c4",
+    (_SAMPLES, "SamplesGenerator._generate_vllm", "a83606979701bc4b",
      "ops.rollouts.samples.SamplesGenerator._generate_vllm"),
-    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "db0fc4353f22cf71",
+    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "a5b0d5d17e1a1504",
      "ops.rollouts.samples.SamplesGenerator._sampling_params"),
-    (_STRATEGY, "DeepspeedStrategy.save_ckpt", "3b4b916955185a69",
+    (_STRATEGY, "DeepspeedStrategy.save_ckpt", "4b6663616894085f",
      "ops.checkpoints.saving.CheckpointStrategy.save_ckpt"),
 )
 # fmt: on
@@ -125,47 +123,7 @@ def find(tree: ast.Module, name: str) -> ast.ClassDef | Function | None:
 
 
 def digest(source: str, function: Function) -> str:
-    """Return a digest of a function's tokens, decorators included. Comments, docstring and layout do not count.
-
-    All Pythons return the same one, because a token is a piece of the source. What `ast.unparse` and `ast.dump` return
-    depends on the Python that runs.
-    """
-    first, last = min(node.lineno for node in (function, *function.decorator_list)), function.end_lineno or 0
-    has_docstring = ast.get_docstring(function, clean=False) is not None
-    texts: list[str] = []
-    statement: list[tuple[int, str]] = []
-    for kind, text in _tokens(source, first, last):
-        if kind in (tokenize.INDENT, tokenize.DEDENT):
-            if texts:  # else it belongs to what stands before
-                texts.append("\t" if kind == tokenize.INDENT else "")
-        elif kind != tokenize.NEWLINE:
-            statement.append((kind, text))
-        else:
-            if has_docstring and all(kind == tokenize.STRING for kind, _ in statement):
-                has_docstring = False  # this was it
-            else:
-                texts += [*(text for _, text in statement), "\n"]
-            statement = []
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
-def _tokens(source: str, first: int, last: int) -> Iterator[tuple[int, str]]:
-    """Yield kind and text of the tokens in some lines, without comments and line breaks that mean nothing.
-
-    An f-string is one token with all its text, as before Python 3.12, which splits it.
-    """
-    lines = list(io.StringIO(source, newline=None))
-    started: list[tuple[int, int]] = []  # where the f-strings begin that have not ended
-    for token in tokenize.generate_tokens(iter(lines).__next__):
-        name = tokenize.tok_name[token.type]
-        if name in ("FSTRING_START", "TSTRING_START"):
-            started.append(token.start)
-        elif name in ("FSTRING_END", "TSTRING_END"):
-            (row, column), (end, end_column) = started.pop(), token.end
-            if not started and first <= row <= last:
-                inner = lines[row - 1 : end]
-                inner[-1] = inner[-1][:end_column]
-                inner[0] = inner[0][column:]
-                yield tokenize.STRING, "".join(inner)
-        elif not started and first <= token.start[0] <= last and name not in ("COMMENT", "NL"):
-            yield token.type, token.string
+    """Return a digest of a function's source, decorators and comments included."""
+    first = min(node.lineno for node in (function, *function.decorator_list))
+    text = "\n".join(source.splitlines()[first - 1 : function.end_lineno])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

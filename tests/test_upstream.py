@@ -1,14 +1,11 @@
 """A start refuses an OpenRLHF or a vLLM that was not tested, before anything of them is imported."""
 
-import ast
 import importlib.metadata
 import importlib.util
-import io
 import os
 import shutil
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -152,97 +149,3 @@ def test_an_openrlhf_that_is_not_installed_is_named(monkeypatch):
     assert [str(finding) for finding in upstream.check_versions()] == [
         "OpenRLHF is not installed; pip install openrlhf==0.11.2"
     ]
-
-
-FUNCTION = (
-    """
-class Trainer:
-    @torch.no_grad()
-    async def fit(self, steps: int, *, résumé=False) -> None:
-        '''Trains.'''
-        # a comment, é
-        if résumé and (steps - 1) ** 2 != 0x1F:
-            print(f"é {steps!r:>{self.width}} {{}}" f'{"a" if steps else "b"}', """
-    + "'''a\n   b'''"
-    + """)
-        await self.loop(
-            *range(steps),  # another
-        )
-
-after = 1
-"""
-)
-PYTHONS = [f"3.{minor}" for minor in range(10, 15)]
-# `check` reads sources, so it needs nothing but the standard library.
-CHECK = """
-import ast, sys
-sys.path += sys.argv[2:]
-from arlopti_openrlhf import upstream
-function = upstream.find(ast.parse(sys.argv[1]), "Trainer.fit")
-moved = [*upstream.check_versions(), *upstream.check_bodies(["update", "ops"])]
-print(sys.version_info[:2], upstream.digest(sys.argv[1], function), *moved)
-"""
-
-
-def digest_of(source: str) -> str:
-    return upstream.digest(source, upstream.find(ast.parse(source), "Trainer.fit"))
-
-
-def find_python(version: str) -> str | None:
-    """Return a Python of this version, on the PATH or among pyenv's, whose commands on the PATH may be shims."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-    for python in (shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python")):
-        if python and subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:
-            return str(python)
-    return None
-
-
-@pytest.mark.parametrize("version", PYTHONS)
-def test_no_python_changes_the_digests(version):
-    """Each Python finds nothing wrong with the installed OpenRLHF, and one digest of a function with f-strings."""
-    python = find_python(version)
-    if python is None:
-        pytest.skip(f"there is no Python {version}")
-    folders = [str(Path(upstream.__file__).parents[1])]
-    folders += [str(Path(importlib.util.find_spec("openrlhf").submodule_search_locations[0]).parent)]
-    done = subprocess.run([python, "-I", "-c", CHECK, FUNCTION, *folders], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == f"(3, {version[2:]}) {digest_of(FUNCTION)}", done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("        # a comment, é\n", "\n\n"),
-        ("Trains.", "Trains more."),
-        ("        '''Trains.'''\n", ""),
-        ("self, steps: int,", "self,\n        steps :int,"),
-        ("            *range(steps),  # another\n", "  *range( steps\n),\n"),
-        ("            print", "              print"),
-        ("\n", "\r\n"),
-        ("after = 1", "after = 2"),
-        ("class Trainer:\n", "class Trainer:\n    def other(self): pass\n"),
-    ],
-)
-def test_comments_docstring_and_layout_do_not_count(old, new):
-    assert old in FUNCTION and digest_of(FUNCTION.replace(old, new)) == digest_of(FUNCTION)
-
-
-def test_every_token_counts():
-    """Without it, or with a letter or digit more, the function is another one, if it is one at all."""
-    lines = FUNCTION.splitlines(keepends=True)
-    tried = set()
-    for kind, text, (row, column), (end, end_column), _ in tokenize.generate_tokens(io.StringIO(FUNCTION).readline):
-        if not 3 <= row <= 12 or kind == tokenize.COMMENT or text in ("'''Trains.'''", "fit") or not text.strip():
-            continue
-        before, after = (
-            "".join(lines[: row - 1]) + lines[row - 1][:column],
-            "".join([lines[end - 1][end_column:], *lines[end:]]),
-        )
-        for new in ("", text + "0", text[:1] + "x" + text[1:]):
-            try:
-                changed = digest_of(before + new + after)
-            except (SyntaxError, AttributeError):
-                continue
-            tried.add(text)
-            assert changed != digest_of(FUNCTION), (text, new)
-    assert {"steps", "résumé", "1", "0x1F", "*", "print", "'''a\n   b'''"} <= tried

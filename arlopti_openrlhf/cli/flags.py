@@ -52,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         row = of(action.dest)
         vars(action).update(row.settings | ({"help": row.help} if row.help else {}))
     for title, table in TABLES.items():
-        group = parser.add_argument_group(title) if title else parser
+        group = parser.add_argument_group(title)
         for row in table:
             group.add_argument(row.name, help=row.help, **row.settings)
 
@@ -129,7 +129,7 @@ _METHODS = {"nargs": "+", "default": [], "metavar": "NAME|FILE.py"}
 _METHOD_ARGUMENTS = {"nargs": "+", "default": [], "metavar": "NAME.KEY=VALUE", "type": _method_argument}
 _SAMPLING = {"action": "append", "default": [], "metavar": "PATTERN:n=N,t=T", "type": parse_sampling}
 
-# The title of their group, or "" for that of the first part of their names (`cli.help`) -> our flags.
+# The title of their group -> our flags.
 # fmt: off
 TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": (
     Flag("--algo.ar.alpha", _number("[0, 1]", 0.0),
@@ -207,7 +207,7 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "its query (default: 300; a week at most)."),
     Flag("--alarm.flat_reward_steps", _count(20),
      "Alarm after so many steps in a row without a reward above the lowest one (default: 20)."),
-), "": (
+), "rewards, evaluation and logs": (
     Flag("--logger.probability_stats", _choice(["bins", "off"], "bins"),
      "Log statistics of each update's tokens to wandb and TensorBoard, by probability in bins of 0.25 "
      "(default).", Change.IGNORED),

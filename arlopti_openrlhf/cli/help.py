@@ -1,24 +1,6 @@
-"""Puts the help of the training command in order: flags by topic, ours first, with defaults and an example."""
+"""Puts the help of the training command in order: our flags first, with defaults and an example."""
 
 import argparse
-
-# The first part of a flag's name -> what the help calls it, in the help's order.
-_TOPICS = {
-    "algo": "advantages, KL and other parts of the algorithm",
-    "actor": "policy",
-    "critic": "critic",
-    "ref": "reference",
-    "reward": "rewards",
-    "data": "data",
-    "rollout": "rollouts",
-    "train": "training",
-    "eval": "evaluation",
-    "ckpt": "checkpoints",
-    "logger": "logs and trackers",
-    "vllm": "vLLM",
-    "ds": "DeepSpeed",
-    "": "other",
-}
 
 DESCRIPTION = "OpenRLHF's train_ppo_ray with token methods. All of its flags are here, and work as they do there."
 EXAMPLE = """example: Knights and Knaves with GRPO, AR and Lopti on one GPU
@@ -35,14 +17,9 @@ nothing."""
 
 
 def arrange(parser: argparse.ArgumentParser) -> None:
-    """Sort the parser's flags into groups by the first part of their names, and add the defaults to their help.
-
-    Groups that exist, such as that of the token methods, come first and stay as they are.
-    """
+    """Put the groups of flags that exist before the others, and add the defaults to their help."""
     loose = parser._optionals._group_actions  # all that were added to no group, after --help
-    for topic, title in _TOPICS.items():
-        if of_topic := [action for action in loose[1:] if _topic(action) == topic]:
-            parser.add_argument_group(title)._group_actions.extend(of_topic)
+    parser.add_argument_group("OpenRLHF's own")._group_actions.extend(loose[1:])
     del loose[1:]
     for action in parser._actions:
         if action.nargs == 0:
@@ -55,8 +32,3 @@ def arrange(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [FLAGS]"
     parser.description, parser.epilog = DESCRIPTION, EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-
-
-def _topic(action: argparse.Action) -> str:
-    first, dot, _ = action.dest.partition(".")
-    return first if dot and first in _TOPICS else ""

@@ -5,22 +5,18 @@ does not use. Whatever a Ray actor class may capture on the driver must stay imp
 value, and a captured lambda would carry the driver's choice of device to the workers.
 """
 
-import fcntl
 import functools
 import importlib.abc
 import importlib.machinery
-import os
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cpu import adam, vllm
 
 Patch = Callable[[Any], None]  # of a module that has been executed
@@ -56,7 +52,7 @@ def make(without_cuda: bool, without_flash_attn: bool, without_bf16: bool) -> No
         for name in sys.modules.keys() & vllm.PATCHES:
             vllm.PATCHES[name](sys.modules[name])
         _redirect_torch_cuda()
-        _outlive_killed_builds()
+        _name_locks_of_builds()
         if without_bf16:
             _compute_bf16_in_float32()
 
@@ -130,62 +126,11 @@ def _compute_bf16_in_float32() -> None:
         setattr(torch.nn.functional, name, in_float32(getattr(torch.nn.functional, name)))
 
 
-def _outlive_killed_builds() -> None:
-    """Make the lock on a build folder of PyTorch's C++ extensions end with the process that holds it.
-
-    PyTorch's lock is a file that its holder removes. If the holder is killed the file stays, and the next process
-    waits silently, without end. So a second lock is taken first, one that the kernel releases. Whoever holds that
-    and finds PyTorch's file looks for a process that builds without the second lock, as plain DeepSpeed does, and
-    removes the file if there is none. Who waited runs ninja again, which finds the work done, or finishes it.
-    """
+def _name_locks_of_builds() -> None:
+    """Let PyTorch name the lock that a build of its C++ extensions waits for. One of a killed build stays."""
     from torch.utils.file_baton import FileBaton
 
-    create, remove = FileBaton.try_acquire, FileBaton.release
-
-    def try_acquire(self) -> bool:
-        folder = os.path.dirname(os.path.realpath(self.lock_file_path))
-        self.kernel_lock = open(os.path.join(folder, "kernel_lock"), "w")
-        start, waits = time.monotonic(), False
-        while not (locked := _try_lock(self.kernel_lock)) or not create(self):
-            builder = _find_builder(folder) if locked else "another process"
-            if builder is None:
-                with suppress(FileNotFoundError):  # its builder may have removed it just now
-                    os.remove(self.lock_file_path)
-                    terminal.say(f"removed the lock that a killed build left in {folder}.")
-                continue
-            if not waits and time.monotonic() - start > 2:  # seconds; a folder with nothing to build is free sooner
-                terminal.say(f"waiting for {builder}, which builds in {folder}.")
-                waits = True
-            time.sleep(self.wait_seconds)
-        return True
-
-    def release(self) -> None:
-        try:
-            remove(self)
-        finally:
-            self.kernel_lock.close()
-
-    FileBaton.try_acquire, FileBaton.release = try_acquire, release
-
-
-def _try_lock(file: IO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # some network file systems have no such locks; `_find_builder` has to do there
-        return not isinstance(error, BlockingIOError)
-    return True
-
-
-def _find_builder(folder: str) -> str | None:
-    """Return the process of this machine that has PyTorch's lock on `folder` open, or that compiles in it."""
-    import psutil
-
-    lock = os.path.join(folder, "lock")
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.cwd() == folder or any(file.path == lock for file in process.open_files()):
-                return f"process {process.pid} ({process.name()})"
-    return None
+    FileBaton.__init__ = functools.partialmethod(FileBaton.__init__, warn_after_seconds=10)
 
 
 # --- without CUDA --------------------------------------------------------------------------------------------
