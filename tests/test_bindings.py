@@ -16,7 +16,6 @@ from openrlhf.trainer import ppo_trainer
 
 from arlopti_openrlhf import bindings
 from arlopti_openrlhf.bindings import CARE, LORA, POLICY_IS_REFERENCE, REPLACES, SELECTIVE, TABLE, Row
-from arlopti_openrlhf.cpu import patches, vllm
 from arlopti_openrlhf.update import lora, partition
 
 PACKAGE = Path(bindings.__file__).parent
@@ -43,18 +42,6 @@ def test_what_surrounds_a_run_exists():
     for row in bindings.AROUND:
         module, _, name = row.ours.partition(":")
         assert name in defined(f"arlopti_openrlhf.{module}")
-
-
-def test_what_is_ported_to_the_cpu_is_listed():
-    on_import = patches._CPU_PATCHES | patches._FLASH_ATTN_PATCHES | vllm.PATCHES
-    at_once = {"torch.cuda", "torch.nn.functional", "torch.utils.file_baton", "ray"}
-    assert {port.module for port in bindings.PORTS} == on_import.keys() | at_once
-    for port in bindings.PORTS:
-        module, _, name = port.ours.partition(":")
-        source = PACKAGE.joinpath(*module.split("."))
-        text = (source / "__init__.py" if source.is_dir() else source.with_suffix(".py")).read_text("utf-8")
-        assert name in defined(f"arlopti_openrlhf.{module}")
-        assert all(part.rpartition(".")[2] in text for part in port.names.split())
 
 
 def test_two_rows_that_replace_one_name_are_refused(monkeypatch):

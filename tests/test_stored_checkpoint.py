@@ -9,7 +9,7 @@ import torch
 from arlopti_testing.stored_run import STEP, command, environment, unpack
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from arlopti_openrlhf.ops.checkpoints import state, unpickling
+from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
 
 DATA = Path(__file__).parent / "ops" / "checkpoints" / "data"
 
@@ -40,14 +40,20 @@ def test_a_run_of_an_earlier_commit_is_resumed(commit, tmp_path):
 
 
 def require_listed(checkpoint: Path) -> None:
-    """What a checkpoint holds is what the list of a run's state has."""
-    patterns = [state.RANK_FILE.format("*"), *(other.where for other in state.OF_OTHERS)]
+    """A checkpoint holds nothing that nobody restores."""
+    patterns = [state.RANK_FILE.format("*"), "*_model_states.pt", "*_optim_states.pt", "metric.json", files.MANIFEST]
     assert not [path.name for path in checkpoint.iterdir() if not any(fnmatch(path.name, each) for each in patterns)]
     of_rank = torch.load(checkpoint / state.RANK_FILE.format(0), weights_only=True)
     assert list(of_rank) == [part.key for part in state.OF_RANK]
     with unpickling.restricted():
         keys = list(torch.load(checkpoint / "mp_rank_00_model_states.pt", weights_only=False))
-    of_client = {key for other in state.OF_OTHERS if other.where == state.CLIENT_FILE for key in other.keys}
+    of_client = {"episode", "global_step", "total_consumed_prompts", "data_loader_state_dict"}
+    of_client |= {
+        "best_eval_metric_key",
+        "best_eval_metric_value",
+        "latest_eval_metric_value",
+        "checkpoint_metric_key",
+    }
     of_client |= {part.key for part in state.OF_CONTROLLER}
     # DeepSpeed adds the client state to its own. The best checkpoint alone has the metric's name.
     assert {*keys[keys.index("ds_version") + 1 :], "checkpoint_metric_key"} == of_client

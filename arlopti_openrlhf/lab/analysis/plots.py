@@ -1,4 +1,4 @@
-"""Draw the figures as PNG, each from its JSON alone, in light or dark colours."""
+"""Draw the figures as PNG, each from its JSON alone."""
 
 import io
 from collections.abc import Callable
@@ -13,19 +13,14 @@ from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 _DPI = 130
-_DARK, _LIGHT = "#15181c", "white"
-# Okabe and Ito's colours, which stay apart for colour-blind readers, on white as on dark.
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
 _POSITIVE, _NEGATIVE = _COLOURS[2], _COLOURS[1]
 
 
-def png(name: str, data: dict, dark: bool = False) -> bytes:
+def png(name: str, data: dict) -> bytes:
     """Draw the figure called `name` ("fig1" ...) from its data and return it as PNG."""
-    ink, paper = ("#e6e6e6", _DARK) if dark else ("#222222", _LIGHT)
     style = {
-        "figure.facecolor": paper,
-        "axes.facecolor": paper,
-        "savefig.facecolor": paper,
         "axes.prop_cycle": cycler(color=_COLOURS),
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -38,7 +33,7 @@ def png(name: str, data: dict, dark: bool = False) -> bytes:
         "ytick.labelsize": 8,
         "legend.fontsize": 8,
         "legend.frameon": False,
-    } | dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
+    } | dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#222222")
     with plt.rc_context(style):
         figure = _DRAW[name](data)
         file = io.BytesIO()

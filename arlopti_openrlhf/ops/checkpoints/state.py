@@ -1,7 +1,6 @@
-"""Lists a run's state, all of it: each part, where it is kept, who saves it and who restores it.
+"""Lists the parts of a run's state that neither DeepSpeed nor upstream saves: who saves each, and who restores it.
 
-A resumed run is the same run because it takes up all of this. Anything else starts anew, such as the medians of the
-alarms and vLLM's caches.
+What is in no checkpoint starts anew, such as the medians of the alarms and vLLM's caches.
 """
 
 import argparse
@@ -35,16 +34,6 @@ class Part(NamedTuple):
     give: Callable[[Any, Any], object]  # gives the owner what `take` has returned
 
 
-class Other(NamedTuple):
-    """A part that another function saves, and that one restores."""
-
-    where: str  # a file of a checkpoint, or of --ckpt.path
-    keys: tuple[str, ...]  # in the file. Empty for all others
-    what: str
-    saved_by: str
-    restored_by: str
-
-
 # In a file of each rank. The owner is the rank's `CheckpointStrategy`.
 OF_RANK = (
     Part("random", "random numbers: Python's, NumPy's, PyTorch's and the GPU's",
@@ -62,23 +51,7 @@ OF_CONTROLLER = (
     Part("controller_random", "the controller's random numbers",
          lambda controller: packed(random_state()), lambda controller, saved: set_random_state(unpacked(saved))),
 )  # fmt: skip
-RANK_FILE, CLIENT_FILE = "process_rank_{}.pt", "*_model_states.pt"
-OF_OTHERS = (
-    Other(CLIENT_FILE, (), "weights, schedule, counters of steps", "DeepSpeed",
-          "DeepSpeed; then learning_rate.follow takes the rate from the run's own plan"),
-    Other("*_optim_states.pt", (), "the optimizer's state", "DeepSpeed", "DeepSpeed"),
-    Other(CLIENT_FILE, ("episode", "global_step", "total_consumed_prompts"), "how far the run is",
-          "upstream's controllers", "upstream's controllers"),
-    Other(CLIENT_FILE, ("data_loader_state_dict",), "the place in the prompts, with samples left over",
-          "rollouts.prompts.Prompts.state_dict", "Prompts.load_state_dict"),
-    Other(CLIENT_FILE, ("best_eval_metric_key", "best_eval_metric_value", "latest_eval_metric_value",
-                         "checkpoint_metric_key"), "the best evaluation",
-          "upstream's save_best_checkpoint", "upstream's restore_best_checkpoint_state"),
-    Other("metric.json", (), "the checkpoint's evaluation", "CheckpointStrategy.save_ckpt", "files.rotate"),
-    Other(files.MANIFEST, (), "names and sizes of the files", "files.publish", "saving.newest_whole"),
-    Other(RUN_FILE, (), "the run's name, and its id with wandb", "identify", "identify"),
-    Other("config.yaml", (), "all flags", "cli.config_file.keep", "cli.same_run.check compares"),
-)  # fmt: skip
+RANK_FILE = "process_rank_{}.pt"
 
 
 def take(parts: Sequence[Part], owner: Any) -> dict[str, Any]:

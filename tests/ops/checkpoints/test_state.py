@@ -1,10 +1,9 @@
-"""The list of a run's state is complete, and a resumed run takes it up."""
+"""A resumed run takes up its name, and its id with wandb."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from arlopti_openrlhf.cli import config_file
 from arlopti_openrlhf.ops.checkpoints import state
 from arlopti_openrlhf.ops.lifecycle import progress
 
@@ -50,8 +49,3 @@ def test_a_run_that_saves_no_checkpoint_leaves_the_name_that_is_kept(tmp_path):
     args.ckpt.disable_ds = True
     assert state.identify(args) not in kept and args.logger.wandb.run_name == "mine"
     assert (tmp_path / "ckpt" / progress.RUN_FILE).read_text() == kept
-
-
-def test_the_list_names_the_files_of_the_command_line():
-    """The rooms below do not import `cli`, so they write its names out."""
-    assert config_file.KEPT in {other.where for other in state.OF_OTHERS}
