@@ -1,4 +1,4 @@
-"""What the page on migration says is so: names, defaults of ours, commands, and the two rewards."""
+"""What the page on migration says is so: defaults of ours, and the two rewards."""
 
 import re
 import sys
@@ -6,36 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.cli import command_line, train_ppo_ray
+from arlopti_openrlhf.cli import command_line
 from arlopti_openrlhf.grading.reward_answers import normalise
 
 PAGE = (Path(__file__).parents[1] / "docs/migration.md").read_text("utf-8")
-# Flags of OpenRLHF before its names had topics, whose new names are not simply the nearest.
-OLD = """
-    pretrain reward_pretrain critic_pretrain remote_rm_url prompt_data save_path ckpt_path load_checkpoint save_hf_ckpt
-    micro_train_batch_size train_batch_size micro_rollout_batch_size rollout_batch_size n_samples_per_prompt max_epochs
-    num_episodes prompt_max_len generate_max_len zero_stage bf16 actor_learning_rate critic_learning_rate l2
-    init_kl_coef use_kl_loss kl_estimator advantage_estimator colocate_all_models vllm_num_engines vllm_enable_sleep
-    deepspeed_enable_sleep async_train use_dynamic_batch packing_samples gradient_checkpointing adam_offload lora_rank
-    lora_alpha ref_reward_offload normalize_reward dynamic_filtering dynamic_filtering_reward_range input_key label_key
-    eps_clip_low_high use_wandb wandb_org wandb_project use_tensorboard vllm_is_truncated_threshold eval_steps
-    save_steps
-""".split()
-
-
-@pytest.fixture(scope="module")
-def parser():
-    return train_ppo_ray.make_parser()
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_a_name_of_an_earlier_openrlhf_leads_to_the_new_one(parser, name):
-    hint = parser.hint(f"--{name}")
-    named = re.findall(r"--[a-z]\w*(?:\.\w+)+", hint)
-    assert named and set(named) <= parser._option_string_actions.keys(), hint
-    # The words of the old name lead there: not to --critic.optim from --critic_pretrain.
-    assert f"--{name}" in command_line._RENAMED or set(name.split("_")) & set(re.split(r"[._]", named[0][2:])), hint
-    assert "--local_rank" not in hint and "critic.optim" not in hint
 
 
 def test_our_defaults_are_those_of_the_table():

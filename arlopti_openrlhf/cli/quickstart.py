@@ -97,7 +97,7 @@ def run(plan: Plan, anew: bool = False) -> None:
     records = [quickstart_results.read_records(path) for path in (first, last)]
     before, after = map(quickstart_results.accuracies, records)
     if draws:
-        quickstart_results.plot(read_scalars(out / "tensorboard"), before, after, task.rewards, out / "curves.png")
+        quickstart_results.plot(read_scalars(out / "tensorboard"), out / "curves.png")
     summary = {
         "seed": plan.seed,
         "minutes": round((time.time() - start) / 60, 2),

@@ -35,7 +35,6 @@ class Task(NamedTuple):
     max_len: int  # tokens of prompt and answer
     max_new_tokens: int
     eval_samples: int  # per problem, before and after
-    rewards: str  # what they range over
     folder: str  # in outputs/, before the seed
     command: str  # of make
     flags: str  # of the training, beside those of all tasks
@@ -98,7 +97,6 @@ _TASKS = (
         max_len=512,
         max_new_tokens=112,
         eval_samples=8,
-        rewards="from −3 to 3",
         folder="quickstart",
         command="make quickstart",
         flags="""
@@ -122,7 +120,6 @@ _TASKS = (
         max_len=128,
         max_new_tokens=24,
         eval_samples=4,
-        rewards="0 or 1",
         folder="sums",
         command="make pretrained",
         flags="""

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for _, source in args.grader:
         if source not in REWARDS:
             check_reward_file(parser, "--grader", source)
-    if not 0 < args.port < 2**16:  # uvicorn would listen on another one
+    if not 0 <= args.port < 2**16:  # uvicorn would listen on another one
         parser.error(f"argument --port: {args.port} is no port")
     if token is None and not _is_this_machine(args.host):
         risk = f"whoever reaches {args.host}:{args.port} may use the graders: give --token-file, or --host 127.0.0.1"

@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-from arlopti_openrlhf import loopback, terminal
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cpu import patches
 from arlopti_openrlhf.hardware import multiplies_bf16
 from arlopti_openrlhf.ray_address import starts_cluster
@@ -99,7 +99,6 @@ def enable_in_vllm() -> None:
 
     It does so in every process of every project in the environment. There is no other way into its engine process.
     """
-    loopback.keep()
     if _ENABLED in os.environ:
         enable()
 

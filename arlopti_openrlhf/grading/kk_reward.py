@@ -142,8 +142,8 @@ def reward_func(
         each per sample and would nest a list.
     """
     grades = list(map(grade, assistant_turns(queries, prompts, labels), labels))
-    columns = torch.tensor(grades, dtype=torch.float32).reshape(-1, len(Grade._fields)).unbind(dim=1)
-    rewards, scores, well_formed, answered = columns
+    columns = torch.tensor(list(zip(*grades, strict=True)), dtype=torch.float32)  # each contiguous, or Ray fails
+    rewards, scores, well_formed, answered = columns.reshape(len(Grade._fields), -1)
     return {"rewards": rewards, "scores": scores, "extra_logs": {"well_formed": well_formed, "answered": answered}}
 
 

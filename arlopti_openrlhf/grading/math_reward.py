@@ -115,7 +115,8 @@ def reward_func(
     else:
         with ThreadPoolExecutor(WORKERS) as threads:
             grades = list(threads.map(grade, turns, labels, [prompt or "" for prompt in prompts]))
-    scores, boxed, timed_out = torch.tensor(grades, dtype=torch.float32).reshape(-1, len(Grade._fields)).unbind(dim=1)
+    columns = torch.tensor(list(zip(*grades, strict=True)), dtype=torch.float32)  # each contiguous, or Ray fails
+    scores, boxed, timed_out = columns.reshape(len(Grade._fields), -1)
     return {"rewards": scores, "scores": scores.clone(), "extra_logs": {"well_formed": boxed, "timed_out": timed_out}}
 
 

@@ -10,8 +10,14 @@ from pathlib import Path
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.evaluation.measures import Z_95, estimate_source
-from arlopti_openrlhf.lab.analysis.curves import Series
+from arlopti_openrlhf.lab.analysis.curves import FIGURES, Series, panels
 from arlopti_openrlhf.lab.scoring.offline import responses_of
+
+_CURVES = (
+    *FIGURES["fig6"],
+    ("low-probability tokens", "share of tokens with probability < η", r"train/lopti/low_share"),
+    *FIGURES["fig8"][1:],
+)
 
 
 def read_records(responses: Path) -> list[dict]:
@@ -63,68 +69,11 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(terminal.one_line(" ".join(text.split())), 110, initial_indent="  ", subsequent_indent="    ")
 
 
-def plot(curves: dict[str, Series], before: dict, after: dict, rewards: str, path: Path) -> None:
-    """Draw a training's reward, accuracy, share of low-probability tokens and gradient norms over its steps, as PNG.
+def plot(scalars: dict[str, Series], path: Path) -> None:
+    """Draw a training's reward, accuracy, share of low-probability tokens and gradient norms as PNG."""
+    from arlopti_openrlhf.lab.analysis import plots
 
-    `before` and `after` are the `accuracies` on all held-out problems, and `rewards` says what a reward may be.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True, layout="constrained")
-    (reward, accuracy), (share, norm) = axes
-    _plot_series(reward, curves["train/rollout/reward_mean"], color="C0")
-    _title(reward, f"mean reward of the rollouts ({rewards})")
-    _plot_accuracies(accuracy, curves, before, after, max(curves["train/rollout/reward_mean"]))
-    _title(accuracy, "held-out accuracy, sampled, with 95% intervals")
-    _plot_series(share, curves["train/lopti/low_share"], color="C3")
-    _title(share, "share of tokens with probability < η")
-    for group, color in (("low", "C3"), ("high", "C2")):
-        # A run of a few steps may never see one of the groups.
-        series = curves.get(f"train/lopti/{group}/actor_grad_norm", {})
-        _plot_series(norm, series, color=color, label=f"{group}-probability tokens")
-    _title(norm, "gradient norm of each stage")
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in (accuracy, share, norm):
-        axis.set_ylim(0, None)
-    for axis in (share, norm):
-        axis.set_xlabel("step")
-    figure.savefig(path, dpi=110)
-
-
-def _plot_accuracies(axis, curves: dict[str, Series], before: dict, after: dict, last_step: int) -> None:
-    """Draw one accuracy per step: of all problems at both ends, and of some of them in between.
-
-    The evaluations during training see fewer problems. At the ends their accuracies would look like a second truth.
-    """
-    for i, source in enumerate(sorted(set(before) - {"all"})):
-        name = f"eval/{source}/accuracy"
-        during = {step: value for step, value in curves.get(name, {}).items() if 0 < step < last_step}
-        ends = {0: before[source]["accuracy"], last_step: after[source]["accuracy"]}
-        _plot_series(axis, dict(sorted((ends | during).items())), color=f"C{i}", alpha=0.5, label=source)
-        interval = [before[source]["ci95"], after[source]["ci95"]]
-        axis.errorbar(list(ends), list(ends.values()), interval, fmt="o", color=f"C{i}", capsize=3)
-        below = [value - curves[f"{name}/low"][step] for step, value in during.items()]
-        above = [curves[f"{name}/high"][step] - value for step, value in during.items()]
-        axis.errorbar(list(during), list(during.values()), [below, above], fmt=".", color=f"C{i}", alpha=0.5)
-    axis.plot([], [], "o", color="gray", label="all problems")
-    axis.plot([], [], ".", color="gray", alpha=0.5, label="a part of them")
-
-
-def _title(axis, text: str) -> None:
-    """Set the title, and between it and the axes, where no curve is, the legend."""
-    axis.set_title(text, pad=20)
-    if axis.get_legend_handles_labels()[1]:
-        style = {"frameon": False, "fontsize": "small", "borderaxespad": 0.2, "handlelength": 1.2, "columnspacing": 1}
-        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, **style)
-
-
-def _plot_series(axis, series: Series, **options) -> None:
-    axis.plot(list(series), list(series.values()), **options)
+    path.write_bytes(plots.png("fig6", panels({"this run": [scalars]}, _CURVES)))
 
 
 def report(summary: dict, out: Path, pass_k: str, command: str, is_reduced: bool = False) -> str:

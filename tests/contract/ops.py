@@ -312,12 +312,5 @@ ENTRIES = (
      "force_weights_only_load: weights_only = True", "ops.checkpoints.unpickling.restricted"),
     (text, "torch.serialization", "get_unsafe_globals_in_checkpoint", "_get_allowed_globals().keys()",
      "ops.checkpoints.unpickling.not_allowed"),
-    (text, "torch.distributed.rendezvous", "_create_c10d_store",
-     "return TCPStore( host_name=hostname, port=port, world_size=world_size, is_master=start_daemon,",
-     "loopback.keep"),
-    (text, "vllm.distributed.utils", "stateless_init_torch_distributed_process_group",
-     "rendezvous(init_method, rank, world_size, timeout=timeout)", "loopback.keep: of the weight sync by gloo"),
-    (text, "vllm.distributed.utils", "StatelessProcessGroup.create", "listen_socket.bind((host, port))",
-     "loopback: NCCL's weight sync listens at the address that it is given"),
 )
 # fmt: on

@@ -551,6 +551,7 @@ def test_threads_agree_with_one_thread():
         together = list(pool.map(lambda call: reward_func(*call)["rewards"].item(), calls * 4))
     assert together == alone * 4
     assert set(alone) == {3.0, -1.0}
+    assert reward_func(*calls[0])["rewards"].stride() == (1,)  # Ray sends no others
 
 
 def test_reaches_the_experience_through_openrlhf():

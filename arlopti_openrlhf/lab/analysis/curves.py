@@ -97,36 +97,38 @@ def _mean(series: Sequence[Series]) -> Series:
 
 
 def curves(runs: Mapping[str, Sequence[dict[str, Series]]]) -> dict[str, list[dict]]:
-    """Make the data of Fig. 6-8.
+    """Make the data of Fig. 6-8, {figure: its `panels`}, from {label: the scalars of each of its seeds}."""
+    return {figure: panels(runs, wanted) for figure, wanted in FIGURES.items()}
+
+
+def panels(runs: Mapping[str, Sequence[dict[str, Series]]], wanted: Sequence[tuple[str, str, str]]) -> list[dict]:
+    """Make the panels of a picture.
 
     Args:
         runs: {label: the scalars of each of its seeds}.
+        wanted: title, unit and pattern of each panel.
 
     Returns:
-        {figure: its panels}. A panel has `title`, `unit`, `lines` and `missing`, the labels without this curve. The
-        line of a label has `steps`, `mean`, `low` and `high` (the range over its seeds), and `seeds`, their number.
+        Panels with `title`, `unit`, `lines` and `missing`, the labels without this curve. The line of a label has
+        `steps`, `mean`, `low` and `high` (the range over its seeds), and `seeds`, their number.
     """
-    figures: dict[str, list[dict]] = {}
-    for figure, panels in FIGURES.items():
-        figures[figure] = []
-        for title, unit, pattern in panels:
-            lines, missing = {}, []
-            for label, seeds in runs.items():
-                # One pattern may match several, such as accuracies by source.
-                matching = (
-                    [s for name, s in scalars.items() if s and re.fullmatch(pattern, name)] for scalars in seeds
-                )
-                found = [series for series in map(_mean, matching) if series]
-                middle = _mean(found)
-                if not middle:
-                    missing.append(label)
-                    continue
-                lines[label] = {
-                    "seeds": len(found),
-                    "steps": list(middle),
-                    "mean": list(middle.values()),
-                    "low": [min(series[step] for series in found) for step in middle],
-                    "high": [max(series[step] for series in found) for step in middle],
-                }
-            figures[figure].append({"title": title, "unit": unit, "lines": lines, "missing": missing})
-    return figures
+    made = []
+    for title, unit, pattern in wanted:
+        lines, missing = {}, []
+        for label, seeds in runs.items():
+            # One pattern may match several, such as accuracies by source.
+            matching = ([s for name, s in scalars.items() if s and re.fullmatch(pattern, name)] for scalars in seeds)
+            found = [series for series in map(_mean, matching) if series]
+            middle = _mean(found)
+            if not middle:
+                missing.append(label)
+                continue
+            lines[label] = {
+                "seeds": len(found),
+                "steps": list(middle),
+                "mean": list(middle.values()),
+                "low": [min(series[step] for series in found) for step in middle],
+                "high": [max(series[step] for series in found) for step in middle],
+            }
+        made.append({"title": title, "unit": unit, "lines": lines, "missing": missing})
+    return made

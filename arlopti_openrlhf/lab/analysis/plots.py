@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib
 
@@ -18,7 +19,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 _POSITIVE, _NEGATIVE = _COLOURS[2], _COLOURS[1]
 
 
-def png(name: str, data: dict) -> bytes:
+def png(name: str, data: Any) -> bytes:
     """Draw the figure called `name` ("fig1" ...) from its data and return it as PNG."""
     style = {
         "axes.prop_cycle": cycler(color=_COLOURS),
@@ -164,12 +165,16 @@ def _figure_5(data: dict) -> Figure:
 
 def _curves(data: list[dict]) -> Figure:
     one_unit = len({panel["unit"] for panel in data}) == 1
+    columns = min(3, len(data))
+    shape = (-(-len(data) // columns), columns)
     figure, axes = plt.subplots(
-        1, len(data), figsize=(10, 3.5), layout="constrained", squeeze=False, sharex=True, sharey=one_unit
+        *shape, figsize=(10, 3.5 * shape[0]), layout="constrained", squeeze=False, sharex=True, sharey=one_unit
     )
+    for axis in axes.flat[len(data) :]:
+        axis.remove()
     labels = list(dict.fromkeys(label for panel in data for label in [*panel["lines"], *panel["missing"]]))
     handles: dict[str, Line2D] = {}
-    for axis, panel in zip(axes[0], data, strict=True):
+    for axis, panel in zip(axes.flat, data, strict=False):
         for label, line in panel["lines"].items():
             colour = _COLOURS[labels.index(label) % len(_COLOURS)]
             marker = "." if len(line["steps"]) < 12 else None

@@ -18,7 +18,7 @@ from typing import Any
 import deepspeed
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
-from arlopti_openrlhf import learning_rate, loopback
+from arlopti_openrlhf import learning_rate
 from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
 from arlopti_openrlhf.ops.checkpoints.ranks import everywhere, on_rank_0, say
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
@@ -59,17 +59,12 @@ class CheckpointStrategy(GuardedStrategy):
        written, the run fails.
     5. Weights that are not finite are not saved, and the run stops.
     6. The learning rate of a resumed run is that of its own plan, and the minimum past the plan's end.
-    7. On one machine the store of the process group listens to this machine alone.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.averaged: Any = None  # the model without an optimizer that this process holds: next to the policy, EMA
         self.not_written = 0  # checkpoints in a row
-
-    def setup_distributed(self, *args, **kwargs) -> None:
-        loopback.keep()
-        super().setup_distributed(*args, **kwargs)
 
     def _ds_init_train_model(self, model, cfg: dict):
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)

@@ -13,13 +13,14 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 
-from arlopti_openrlhf import interrupts, loopback
+from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.ray_address import starts_cluster
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"
+_LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}  # where gloo and vLLM's own group listen
 _SOCKET_PATH, _LONGEST = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store", 107  # bytes
 
 
@@ -81,7 +82,8 @@ def _close_to_others() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     # Ray's agents outlive a killed driver while they look for its control store: a minute, by default.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
-    loopback.ask()
+    for name, value in _LOCAL.items():
+        os.environ.setdefault(name, value)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     raylet: Any = ray._raylet

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from arlopti_openrlhf.lab.data import knights_knaves
-from arlopti_openrlhf.ops.preflight import data, prompt
+from arlopti_openrlhf.ops.preflight import data
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 QUIZ = "Who is a knight?"
@@ -185,17 +185,3 @@ def test_tools_of_a_row(check, folder, tmp_path):
     [found] = check(CHAT, **flags)[0]
     assert found.startswith("--data.apply_chat_template True: ") and "does not give the row's tools" in found
     assert check(CHAT)[0] == []
-
-
-def test_prompts_are_rendered_as_upstream_does(folder):
-    from openrlhf.datasets.prompts_dataset import preprocess_data
-
-    (folder / "chat_template.jinja").unlink()
-    template = "{% for m in messages %}{{ m.content if m.content is string else m.content | length }}{% endfor %}"
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    load_tokenizer.cache_clear()
-    as_text = load_tokenizer(folder).apply_chat_template
-    render = prompt.renderer(changed(actor__model_name_or_path=str(folder)), as_text)
-    for text, parts in (("<image>a", "2"), ("a", "a"), (" a <image>\n<image> b ", "4")):
-        for row in ({"prompt": text}, {"prompt": [{"role": "user", "content": text}]}):
-            assert render(row) == parts == preprocess_data(row, None, "prompt", None, as_text)[0]
