@@ -51,7 +51,7 @@ def make_parser() -> Parser:
             "--max-body-mib",
             positive,
             limits.body_bytes // 2**20,
-            "largest request (default: {:g} MiB); 16 times as much in all",
+            "largest request (default: {:g} MiB)",
         ),
         ("--max-batch", integer(1), limits.batch, "queries in one request (default: {:g})"),
         ("--max-queue", integer(1), limits.queue, "queries that may wait, per grader (default: {:g})"),

@@ -32,7 +32,6 @@ from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
 from arlopti_openrlhf.grading.reward_answers import SERVER
 
 log = logging.getLogger("arlopti_openrlhf.rewards")
-_BODIES = 16  # of the largest size, in the requests that are read or graded at a time
 
 
 def read_request(body: bytes | bytearray, limits: Limits) -> tuple[list, list, list]:
@@ -79,7 +78,6 @@ class RewardServer:
 
     def __init__(self, sources: dict[str, str], workers: int, limits: Limits, token: str | None) -> None:
         self.workers, self.limits, self.token = workers, limits, token
-        self.held_bytes = 0  # bodies of the requests under way
         self.graders = {name: Grader(source, workers, limits) for name, source in sources.items()}
         self.registry = CollectorRegistry()
         self.requests = Counter("reward_requests", "Requests answered", ["grader", "status"], registry=self.registry)
@@ -162,12 +160,8 @@ class RewardServer:
 
     async def _grade(self, name: str, request: Request) -> dict:
         self._authorize(request)
-        body = bytearray()
-        try:
-            await self._read_body(request, body)
-            return await self.graders[name].grade(*read_request(body, self.limits))
-        finally:
-            self.held_bytes -= len(body)
+        body = await self._read_body(request)
+        return await self.graders[name].grade(*read_request(body, self.limits))
 
     def _authorize(self, request: Request) -> None:
         if self.token is None:
@@ -177,23 +171,15 @@ class RewardServer:
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise Refused(401, "the token is missing or wrong")
 
-    async def _read_body(self, request: Request, body: bytearray) -> None:
-        refused = None
+    async def _read_body(self, request: Request) -> bytearray:
+        body, is_too_large = bytearray(), False
         async for part in request.stream():
             # Read what is too much, and drop it. A client that is cut off while it sends never sees the answer.
-            if refused:
-                continue
-            body += part
-            self.held_bytes += len(part)
-            if len(body) > self.limits.body_bytes:
-                refused = Refused(413, f"the body is larger than {self.limits.body_bytes} bytes")
-            elif self.held_bytes > _BODIES * self.limits.body_bytes:
-                refused = Refused(503, f"the requests under way have {self.held_bytes} bytes: try again later")
-            if refused:
-                self.held_bytes -= len(body)
-                body.clear()
-        if refused:
-            raise refused
+            is_too_large = is_too_large or len(body) + len(part) > self.limits.body_bytes
+            body = bytearray() if is_too_large else body + part
+        if is_too_large:
+            raise Refused(413, f"the body is larger than {self.limits.body_bytes} bytes")
+        return body
 
     async def get_health(self, request: Request) -> Response:
         """Answer a GET: the process runs, and where it grades. A token in the path is compared."""

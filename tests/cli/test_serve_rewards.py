@@ -314,19 +314,6 @@ def test_a_server_for_other_machines_without_a_token_is_warned_of(host, warns, m
         assert said.startswith(f"arlopti serve: warning: no token: whoever reaches {host}:") == (warns and not token)
 
 
-def test_all_bodies_under_way_are_bounded(custom):
-    """By 16 of the largest size. Who has found no room may ask again."""
-    address, large = ("127.0.0.1", int(custom.url.rsplit(":")[-1])), json.dumps(ask(RIGHT)).encode().ljust(2**20)
-    with contextlib.ExitStack() as stack:
-        for _ in range(17):
-            client = stack.enter_context(socket.create_connection(address))
-            client.sendall(f"{POST}Content-Length: {len(large)}\r\n\r\n".encode() + large[:-1])
-        assert wait_until(lambda: post(custom.url + "/get_reward", large)[0] == 503)
-        status, answer = post(custom.url + "/get_reward", large)
-        assert status == 503 and answer["error"].startswith("the requests under way have 16")
-    assert wait_until(lambda: post(custom.url + "/get_reward", large)[0] == 200)
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_it_answer_what_was_accepted(signum, tmp_path):
     (tmp_path / "length.py").write_text(CUSTOM)

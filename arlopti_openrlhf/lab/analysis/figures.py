@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from arlopti_openrlhf.evaluation.measures import Z_95
-from arlopti_openrlhf.lab.analysis.policy import PREFIX, Policy, Tokens, Update, padded_pieces
+from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, Update, padded_pieces
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 from arlopti_openrlhf.token_update import advantage_weights, low_probability_mask, token_probabilities
 from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
@@ -198,7 +198,6 @@ def activation_gradient_norms(
         for name, gradient in zip(norms, gradients, strict=True):
             norms[name].append(gradient.flatten(1).norm(dim=1).cpu())
         outputs.clear()
-        policy.progress(PREFIX * int(stops[piece].max()) * len(piece))
     for handle in handles:
         handle.remove()
     # Back to the order of the chosen tokens.

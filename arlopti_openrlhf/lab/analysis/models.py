@@ -10,22 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.lab.analysis import figures, rollouts, words
 from arlopti_openrlhf.lab.analysis.kept import Kept
-from arlopti_openrlhf.lab.analysis.policy import (
-    BACKWARD,
-    PREFIX,
-    SEARCHES,
-    Policy,
-    Tokens,
-    Update,
-    micro_batches,
-)
-from arlopti_openrlhf.lab.analysis.progress import Progress
+from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, Update
 from arlopti_openrlhf.lab.scoring import offline
 from arlopti_openrlhf.lab.scoring.inputs import Row
 from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
@@ -117,10 +107,8 @@ def analyze_model(
     # Grade the responses, and look at them with the weights that gave them.
     graded = rollouts.grade(rows[: len(sampled)], sampled, reward)
     batch = rollouts.make_batch(graded)
-    progress = Progress()
-    policy = Policy(model, settings.temperature, settings.micro_batch_tokens, settings.optimizer, progress.advance)
-    with progress.phase("probabilities", _work(batch, batch.action_mask)):
-        tokens = policy.tokens(batch)
+    policy = Policy(model, settings.temperature, settings.micro_batch_tokens, settings.optimizer)
+    tokens = policy.tokens(batch)
     summary = _summarize(graded, batch, tokens) | {"parameters": sum(p.numel() for p in policy.parameters)}
     if len(sampled) < len(rows):
         summary["notices"].append(f"Shown are the first {len(sampled)} of {len(rows)} prompts, which fill --tokens.")
@@ -134,7 +122,7 @@ def analyze_model(
         "fig3": [*update, settings.alpha, settings.eta],
     }
     kept = Kept(folder, [*offline.version_of(model), settings.temperature], batch, depends)
-    _make(policy, batch, tokens, settings, kept, wanted, progress)
+    _make(policy, batch, tokens, settings, kept, wanted)
     data = {figure: kept.read(figure) for figure in sorted(wanted)}
     for figure in ("fig1", "fig3"):
         if figure in data:
@@ -182,52 +170,23 @@ def _possible(settings: Settings, batch: rollouts.Batch) -> tuple[list[str], lis
 
 
 def _make(
-    policy: Policy,
-    batch: rollouts.Batch,
-    tokens: Tokens,
-    settings: Settings,
-    kept: Kept,
-    wanted: Sequence[str],
-    progress: Progress,
+    policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: Settings, kept: Kept, wanted: Sequence[str]
 ) -> None:
     """Make the wanted figures that are missing, and write each once it is done."""
     missing = kept.missing(wanted)
-    forward, positive = _work(batch, batch.action_mask), _work(batch, batch.advantages > 0)
-    gradient = BACKWARD * _work(batch, batch.advantages != 0)
-    searches = 0 if settings.learning_rate else SEARCHES
-    alphas, etas = len(settings.alpha), len(settings.eta)
-    work = {
-        "fig2": PREFIX * settings.layer_tokens * batch.attention_mask.sum(dim=1).float().mean().item(),
-        "update": gradient + (1 + searches) * forward,
-        "fig1": 3 * gradient + 2 * forward,  # the highest quarter takes no pass
-        "fig3": (alphas + 3 * etas) * gradient + (1 + alphas + etas) * positive,
-    }
-    phases = [*missing, *(["update"] if {"fig1", "fig3"} & set(missing) else [])]
-    minutes = sum(work[phase] for phase in phases) / progress.rate / 60
     if done := [figure for figure in wanted if figure not in missing]:
         print(f"{', '.join(done)}: done earlier", flush=True)
-    if phases:
-        print(f"{', '.join(missing)}: about {max(1, minutes):.0f} minutes", flush=True)
-
+    if missing:
+        print(f"makes {', '.join(missing)}", flush=True)
     if "fig2" in missing:
-        with progress.phase("Fig. 2", work["fig2"]):
-            kept.write("fig2", figures.figure_2(policy, batch, tokens, settings.layer_tokens, settings.layers))
-    if "update" in phases:
-        with progress.phase("an update by GRPO", work["update"]):
-            update = _update(policy, batch, tokens, settings)
+        kept.write("fig2", figures.figure_2(policy, batch, tokens, settings.layer_tokens, settings.layers))
+    if {"fig1", "fig3"} & set(missing):
+        update = _update(policy, batch, tokens, settings)
         if "fig1" in missing:
-            with progress.phase("Fig. 1", work["fig1"]):
-                kept.write("fig1", figures.figure_1(policy, batch, tokens, update))
+            kept.write("fig1", figures.figure_1(policy, batch, tokens, update))
         update = update._replace(gradient=[], moments=[])  # as large as the model, each
         if "fig3" in missing:
-            with progress.phase("Fig. 3", work["fig3"]):
-                kept.write("fig3", figures.figure_3(policy, batch, tokens, update, settings.alpha, settings.eta))
-
-
-def _work(batch: rollouts.Batch, selected: Tensor) -> int:
-    """Return the tokens of a forward pass over the rows with selected tokens."""
-    rows = selected.any(dim=1).nonzero()[:, 0]
-    return sum(tokens for _, tokens in micro_batches(batch, rows, batch.sequences.numel()))
+            kept.write("fig3", figures.figure_3(policy, batch, tokens, update, settings.alpha, settings.eta))
 
 
 def _update(policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: Settings) -> Update:

