@@ -36,7 +36,6 @@ setup(
         "uvicorn",
         "httptools",
         "prometheus-client",
-        "shtab",
     ],
     extras_require={
         "gpu": ["openrlhf[vllm]==0.11.2", "liger-kernel==0.8.5"],

@@ -75,8 +75,6 @@ def main() -> None:
     (args.out / "table.md").write_text(tables.markdown(results), encoding="utf-8")
     tables.write_csv(results, args.out / "table.csv")
     print(tables.markdown(results), end="")
-    for hint in tables.cut_off(results, args.max_new_tokens):
-        print(f"{parser.prog}: {hint}", file=sys.stderr)
 
 
 def make_parser() -> Parser:

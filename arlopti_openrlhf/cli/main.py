@@ -5,7 +5,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from arlopti_openrlhf import __version__, interrupts
 
@@ -26,11 +25,7 @@ _HELP = f"""usage: arlopti COMMAND [FLAGS]
 
 arlopti COMMAND --help lists the flags of a command, and arlopti --version the versions. For example:
 
-  arlopti quickstart
-
-arlopti completion bash, or zsh or tcsh, prints what makes the shell complete all of them:
-
-  eval "$(arlopti completion bash)\""""
+  arlopti quickstart"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,36 +48,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_HELP)
     elif word == "--version":
         print(f"arlopti_openrlhf {__version__}, {_openrlhf()}")
-    elif word == "completion":
-        print(_completion(*rest[:1]))
     elif not word:
         print(_HELP, file=sys.stderr)
         raise SystemExit(2)
     else:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        _refuse(f"{word} is no command; {hint}")
-
-
-def _refuse(problem: str) -> NoReturn:
-    print(f"arlopti: error: {problem}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def _completion(shell: str = "") -> str:
-    """Return the script by which a shell completes the commands and their flags."""
-    import argparse
-
-    import shtab
-
-    if shell not in shtab.SUPPORTED_SHELLS:
-        _refuse(f"completion takes one of {', '.join(shtab.SUPPORTED_SHELLS)}")
-    parser = argparse.ArgumentParser(prog="arlopti")
-    words = parser.add_subparsers()
-    for word, (module, help) in COMMANDS.items():
-        own = importlib.import_module(f"arlopti_openrlhf.cli.{module}").make_parser()
-        words.add_parser(word, help=help, parents=[own], add_help=False)
-    return shtab.complete(parser, shell)
+        print(f"arlopti: error: {word} is no command; {hint}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def _openrlhf() -> str:

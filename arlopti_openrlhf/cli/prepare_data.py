@@ -141,9 +141,7 @@ def _convert(args: argparse.Namespace) -> None:
     if dropped and (args.strict or not rows):
         more = f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
         raise ValueError(f"{dropped[0]}{more}")
-    described = preparation.describe(rows, num_tokens)
     preparation.write_rows(_rendered(rows, args), args.out)
-    print(described)
     # List what was dropped. A list of an earlier run would be wrong now.
     listed = Path(f"{args.out}.dropped")
     if dropped:

@@ -136,16 +136,3 @@ def test_a_reward_that_cannot_grade(source, status, said, run, tmp_path, capsys)
         run("--reward.remote_url", str(tmp_path / source))
     assert stopped.value.code == status
     assert said.format(tmp_path) in capsys.readouterr().err
-
-
-def test_many_responses_that_are_cut_off(run, monkeypatch, capsys):
-    generate = offline.generate
-
-    def cut(*args, **kwargs):
-        for prompt, output in generate(*args, **kwargs):
-            output.outputs[0].finish_reason = "length"
-            yield prompt, output
-
-    monkeypatch.setattr(offline, "generate", cut)
-    run()
-    assert "base, sums: 100% of the responses were cut off at --max-new-tokens 12" in capsys.readouterr().err

@@ -74,13 +74,3 @@ def test_every_command_has_a_main_and_every_command_of_the_package_is_there():
     folder = Path(console.__file__).parent
     with_main = {path.stem for path in folder.glob("*.py") if "\ndef main(" in path.read_text()}
     assert with_main - {"main"} == modules
-
-
-def test_completion_knows_every_command_and_the_flags_of_the_training():
-    result = arlopti("completion", "bash")
-    assert result.returncode == 0 and all(word in result.stdout for word in console.COMMANDS)
-    assert "--algo.lopti.eta" in result.stdout and "--vllm.num_engines" in result.stdout
-    checked = subprocess.run(["bash", "-n"], input=result.stdout, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
-    wrong = arlopti("completion", "dos")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("arlopti: error: completion takes one of bash, zsh")

@@ -26,23 +26,15 @@ from arlopti_openrlhf.update.token_statistics import logit_gradient_norm
 STEP = 0.02  # root mean square change of log π by one update, unless a learning rate is given
 _FEW = 30  # positive tokens in a bin of Fig. 3
 _MIDDLE = 0.5  # the paper's η
-# What an unset flag is. On a CPU, a model of more than _SMALL parameters gets what takes two cores 20 minutes.
-_DEFAULTS: dict[str, Any] = {
-    "samples": 8,
-    "max_new_tokens": 1024,
-    "tokens": None,
-    "alpha": [0.1, 0.3, 0.5],
-    "eta": [0.3, 0.5, 0.7],
-    "layer_tokens": 300,
-    "micro_batch_tokens": 4096,
-}
-_CPU_DEFAULTS: dict[str, Any] = {
-    "samples": 4,
-    "max_new_tokens": 256,
-    "alpha": [0.3],
-    "eta": [0.5],
-    "layer_tokens": 100,
-    "micro_batch_tokens": 1024,
+# What an unset flag is, and what it is for a model of more than _SMALL parameters on a CPU. That takes 20 minutes.
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "samples": (8, 4),
+    "max_new_tokens": (1024, 256),
+    "tokens": (None, None),  # the latter follows from _WORK
+    "alpha": ([0.1, 0.3, 0.5], [0.3]),
+    "eta": ([0.3, 0.5, 0.7], [0.5]),
+    "layer_tokens": (300, 100),
+    "micro_batch_tokens": (4096, 1024),
 }
 _SMALL = 20_000_000
 _WORK = 1.3e12  # parameters times tokens
@@ -78,7 +70,9 @@ def set_defaults(args: argparse.Namespace, models: Sequence[str]) -> None:
     """Give the flags that are unset their values for the largest of the models on this machine. Print smaller ones."""
     largest = max((size.parameters for size in map(model_size, models) if size), default=0)
     is_slow = cpu.uses_cpu() and largest > _SMALL
-    values = _CPU_DEFAULTS | {"tokens": int(_WORK / largest)} if is_slow else _DEFAULTS
+    values = {name: of_both[is_slow] for name, of_both in _DEFAULTS.items()}
+    if is_slow:
+        values["tokens"] = int(_WORK / largest)
     unset = {name: value for name, value in values.items() if getattr(args, name) is None}
     for name, value in unset.items():
         setattr(args, name, value)

@@ -101,22 +101,6 @@ def check(
     return [read.row for read in checked if read.row is not None], [read for read in checked if read.row is None]
 
 
-def describe(rows: Sequence[Row], num_tokens: Callable[[Row], int] | None) -> str:
-    """Return the most frequent labels and the lengths of the prompts, in a few lines."""
-    if not rows:
-        return "  no rows"
-    labels = Counter(row["label"] for row in rows)
-    common = ", ".join(f"{' '.join(label.split())[:30]!r} {n}" for label, n in labels.most_common(5))
-    lengths = sorted(num_tokens(row) if num_tokens else len(published.prompt_text(row["prompt"])) for row in rows)
-    quantiles = [lengths[round(q * (len(lengths) - 1))] for q in (0, 0.5, 0.95, 1)]
-    repeated = len(rows) - len({published.prompt_key(row["prompt"]) for row in rows})
-    return (
-        f"  labels: {len(labels)} different; most frequent {common}\n"
-        f"  prompts: {'tokens' if num_tokens else 'characters'} min {quantiles[0]}, median {quantiles[1]}, "
-        f"95% {quantiles[2]}, max {quantiles[3]}" + (f"; {repeated} occur more than once" if repeated else "")
-    )
-
-
 def token_counter(tokenizer: str) -> Callable[[Row], int]:
     """Return a function that counts the tokens of a row's prompt as OpenRLHF sends it to vLLM."""
     from transformers import AutoTokenizer

@@ -9,8 +9,6 @@ from arlopti_openrlhf import terminal
 from arlopti_openrlhf.evaluation.measures import Estimate
 from arlopti_openrlhf.lab.scoring.inputs import natural_key
 
-_MANY = 0.5  # of the responses
-
 
 def markdown(results: dict[str, dict]) -> str:
     """Return the paper's tables, then every measure as a row of its own.
@@ -42,17 +40,6 @@ def _measures(results: dict[str, dict], sources: Sequence[str]) -> Iterator[tupl
             for measure, estimate in found.items():
                 if isinstance(estimate, dict):
                     yield name, source, found["n"], found["samples"], found["temperature"], measure, estimate
-
-
-def cut_off(results: dict[str, dict], max_new_tokens: int) -> list[str]:
-    """Return a hint for each model and source of which so many responses are cut off that the measures say little."""
-    return [
-        f"{name}, {terminal.one_line(source)}: {share:.0%} of the responses were cut off at --max-new-tokens "
-        f"{max_new_tokens}, and count as they are; a larger number may change the measures"
-        for name, result in results.items()
-        for source, found in result["sources"].items()
-        if (share := found["truncated"]["value"]) >= _MANY
-    ]
 
 
 def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str:

@@ -21,7 +21,6 @@ from arlopti_openrlhf.ray_address import starts_cluster
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"
 _LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}  # where gloo and vLLM's own group listen
-_SOCKET_PATH, _LONGEST = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store", 107  # bytes
 
 
 def of_run(run: Any, args: SimpleNamespace) -> None:
@@ -33,11 +32,7 @@ def of_run(run: Any, args: SimpleNamespace) -> None:
 
 def make_folder() -> Path:
     """Return a new folder for a run's temporary files, which only this user can enter."""
-    folder = Path(tempfile.mkdtemp(prefix="arlopti-", dir=os.environ.get("RAY_TMPDIR")))
-    if len(str(folder)) + len(_SOCKET_PATH) > _LONGEST:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="arlopti-", dir="/tmp"))
-    return folder
+    return Path(tempfile.mkdtemp(prefix="arlopti-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))  # sockets: short paths
 
 
 def wrap_init(folder: Path, secrets: dict[str, str]) -> None:

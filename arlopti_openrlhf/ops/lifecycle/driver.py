@@ -39,7 +39,6 @@ _WAKE = signal.SIGURG
 _ANSWER = 5.0  # seconds that Ray gets to say whether the run trains
 _EXIT = 3.0  # seconds that Python gets to end
 _LAST_LINES = 2.0  # seconds in which Ray hands on the last lines that the workers have printed
-_LONG_LINE = 1000  # characters
 _SHUTDOWN = 20.0  # seconds that Ray gets to end its processes; the watcher ends those that are left
 
 
@@ -213,15 +212,10 @@ def last_lines(cause: BaseException) -> str:
     """Return what to say at the very end: one line, or a few of an error with a long text."""
     if isinstance(cause, stopping.RunStopped):
         return f"{PREFIX}run stopped: {terminal.one_line(cause)}"
-    lines = [_shortened(line.rstrip()) for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
+    lines = [line.rstrip() for line in f"{type(cause).__name__}: {cause}".splitlines() if line.strip()]
     if len(lines) > 5:
         lines = [*lines[:2], "...", *lines[-2:]]
     return "\n".join([f"{PREFIX}run failed: {lines[0]}", *map(terminal.indented, lines[1:])])
-
-
-def _shortened(line: str) -> str:
-    """Return a line without its middle where it is long, as that of a query with its response is."""
-    return line if len(line) <= _LONG_LINE else f"{line[: _LONG_LINE // 2]} ... {line[-_LONG_LINE // 2 :]}"
 
 
 def _exit_code(cause: BaseException) -> int:

@@ -1,6 +1,6 @@
 """Lets a run's controllers report how far they are. The driver reads it in Ray's key-value store, and shows it.
 
-At the end it says what came out of the run, and what to do next.
+At the end it says what came out of the run.
 """
 
 import json
@@ -91,7 +91,7 @@ def figures(status: Mapping[str, Any]) -> str:
 
 
 def closing_text(args: SimpleNamespace, found: Progress, log: Path | None) -> str:
-    """Return the accuracies before and after, where the model, the log and the curves are, and the next command."""
+    """Return the accuracies before and after, and where the model, the log and the curves are."""
     lines = [f"trained {found.step.number} steps" if found.step else "no step was trained"]
     run = args.logger.wandb.run_name
     if args.ckpt.load_enable and (kept := kept_run(Path(args.ckpt.path))):
@@ -107,11 +107,6 @@ def closing_text(args: SimpleNamespace, found: Progress, log: Path | None) -> st
         lines.append(f"curves:  {shlex.join(['tensorboard', '--logdir', folder])}")
     if args.logger.wandb.key:
         lines.append(f"curves:  wandb, project {args.logger.wandb.project}, run {run}")
-    data = (args.eval.dataset or "").split(",")
-    # `evaluate` takes whole models, and files as `prepare_data` writes them.
-    if not args.ds.lora.rank and all(Path(path).suffix in (".jsonl", ".parquet") for path in data):
-        command = ["arlopti", "evaluate", "--model", args.ckpt.output_dir, "--data", *data]
-        lines.append(f"next:    {shlex.join(command)} --out OUT")
     return "\n".join(lines)
 
 

@@ -5,7 +5,6 @@ import random
 import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 from operator import itemgetter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -279,49 +278,22 @@ def _is_prompt(value: Any, as_chat: bool) -> bool:
 
 
 def _check_images(data: _Data, args: SimpleNamespace) -> Iterator[Finding]:
-    """Report images that nobody looks at, and those at which a run would end once it reaches their row."""
+    """Report images that nobody looks at."""
     key, most, flag = args.data.image_key, args.data.max_images_per_prompt, "data.max_images_per_prompt"
-    of_rows = {number: _images(row.get(key)) for number, row in enumerate(data.rows, start=1)}
-    of_rows = {number: images for number, images in of_rows.items() if images}
+    of_rows = [images for row in data.rows if (images := _images(row.get(key)))]
     has_vision = prompt.is_vision_language(args)
     if of_rows and (not most or has_vision is False):
         problem = f"{len(of_rows)} of {len(data.rows)} rows of {data.name} have images, which the model does not see"
-        remedy = f"give {max(map(len, of_rows.values()))}, with a vision-language model"
+        remedy = f"give {max(map(len, of_rows))}, with a vision-language model"
         yield Finding.of(args, flag, problem, remedy, is_fatal=bool(most or has_vision))
     elif most and not of_rows:
         problem = f"no row of {data.name} has images under --data.image_key {key}"
         yield Finding.of(args, flag, problem, f"the keys are {', '.join(sorted(data.rows[0]))}")
-    elif most:
-        rows = {number: (images, data.rows[number - 1]) for number, images in of_rows.items()}
-        problems = {number: _problem_of(images, row, args) for number, (images, row) in rows.items()}
-        if bad := [f"row {number}: {problem}" for number, problem in problems.items() if problem]:
-            yield Finding(data.flag, data.name, first_of(bad, "more rows"), "correct these rows")
 
 
 def _images(value: Any) -> list:
     """Return the images of a row. Upstream takes one or a list, and leaves out those that are None."""
     return [image for image in (value if isinstance(value, list) else [value]) if image is not None and image != ""]
-
-
-def _problem_of(images: list, row: Row, args: SimpleNamespace) -> str | None:
-    # What is longer may be the image itself, in base64.
-    paths = [each for each in images if isinstance(each, str) and len(each) <= 256 and ":" not in each]
-    if missing := [path for path in paths if not Path(path).is_file()]:
-        return f"there is no file {missing[0]}"
-    if len(images) > args.data.max_images_per_prompt:
-        return f"{len(images)} images are more than --data.max_images_per_prompt"
-    given = row[args.data.input_key]
-    messages = given if isinstance(given, list) else [{"content": given}]
-    places = sum(_places(message.get("content")) for message in messages)
-    has_places = not args.data.apply_chat_template or places == len(images)
-    return None if has_places else f"{len(images)} images, and the prompt has {places} places (<image>)"
-
-
-def _places(content: Any) -> int:
-    """Return how many images a message has a place for: tags of its text, or parts."""
-    if isinstance(content, list):
-        return sum(isinstance(part, dict) and part.get("type") == "image" for part in content)
-    return content.count("<image>") if isinstance(content, str) else 0
 
 
 def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -> Iterator[Finding]:

@@ -43,7 +43,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
 
 def gpus_placed(args: SimpleNamespace) -> int:
     """Return how many GPUs a run asks Ray for with these arguments."""
-    actor, engines = _gpus(args, "actor"), _gpus_of_engines(args)
+    actor, engines = _gpus(args, "actor"), (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
     if args.train.colocate_all:
         # OpenRLHF places a critic that shares a reward model's GPUs beside all others even so.
         critic = _gpus(args, "critic") if args.critic.model_name_or_path and args.train.colocate_critic_reward else 0
@@ -58,10 +58,6 @@ def gpus_placed(args: SimpleNamespace) -> int:
 def _gpus(args: SimpleNamespace, name: str) -> int:
     group = vars(args)[name]
     return group.num_nodes * group.num_gpus_per_node
-
-
-def _gpus_of_engines(args: SimpleNamespace) -> int:
-    return (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
 
 
 def check_cluster(args: SimpleNamespace) -> Iterator[Finding]:

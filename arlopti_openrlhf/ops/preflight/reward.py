@@ -25,7 +25,6 @@ _IMPORT_SECONDS, _PROBE_SECONDS = 60.0, 8.0  # for the import of a reward file, 
 _SERVER_SECONDS = 60.0  # for an answer of our own server
 _CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
 _HEALTH_SECONDS = 2.0  # for a part of an answer
-_RETRIES = 3  # within two seconds
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
@@ -175,9 +174,8 @@ def _is_ours(base: str) -> bool:
     """
     import httpx
 
-    patient = httpx.HTTPTransport(retries=_RETRIES)  # a server that is about to listen has a moment
     # The run asks without a proxy, too, and follows no server to another.
-    with httpx.Client(transport=patient, timeout=_HEALTH_SECONDS) as client:
+    with httpx.Client(timeout=_HEALTH_SECONDS, trust_env=False) as client:
         answer = client.get(f"{credentials.expand(base)}/health")
     try:
         said = answer.json()

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from vllm import SamplingParams
 
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
-from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of, unmatched
+from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
 from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.lifecycle.progress import Phase, say
 from arlopti_openrlhf.ops.rollouts.prompts import Numbered, Prompts, seed_of
@@ -44,10 +44,6 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     def __init__(self, *args, sampling: Sequence[Sampling], **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.sampling = sampling
-        self._with_and_without_scores: set[bool] = set()  # the kinds of samples so far
-        sources = {str(source) for sources, *_ in self.eval_dataloader or () for source in sources}
-        for pattern in unmatched(sampling[1:], sources) if sources else ():
-            logger.warning(f"--eval.sampling {pattern}: matches none of the sources {', '.join(sorted(sources))}")
 
     @torch.no_grad()
     def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
@@ -210,13 +206,6 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         experience = super()._process_response_into_experience(response, **generate_kwargs)
         # A custom agent's responses have no such entry. Their scores are its own.
         experience.scores_are_rewards = response.get(SCORES_ARE_REWARDS, False)
-        if experience.scores_are_rewards not in self._with_and_without_scores:
-            self._with_and_without_scores.add(experience.scores_are_rewards)
-            if len(self._with_and_without_scores) == 2:
-                logger.warning(
-                    "the reward function returns `scores` for some samples only. For the others, their reward stands "
-                    "in, and a data source with such samples has no accuracy."
-                )
         return experience
 
 

@@ -280,7 +280,6 @@ def test_the_closing_text(tmp_path):
         "odd, reward         -0.500                   -0.500",
         "model:   final",
         "curves:  tensorboard --logdir tb/r",
-        "next:    arlopti evaluate --model final --data test.jsonl 'my data/more.parquet' --out OUT",
     ]
 
 

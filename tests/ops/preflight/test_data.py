@@ -13,7 +13,7 @@ import pytest
 from arlopti_testing.preflight_command import changed
 
 from arlopti_openrlhf.lab.data.knights_knaves import CHAT_TEMPLATE
-from arlopti_openrlhf.ops.preflight import data, prompt, rows
+from arlopti_openrlhf.ops.preflight import data, rows
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
 
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
@@ -370,29 +370,6 @@ IMAGES = {"data__max_images_per_prompt": 1}
 def test_images_that_a_text_model_does_not_see(check, images, flags, start, said):
     [found] = check([row(i, images=images) for i in range(8)], **flags)
     assert found.startswith(start) and said in found
-
-
-@pytest.mark.parametrize(
-    ("images", "text", "said"),
-    [
-        (["b.png"], "<image>?", "there is no file b.png"),
-        (["a.png", "data:image/png;base64,AA"], "<image><image>?", "2 images are more than"),
-        (["a.png"], "?", "1 images, and the prompt has 0 places"),
-        (["https://a.b/c.png"], [{"role": "user", "content": "<image>?"}], None),
-        (None, "?", None),
-    ],
-)
-def test_images_at_which_a_run_would_end(check, tmp_path, monkeypatch, images, text, said):
-    """It would reach the row late. An image may also be in the row itself, or at a URL."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prompt, "is_vision_language", lambda args: True)
-    monkeypatch.setattr(data, "_load_tokenizer", lambda args: None)
-    (tmp_path / "a.png").touch()
-    user = [{"role": "user", "content": "<image>?"}]
-    message = text if isinstance(text, list) else [{"role": "user", "content": text}]
-    given = [row(i, images=["a.png"], prompt=user) for i in range(7)] + [row(7, images=images, prompt=message)]
-    found = check(given, **IMAGES)
-    assert [f"row 8: {said}" in each for each in found] == [True] * bool(said)
 
 
 def test_images_inside_a_data_set_are_not_decoded(tmp_path):

@@ -525,7 +525,6 @@ def test_a_variable_that_is_not_set(check, ours, monkeypatch):
 
 
 def test_a_server_that_is_not_there(check, server, monkeypatch):
-    monkeypatch.setattr(reward, "_RETRIES", 0)
     nowhere = "http://user:password@127.0.0.1:9/token/get_reward"
     [found] = check(nowhere)
     assert found.startswith("!--reward.remote_url http://127.0.0.1:9: no answer: ") and "start the server" in found
