@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,43 +124,3 @@ def test_operations_are_those_that_the_updates_execute():
     assert set(found) == {"stock GRPO", "packed stock GRPO", "GRPO", "AR + Lopti", "80/20"}
     for variant, (counted, predicted) in found.items():
         assert counted == pytest.approx(predicted, rel=0.005), variant
-
-
-def test_operations_of_a_pass():
-    """A layer of 2 x 2 x (2 + 1) + 3 x 2 x 3 = 30 weights (width 2, keys of width 1), and a head of 2 x 5 = 10."""
-    from operations import Pass, operations
-    from rollouts import Shape
-
-    shape = Shape("", 2, 3, 1, 2, 1, vocab_size=5)
-    train = Pass(tokens=7, pairs=11, head_tokens=4, head_gradients=3)
-    forward = 2 * 30 * 7 + 2 * 10 * 4 + 2 * 2 * 2 * 11
-    for checkpointing in (False, True):
-        assert operations(shape, replace(train, trains=False), checkpointing) == forward
-    backward = 4 * 30 * 7 + 4 * 10 * 3 + 5 * 2 * 2 * 11
-    assert operations(shape, train) == forward + backward
-    assert operations(shape, replace(train, repeats_head=True)) == forward + backward + 2 * 10 * 3
-    layers = 2 * 30 * 7 + 2 * 2 * 2 * 11
-    assert operations(shape, train, checkpointing=True) == forward + backward + layers
-
-
-def test_passes_over_a_batch():
-    """Two responses of 3 and 2 tokens to a prompt of 4. The last token of each predicts nothing."""
-    from openrlhf.trainer.ppo_utils.experience import Experience
-    from operations import Pass, padded, plain, shared
-
-    def item(tokens):
-        mask = torch.zeros(len(tokens) - 1, dtype=torch.long)
-        mask[3:] = 1
-        return Experience(
-            sequences=torch.tensor(tokens), attention_mask=torch.ones(len(tokens), dtype=torch.long), action_mask=mask
-        )
-
-    items = [item([1, 2, 3, 4, 5, 6, 7]), item([1, 2, 3, 4, 8, 9])]
-    everything = [one.action_mask.bool() for one in items]
-    first = [mask & (torch.arange(len(mask)) < 4) for mask in everything]
-    # The row is the prompt, 2 and 1 tokens. 4 x 5 / 2 pairs in the prompt, 3 and 1 in the responses, 4 to each of 3.
-    assert shared(items, everything, first) == Pass(7, 10 + 3 + 1 + 12, 5, 2, repeats_head=True)
-    # The first token of each response is predicted by the prompt alone.
-    assert shared(items, first, first) == Pass(4, 10, 2, 2, repeats_head=True)
-    assert padded([7, 6, 5], 2) == [7, 7, 5]
-    assert plain([7, 6]) == Pass(13, 28 + 21, 13, 13)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_check  # noqa: E402
 import gpu_exactness  # noqa: E402
-import gpu_part  # noqa: E402
-import gpu_tables  # noqa: E402
 
 BROKEN = """
 import sys
@@ -123,33 +120,6 @@ def times(part: dict, seconds: float) -> dict:
     return dict(description="K&K", rounds=1, attention="sdpa", matrix_flops_per_s=1e12, variants=found) | dict(
         floor_gib=1.0, profile=None
     )
-
-
-def test_out_of_memory_is_a_row(capsys):
-    sizes = dict(micro_batch_size=8)
-    parts = [(f"times {shape}", "times", sizes | {"shape": shape}) for shape in ("0.5b", "3b")]
-    written = []
-    found = gpu_check.check(parts, time.monotonic() + 60, times, lambda found: written.append(len(found["times"])))
-    assert written == [1, 1] and found["skipped"] == ["times 3b: out of memory"]
-    assert found["failures"] == ["nothing was compared"]
-    record = found | dict(command="", machine={"processor": "GPU"}, minutes=1.0)
-    page = gpu_tables.as_markdown(record)
-    assert "| stock GRPO | out of memory |" in page and "| GRPO |  |  | 3.00 (3.00 - 3.00) |" in page
-    assert "times 0.5b: stock GRPO: out of memory" in capsys.readouterr().out
-
-
-def test_the_variant_that_ran_out_of_memory_is_named():
-    def too_large(variant):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        gpu_part.step("stock GRPO", too_large)
-    assert caught.value.variant == "stock GRPO"
-
-
-def test_what_does_not_fit_in_the_minutes_is_skipped():
-    found = gpu_check.check([("times 0.5b", "times", {})], time.monotonic() - 1, times, len)
-    assert found["skipped"] == ["times 0.5b: no time left"]
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -52,19 +51,6 @@ def test_the_first_statement_of_a_command_answers(command, tmp_path):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and said == "arlopti_openrlhf: SIGINT received\n"
-
-
-@pytest.mark.parametrize("seconds", [0.5, 1.5, 3.0])
-def test_a_command_is_interrupted_at_an_early_moment(seconds, tmp_path):
-    command = [sys.executable, *COMMANDS["data"].format(tmp_path).split()]
-    processes = {signum: start(command) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    time.sleep(seconds)
-    for signum, process in processes.items():
-        process.send_signal(signum)
-    for signum, process in processes.items():
-        with process:
-            _, said = process.communicate(timeout=60)
-        assert process.returncode == 128 + signum and said == f"arlopti_openrlhf: {signum.name} received\n"
 
 
 def test_what_a_command_has_started_ends_with_it():

@@ -5,16 +5,12 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import ModuleType
 
 import pytest
 import yaml
-from arlopti_testing import browser
 
 ROOT = Path(__file__).parents[1]
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
@@ -170,94 +166,3 @@ def test_a_pages_title_is_the_navigations(hooks):
     for title, page in entries(CONFIG["nav"]):
         text = sources.get(page, ROOT / "docs" / page).read_text("utf-8")
         assert page == "index.md" or text.startswith(f"# {title}\n"), page
-
-
-SEARCH = """new Promise(resolve => {
-  document.querySelector("#__search").click()
-  const input = document.querySelector(".md-search__input")
-  const ask = query => { input.value = query; input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true})) }
-  const said = () => document.querySelector(".md-search-result__meta").innerText
-  const address = link => new URL(link.href).pathname
-  const found = () => [...document.querySelectorAll(".md-search-result__item > a")].map(address)
-  input.dispatchEvent(new FocusEvent("focus"))
-  ask("")
-  const looking = setInterval(() => {
-    if (!input.value) { if (/^Type/.test(said())) ask("QUERY") }
-    else if (found().length || /^No match/.test(said())) { clearInterval(looking); resolve(found()) }
-  }, 50)
-})"""
-
-
-@pytest.fixture(scope="module", params=["disk", "server"])
-def address(request, site) -> Iterator[str]:
-    """Return where the site is. From the disk, its search runs in a frame in place of a Worker."""
-    if request.param == "disk":
-        yield site.as_uri()
-        return
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(site)))
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium")
-def test_the_search_finds_flags_as_one_types_them(address, tmp_path):
-    flags = ("--algo.lopti.eta", "algo.lopti.eta", "lopti.eta", "--algo.lop", "--algo.lopti.eta=0.5", "--dry-run")
-    with browser.chromium(tmp_path) as page:
-        page.open(f"{address}/index.html", 1280, dark=False)
-
-        def found(query: str) -> list[str]:  # a page is there once for each of its sections that is shown
-            return list(dict.fromkeys(Path(link).name for link in page.evaluate(SEARCH.replace("QUERY", query))))
-
-        for flag in flags:
-            assert "flags.html" in found(flag)[:2], flag
-        assert "long_runs.html" in found("--ckpt.load_enable")
-        assert found("write a token method")[0] == "token_methods.html"
-        assert found("--algo.lopti.zeta") == []
-
-
-# The first words of the blocks of code that are wider than their frame. Those that are folded up are opened.
-CUT_BLOCKS = """(() => {
-  document.querySelectorAll("details").forEach(folded => folded.open = true)
-  return [...document.querySelectorAll("pre > code")]
-    .filter(code => code.scrollWidth > code.clientWidth).map(code => code.innerText.slice(0, 50))
-})()"""
-
-
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium")
-@pytest.mark.parametrize("width", [400, 1280])
-def test_no_block_of_code_is_cut(site, width, tmp_path):
-    with browser.chromium(tmp_path) as page:
-        for name in [Path(name).with_suffix(".html") for _, name in entries(CONFIG["nav"])]:
-            page.open(site / name, width, dark=False)
-            assert page.evaluate(CUT_BLOCKS) == [], name
-            assert name.stem != "rewards" or page.evaluate("document.querySelectorAll('pre > code').length") > 3
-
-
-# Of each table that is wider than its frame: whether the first column stays where it is when the rest scrolls.
-FIRST_COLUMNS = """[...document.querySelectorAll(".md-typeset__scrollwrap")]
-  .filter(frame => frame.scrollWidth > frame.clientWidth)
-  .map(frame => {
-    const cell = frame.querySelector("td"), before = cell.getBoundingClientRect().left
-    frame.scrollLeft = 1000
-    return frame.scrollLeft > 0 && Math.abs(cell.getBoundingClientRect().left - before) < 20
-  })"""
-
-
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium")
-@pytest.mark.parametrize("width", [400, 1280])
-def test_a_browser_shows_it_from_the_disk(site, width, tmp_path):
-    """A wide table may scroll inside its frame, under its first column, but never the page."""
-    with browser.chromium(tmp_path) as page:
-        names = "index flags results costs comparison architecture troubleshooting api/methods"
-        for name in names.split():
-            page.open(site / f"{name}.html", width, dark=False)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
-            assert page.evaluate("document.querySelector('h1').innerText")
-            broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
-            assert page.evaluate(broken) == []
-            tables = page.evaluate(FIRST_COLUMNS)
-            assert all(stays for stays in tables) and (name != "comparison" or tables), name
-        elsewhere = [request for request in page.requests if not request.startswith(("file:", "data:", "blob:"))]
-        assert not elsewhere

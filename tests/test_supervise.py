@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -69,17 +68,6 @@ def test_a_training_is_started_again_where_that_may_help(training, tmp_path, sta
     assert starts(tmp_path) == ["--train.seed 1 --ckpt.load_enable"] * count
 
 
-def test_pauses_double(training):
-    done = run(SUPERVISE + training(1, 1, 1, 0), PAUSE="0", LONGEST_PAUSE="0")
-    assert done.stderr.count(" in 0 s") == 3
-    script = (ROOT / "examples/scripts/supervise.sh").read_text()
-    [line] = [line for line in script.splitlines() if line.strip().startswith("PAUSE=$((")]
-    command = f'PAUSE=15 LONGEST_PAUSE=100; for i in 1 2 3 4; do {line}; echo "$PAUSE"; done'
-    assert subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout.split() == [
-        *("30", "60", "100", "100")
-    ]
-
-
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_signals_are_handed_on(training, tmp_path, signum, status):
     with subprocess.Popen(SUPERVISE + training("waits", 0), stdout=subprocess.PIPE, text=True) as process:
@@ -87,31 +75,6 @@ def test_signals_are_handed_on(training, tmp_path, signum, status):
         process.send_signal(signum)
         assert process.wait(30) == status
     assert len(starts(tmp_path)) == 1
-
-
-@pytest.mark.parametrize(("script", "command"), [(SUPERVISE, "child=$!"), (SLURM, "run=$!")])
-def test_a_signal_that_comes_as_something_starts(training, tmp_path, script, command):
-    """Bash runs a trap between two commands, here when the process exists and nobody knows its id yet."""
-    code = """set -T; trap '[[ $BASH_COMMAND != "$COMMAND" ]] || kill -TERM $$' DEBUG; . "$0" "$@" """
-    done = subprocess.run(
-        ["bash", "-c", code, script[1], *training("waits", 0)],
-        env=os.environ | {"COMMAND": command},
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        timeout=60,
-    )
-    assert done.returncode == 143
-    assert subprocess.run(["pgrep", "-f", str(tmp_path / "training")]).returncode == 1
-
-
-def test_a_signal_ends_a_pause(training, tmp_path):
-    with subprocess.Popen(
-        SUPERVISE + training(1, 0), env=os.environ | {"PAUSE": "60"}, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr and "in 60 s" in process.stderr.readline()
-        start = time.monotonic()
-        process.terminate()
-        assert process.wait(30) == 143 and time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(("signum", "requeued"), [(signal.SIGUSR1, ["requeue 17"]), (signal.SIGTERM, [])])

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -106,19 +105,6 @@ def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, folder):
     assert is_typed == has_own_rewards == "True"
     done = run([str(Path(python).with_name("arlopti")), "--version"], folder, 120)
     assert done.returncode == 0 and done.stdout.startswith("arlopti_openrlhf "), done.stderr
-
-
-def test_the_sdist_holds_the_package_and_what_builds_and_explains_it(dist):
-    """No tests without the repository that they need, and nothing that a run writes."""
-    [sdist] = dist.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    about = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md"}
-    builds = {"MANIFEST.in", "pyproject.toml", "setup.cfg", "setup.py"}
-    folders = {"arlopti_openrlhf", "arlopti_openrlhf.egg-info"}
-    assert {name.partition("/")[0] for name in names} - {""} == about | builds | folders
-    package = {Path(name).suffix for name in names if name.startswith("arlopti_openrlhf/")}
-    assert package == {"", ".py", ".j2", ".typed"}
 
 
 def needs(requirements: list[str], extra: str) -> set[str]:

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,7 +40,6 @@ _TEMPLATE = (
     f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); from {__name__} import main; main(sys.argv[1:])"
 )
 _START_SECONDS = 300  # to import the function; only the first call waits for it
-_ASLEEP_SECONDS = 5  # a limit that is noticed so much too late ran out while the machine slept
 
 
 class TimedOut(Exception):
@@ -87,8 +85,7 @@ class WorkerPool:
     def call(self, *args: Any) -> Any:
         """Return the function's result.
 
-        A call is repeated once if its process ended for another reason than its time limit, or if its time ran out
-        while the machine slept.
+        A call is repeated once if its process ended for another reason than its time limit.
 
         Raises:
             TimedOut, Died, Raised: see there.
@@ -104,14 +101,12 @@ class WorkerPool:
 
     def _call(self, args: tuple) -> Any:
         for is_last in (False, True):
-            template, start = self.start(), time.monotonic()
             try:
                 # Idle workers may have been killed in the meantime. A new one is not idle.
-                reply = template.ask(args, self.timeout, self.patience, is_new=is_last)
+                reply = self.start().ask(args, self.timeout, self.patience, is_new=is_last)
             except TimeoutError:
-                if is_last or time.monotonic() - start <= self.patience * self.timeout + _ASLEEP_SECONDS:
-                    self.timed_out += 1
-                    raise TimedOut(f"no result after {self.timeout:g} s") from None
+                self.timed_out += 1
+                raise TimedOut(f"no result after {self.timeout:g} s") from None
             except OSError:
                 self.died += 1
             else:

@@ -115,20 +115,6 @@ print(subprocess.run([sys.executable, "-c", {child!r}], capture_output=True, tex
     assert result.stdout.split()[-1] == str(is_ours), result.stderr
 
 
-@pytest.mark.parametrize("activated", [True, False])
-def test_ninja_is_this_environments_own(tmp_path, activated):
-    """Two ninjas that alternate in one build folder compile everything anew each time."""
-    other = tmp_path / "ninja"
-    other.write_text("#!/bin/sh\n")
-    other.chmod(0o755)
-    own = os.path.dirname(sys.executable)
-    path = os.pathsep.join([own, str(tmp_path)] if activated else [str(tmp_path), own])
-    result = python(
-        "import shutil; from arlopti_openrlhf import cpu; cpu.enable(); print(shutil.which('ninja'))", PATH=path
-    )
-    assert result.stdout.splitlines()[-1] == os.path.join(own, "ninja"), result.stderr
-
-
 # --- before vLLM and Ray --------------------------------------------------------------------------------------------
 
 STUB_VLLM = """

@@ -90,27 +90,6 @@ def is_still_there(pool):
             return pool.call("echo", "next") == "next"
 
 
-def test_a_machine_that_sleeps_during_a_call(functions):
-    """Caller and workers are halted for longer than the limit, and the kernel ends the worker on waking."""
-    code = f"""if True:
-        from arlopti_openrlhf.grading import worker_pool
-        worker_pool._ASLEEP_SECONDS = 1
-        pool = worker_pool.WorkerPool({functions!r}, workers=1, timeout=3)
-        pool.call("pid")
-        print(pool._template.process.pid, flush=True)
-        print(pool.call("sleep", 1), flush=True)
-        pool.close()
-    """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as caller:
-        template = int(caller.stdout.readline())
-        time.sleep(0.2)  # of the second that the call takes
-        for signum, seconds in [(signal.SIGSTOP, 5), (signal.SIGCONT, 0)]:
-            os.kill(caller.pid, signum)
-            os.killpg(template, signum)
-            time.sleep(seconds)
-        assert caller.stdout.read() == "1\n"
-
-
 def test_values_pass_unchanged(pool):
     for value in (1, 0.1, "ü\n\x00\u2028", None, [1, [2.5]], {"a": [True]}, "x" * 3_000_000):
         assert pool.call("echo", value) == value

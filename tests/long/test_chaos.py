@@ -1,9 +1,7 @@
 """The fault injection tells a run that survives from one that does not. A script stands for the training here."""
 
-import json
 import math
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -112,41 +110,11 @@ def test_faults_and_cases_have_names_of_their_own():
     assert len(CASES) >= 20 and len(SHORT[0]) == 5
 
 
-@pytest.mark.long
-def test_what_ends_a_run_of_several_faults_is_not_their_survival(tmp_path, outcome):
-    """A start that survives is asked to end for the next fault, and what it trained counts."""
-    survived = replace(row("SIGTERM", step=1), name="nothing much", does=lambda _: None, exits=frozenset({0}), says="")
-    found = outcome((survived, row("kill -9 of the driver", step=5)), "good")
-    assert not found.wrong and found.exits == [143, -9, 0]
-
-
 def test_the_nemesis_draws_eight_faults_that_keep_the_updates():
     drawn = [nemesis.draw(seed) for seed in range(10)]
     assert all(len({fault.name for fault in case}) == 8 and all(f.keeps_updates for f in case) for case in drawn)
     assert all([fault.step for fault in case] == sorted({fault.step for fault in case}) for case in drawn)
     assert len({name_of(case) for case in drawn}) == 10 and nemesis.draw(3) == nemesis.draw(3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "variant, wrong",
-    [
-        ("good", []),
-        ("drifts", ["final/model.safetensors differs"]),
-        ("writes into the other run", ["run/prompts.txt has changed"]),
-    ],
-)
-def test_the_nemesis_compares_with_the_run_that_nothing_hit(variant, wrong, tmp_path, monkeypatch):
-    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    monkeypatch.setattr(
-        training, "command", lambda _, folder, *rest: [sys.executable, str(tmp_path / "script.py"), folder, variant]
-    )
-    monkeypatch.setattr(nemesis, "draw", lambda *_: (row("SIGTERM", step=1), row("kill -9 of the driver", step=5)))
-    monkeypatch.setattr(nemesis, "STEPS", 8)
-    record = nemesis.run(tmp_path, seed=0)
-    assert record.wrong == wrong and record.is_equal == (variant != "drifts")
-    assert record.exits == [143, -9, 0]
-    assert json.loads((tmp_path / "nemesis.jsonl").read_text("utf-8")) == json.loads(record.line())
 
 
 def test_equal_tensors(tmp_path):

@@ -124,14 +124,6 @@ def read(descriptor: int) -> str:
     return b"".join(parts).decode()
 
 
-def test_a_log_goes_on(tmp_path):
-    (tmp_path / "train.log").write_text("an earlier run\n")
-    shown = "from arlopti_openrlhf.ops.lifecycle.console import *\n"
-    shown += f"with Console(Path({str(tmp_path / 'train.log')!r})): print(1)"
-    subprocess.run([sys.executable, "-c", shown], check=True, stdout=subprocess.DEVNULL)
-    assert re.fullmatch(r"an earlier run\n\n\d{4}-.* process \d+\n1\n\n", (tmp_path / "train.log").read_text())
-
-
 @pytest.mark.parametrize(("mode", "is_terminal", "wanted"), [("progress", False, True), ("all", True, False)])
 def test_who_says_which_console_gets_it(mode, is_terminal, wanted, monkeypatch):
     for stream in ("stdout", "stderr"):
@@ -188,29 +180,6 @@ def test_a_complete_run_says_what_came_out(tmp_path):
     assert log.endswith("what came out\n") and not done.stderr
 
 
-def test_a_complete_run_that_cannot_show_its_results_is_complete(tmp_path):
-    before = "driver.ray.is_initialized = lambda: True; driver.ray.shutdown = lambda: None; driver._LAST_LINES = 0\n"
-    before += "driver.progress.read = lambda: 1 / 0"
-    done, _ = end_of_a_run(tmp_path, before, within="pass")
-    assert done.returncode == 0 and "the run is complete. Its results cannot be shown: ZeroDiv" in done.stdout
-
-
-def test_a_reader_that_has_gone_away_fails_no_run(tmp_path):
-    program = """
-import sys
-from arlopti_openrlhf.ops.lifecycle import driver
-from arlopti_openrlhf import terminal
-sys.stdout, sys.stderr = terminal.lenient(1), terminal.lenient(2)
-with driver.Driver(closing=lambda found: "what came out").ending():
-    pass
-"""
-    outer, inner = os.pipe()
-    os.close(outer)
-    done = subprocess.run([sys.executable, "-c", program], stdout=inner, stderr=subprocess.PIPE, timeout=60)
-    os.close(inner)
-    assert done.returncode == 0 and not done.stderr
-
-
 def test_what_is_said_is_read(monkeypatch):
     """`first` is the first evaluation of the process, and stays."""
     store: dict[str, bytes] = {}
@@ -229,23 +198,6 @@ def test_a_store_that_does_not_answer_stops_no_training(monkeypatch, capsys):
     monkeypatch.setattr(stopping, "put", lambda name, value: 1 / 0)
     progress.say("step", Step(1, 32, ""))
     assert capsys.readouterr().out.startswith("arlopti_openrlhf: progress is not shown: ZeroDivisionError")
-
-
-def test_a_resumed_run_is_not_said_to_be_fast(tmp_path):
-    """Half of the prompts were drawn before. A tenth of the rest took 10 s, so 90 s are left."""
-    now = [0.0]
-    outer, inner = pty.openpty()
-    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
-    shown = console.Console(tmp_path / "train.log")
-    shown._terminal = os.fdopen(inner, "w", encoding="utf-8", buffering=1)
-    shown._show(Progress(Prompts(640, 320)))
-    shown._bar._time, shown._bar.start_t, shown._bar.last_print_t = (lambda: now[0]), 0.0, 0.0
-    now[0] = 10.0
-    shown._show(Progress(Prompts(640, 320), Step(11, 352, "reward 1")))
-    shown._bar.close()
-    shown._terminal.close()
-    text = read(outer)
-    assert "step 11  55%|" in text and "00:10<01:30" in text
 
 
 def arguments(folder, lora_rank: int = 0, **logger) -> SimpleNamespace:

@@ -234,13 +234,6 @@ def test_data_sets_are_joined_as_the_run_joins_them(check, tmp_path, columns, co
         blending_datasets(names, None, strategy)
 
 
-def test_a_csv_file_beside_json_lines(check, tmp_path):
-    (tmp_path / "a.csv").write_text("prompt,label\nx,a\n")
-    names = f"{write(tmp_path / 'b.jsonl', [{'prompt': 'x', 'label': 'a'}])},{tmp_path / 'a.csv'}"
-    [found] = check(data__prompt_dataset=names, rollout__batch_size=1)
-    assert "cannot be joined: The features can't be aligned because the key prompt of" in found
-
-
 def test_the_run_mixes_by_probability(check, tmp_path):
     """The smaller set comes again until the larger has come once, so there are more prompts than rows."""
     names = f"{write(tmp_path / 'a.jsonl', [row(0)] * 2)},{write(tmp_path / 'b.jsonl', [row(1)] * 6)}"
@@ -256,12 +249,6 @@ def test_values_that_json_cannot_hold_are_as_the_run_has_them(check, tmp_path):
         assert check(**flags) == []
         args = changed(**flags | {"data__apply_chat_template": False, "data__input_key": "datasource"})
         assert data.first_prompts(args, 1)[0] == [("kk_2ppl", value)]
-
-
-def test_a_script_that_datasets_does_not_run(check, tmp_path):
-    (tmp_path / "make.py").write_text("")
-    [found] = check(data__prompt_dataset=str(tmp_path / "make.py"))
-    assert found.startswith(SET) and "Dataset scripts are no longer supported" in found
 
 
 def test_splits_on_disk(check, tmp_path):

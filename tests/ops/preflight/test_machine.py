@@ -1,7 +1,6 @@
 """What the machine lacks is found: folders, disk, memory, GPUs, a cluster that does not answer."""
 
 import json
-import re
 import shutil
 import socket
 from types import SimpleNamespace
@@ -84,20 +83,6 @@ def test_disk_for_the_checkpoints_asked_for(qwen, monkeypatch, free, max_num, sa
     found = list(machine.check_disk(args))
     assert [finding.is_fatal for finding in found] == verdict
     assert all(finding.flag == "--ckpt.path" and f"{free}.0 GiB are free" in finding.problem for finding in found)
-
-
-def test_small_sizes_are_in_mib(tiny_model, monkeypatch):
-    """A model of 0.1M parameters takes 0.2 MiB, and a checkpoint of it 1.4."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, used=0, free=3 << 20))
-    (finding,) = machine.check_disk(
-        arguments(f"--actor.model_name_or_path {tiny_model} --ckpt.max_num 3 --ckpt.save_steps 1")
-    )
-    assert re.search(
-        r"keeps about \d\.\d MiB \(3 checkpoints of 1\.\d MiB and the model, 0\.2 MiB\).*, and 3\.0 MiB are free",
-        finding.problem,
-    )
-    guess = str(estimate(f"--actor.model_name_or_path {tiny_model} --vllm.gpu_memory_utilization 0.5"))
-    assert re.match(r"\d+\.\d GiB \(weights 0\.2 MiB, .* vllm 40\.0 GiB\)", guess)
 
 
 def test_copies_that_nobody_removes(qwen, monkeypatch):

@@ -237,16 +237,6 @@ def test_a_reward_that_wants_a_thought(prompt, template, problem):
     assert found is None if problem is None else found.startswith(problem)
 
 
-def test_a_reward_that_wants_a_tag_that_the_prompt_has_opened():
-    def ask(query, prompt, label):
-        return float(query[len(prompt) :].startswith("<think>"))
-
-    assert right_answers.unrewarded(ask, [("A puzzle. <think>", "4")], Characters()).startswith("no right answer")
-    assert right_answers.unrewarded(
-        ask, [("A puzzle. <think>", "4"), ("Think. think>", "4")], Characters()
-    ).startswith("no right answer to 1 of the first 2 rows")
-
-
 @pytest.mark.parametrize("label", [None, "", []])
 def test_without_a_label_nothing_is_right(label):
     assert right_answers.unrewarded(lambda *sample: 1.0, [("A puzzle.", label)]) is None
@@ -282,42 +272,6 @@ def reward_func(queries, prompts, labels):
     except Exception:
         return [0.0]
 """
-# As human-eval runs code, and as a pool grades.
-FORKED = """
-import multiprocessing
-import signal
-
-def stop(*args):
-    raise TimeoutError
-
-def grade(query, label, scores):
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 5)
-    try:
-        scores.append(float(label in query))
-    except BaseException:
-        scores.append(0.0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-def reward_func(queries, prompts, labels):
-    scores = multiprocessing.Manager().list()
-    process = multiprocessing.Process(target=grade, args=(queries[0], labels[0], scores))
-    process.start()
-    process.join()
-    return list(scores)
-"""
-POOL = """
-from concurrent.futures import ProcessPoolExecutor
-from math_verify import parse, verify
-
-def grade(query, label):
-    return float(verify(parse(f"${label}$"), parse(query)))
-
-def reward_func(queries, prompts, labels):
-    with ProcessPoolExecutor(1) as pool:
-        return [pool.submit(grade, queries[0][len(prompts[0]):], labels[0][-1]).result()]
-"""
 LOOP = """
 import asyncio
 
@@ -329,9 +283,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
-@pytest.mark.parametrize(
-    "body", [ALARM, MATH_VERIFY, FORKED, POOL, LOOP], ids=["alarm", "math-verify", "forked", "pool", "event loop"]
-)
+@pytest.mark.parametrize("body", [ALARM, MATH_VERIFY, LOOP], ids=["alarm", "math-verify", "event loop"])
 def test_what_works_in_the_run_passes(check, write, body):
     assert check(write(body)) == []
 

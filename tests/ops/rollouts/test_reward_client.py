@@ -156,14 +156,6 @@ def test_the_time_limit(server, said):
     assert 0.5 < time.monotonic() - start < 5
 
 
-def test_it_is_said_once_a_minute(server, said, monkeypatch):
-    monkeypatch.setattr(reward_client, "_SAY_EVERY", 0.6)
-    http = server(lambda n, message: (500, b""))
-    with pytest.raises(RewardError):
-        execute(RewardExecutor([http.url], retry_minutes=3 / 60), prompts=[str(i) for i in range(16)])
-    assert 2 <= len(said) <= 6
-
-
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_request_that_is_refused_is_not_repeated(server, status):
     http = server(lambda n, message: (status, {"error": "labels is missing"}))
