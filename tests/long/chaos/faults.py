@@ -3,7 +3,6 @@
 import math
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from chaos.training import BAD_STEPS, SAVE_EVERY, Training, checkpoints
-
-from arlopti_openrlhf.ops.lifecycle import progress
 
 Does = Callable[[Training], None]
 Moment = Callable[[Training, int, random.Random], None]
@@ -105,18 +102,8 @@ def truncate_a_file(folder: Path, rng: random.Random) -> str:
     return f"{path.name} cut in half"
 
 
-def remove_latest(folder: Path, rng: random.Random) -> str:
-    (folder / "checkpoints" / "_actor" / "latest").unlink()
-    return "`latest` removed"
-
-
-def empty_the_runs_name(folder: Path, rng: random.Random) -> str:
-    os.truncate(folder / "checkpoints" / progress.RUN_FILE, 0)
-    return f"{progress.RUN_FILE} emptied"
-
-
 # Processes by the titles that Ray and vLLM give them.
-ENGINE, CORE, RANK, CONTROLLER = "ray::RolloutRayActor", "VLLM::EngineCore", "ray::PolicyModelActor", "ray::PPOTrainer"
+CORE, RANK, CONTROLLER = "VLLM::EngineCore", "ray::PolicyModelActor", "ray::PPOTrainer"
 KILLED, FAILED, DIVERGED, STALLED = frozenset({-9}), frozenset({1, 4}), frozenset({3}), frozenset({4})
 TERM, INT, KILL, STOP = signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP
 
@@ -155,12 +142,6 @@ def poisoned(what: str, fault: str, exits: frozenset[int], keeps_updates: bool) 
     lost, environment = SAVE_EVERY + BAD_STEPS, {"CHAOS_FAULT": fault}
     return Fault(what, None, exits, "not finite", lost, keeps_updates=keeps_updates, environment=environment,
                  module="chaos.inject")  # fmt: skip
-
-
-def halt_core_then_ask_to_end(training: Training) -> None:
-    """Halt vLLM's engine core, and send SIGTERM to the driver."""
-    training.signal(CORE, STOP)
-    training.signal("driver", TERM)
 
 
 def close_the_terminal(training: Training) -> None:
@@ -236,13 +217,6 @@ def refused(what: str, script: str, says: str, *namespace: str) -> Fault:
     return Fault(what, None, frozenset({2}), says, lost=0, prefix=prefix)
 
 
-def empty_tmpdir(training: Training) -> None:
-    """Remove all that is in TMPDIR, as systemd-tmpfiles does to what is old."""
-    folder = Path((training.folder / "tmpdir").read_text("utf-8").strip())
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()  # vLLM's sockets are among them
-
-
 FAULTS = (
     Fault("kill -9 of the driver", send("driver", KILL), KILLED),
     killed(CORE, "vLLM's engine core"),
@@ -250,18 +224,12 @@ FAULTS = (
     poisoned("NaN in the weights", "nan-weights", DIVERGED, keeps_updates=True),
     interrupted(TERM),
     halted(CORE, "vLLM's engine core"),
-    killed(ENGINE, "the engine's actor"),
     killed(RANK, "one rank of two", ranks=2),
     killed(CONTROLLER, "the controller"),
-    killed("gcs_server", "Ray's GCS"),
     Fault("kill -9 while a checkpoint is written", send("driver", KILL), KILLED, moment=while_saving),
-    Fault("kill -9 while the only checkpoint is replaced", send("driver", KILL), KILLED, moment=while_saving,
-          flags="--ckpt.max_num 1"),
     interrupted(INT),
     interrupted(TERM, " while a checkpoint is written", while_saving),
     damaged("a checkpoint's file cut in half", truncate_a_file),
-    damaged("`latest` removed", remove_latest, next_says=""),
-    damaged("a power loss empties run.json", empty_the_runs_name, next_says="run.json cannot be read"),
     damaged("a new run in another run's folder", start_a_new_run, next_says="resumes from"),
     Fault("a second run in the folder of one that goes on", start_it_again, frozenset({0}), lost=0),
     poisoned("NaN in one sample's advantages", "nan-advantages", frozenset({0}), keeps_updates=False),
@@ -269,21 +237,13 @@ FAULTS = (
     Fault("disk full while saving", fill("checkpoints"), frozenset({0, 1}), "No space left", lost=math.inf,
           prefix=mounted("checkpoints", "size=200m")),
     reward("never returns", "while True: pass", "gave no result after 10 s"),
-    reward("ends its process", "os._exit(7)", "ended with status 7"),
     Fault("the update hangs", None, STALLED, "no progress for", environment={"CHAOS_FAULT": "hang"},
           module="chaos.inject"),
-    Fault("engine core halted and SIGTERM", halt_core_then_ask_to_end, frozenset({143, 4})),
 )  # fmt: skip
 
-# Those of the machine. The nemesis draws none: most are refused, and the draws of its records would be others.
+# Those of the machine. The nemesis draws none, since they are refused.
 OF_THE_MACHINE = (
-    Fault("TMPDIR emptied", empty_tmpdir, frozenset({0}), lost=0, prefix=(
-        "sh", "-c", 'export TMPDIR=$(mktemp -d) && echo "$TMPDIR" > "$CHAOS_FOLDER/tmpdir" && exec "$@"', "sh")),
-    Fault("a locale without UTF-8", None, frozenset({0}), lost=0, prefix=beginning_with('exec "$@"'),
-          environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
     refused("shared memory as in Docker", "mount -t tmpfs -o size=64m none /dev/shm", "--shm-size", "--mount"),
-    refused("loopback down", ":", "127.0.0.1 does not answer", "--net"),
-    refused("files of 100 MiB at most", "ulimit -f 204800", "a file may have 100.0 MiB at most"),
 )  # fmt: skip
 
 
