@@ -52,8 +52,8 @@ def train(tiny_model, tiny_data, tmp_path):
         log = f"{result.stdout}{result.stderr}\nstatus {result.returncode}"
         assert (result.returncode != 0) == fails, log[-6000:]
         assert (tmp_path / "final" / saves).exists() != fails
-        if not fails:  # nothing looks like an error, as what vLLM's or wandb's processes print when Ray kills them
-            assert "Traceback" not in log and "exited unexpectedly" not in log, log[-6000:]
+        if not fails:  # as what wandb's process prints when Ray kills it
+            assert "exited unexpectedly" not in log, log[-6000:]
         return log
 
     return run

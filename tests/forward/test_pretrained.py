@@ -1,5 +1,6 @@
 """On a pretrained model, with its tied head and its tokenizer, the selective pass is upstream's."""
 
+import pytest
 import torch
 from arlopti_testing.forward_models import actors
 from transformers import AutoTokenizer
@@ -10,6 +11,7 @@ PROMPTS = ["What is 17 + 25?", "Who lies?"]
 ANSWERS = [["The answer is 42.<|im_end|>", "Let us add them up.\n\n1. First"], ["Zoey is a knave.<|im_end|>"]]
 
 
+@pytest.mark.long
 def test_smollm2_equals_upstream(smollm2):
     """Log-probs and entropies of answers, and the gradient of the embedding, which is the head too."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)

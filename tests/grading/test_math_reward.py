@@ -233,6 +233,7 @@ def test_hostile_answers_are_wrong_in_bounded_time(form, tmp_path, monkeypatch):
     assert not bad and not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_the_next_answer_after_a_hostile_one():
     math_reward._finished.cache_clear()
     hostile = "9^{9^{9^{9}}} + x^{1000000} (x+1)^{100000}"

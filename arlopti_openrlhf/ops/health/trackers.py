@@ -1,6 +1,5 @@
 """Logs a run to TensorBoard and wandb. A resumed run continues its curves."""
 
-import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ def resumable(run_id: str) -> Iterator[None]:
         yield
 
 
-def _started(name: str, tracker: Callable[[Any], Any], args: argparse.Namespace) -> Any:
+def _started(name: str, tracker: Callable[[Any], Any], args: Any) -> Any:
     try:
         return tracker(args)
     except Exception as error:
@@ -66,7 +65,7 @@ class ResumableTensorboard(_StaysOpen, TensorboardLogger):
 class ResumableWandb(_StaysOpen, WandbLogger):
     """`WandbLogger` of one run, unless WANDB_RUN_ID names another. Its config can be filtered by `algo.ar.alpha`."""
 
-    def __init__(self, run_id: str, args: argparse.Namespace) -> None:
+    def __init__(self, run_id: str, args: Any) -> None:
         os.environ.setdefault("WANDB_RUN_ID", run_id)
         os.environ.setdefault("WANDB_RESUME", "allow")
         super().__init__(args)

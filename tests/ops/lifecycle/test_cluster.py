@@ -43,6 +43,8 @@ ray.init(sys.argv[1])
 print("ran", ray.get(ray.remote(lambda: 1).remote()))
 """
 
+pytestmark = pytest.mark.whole_stack
+
 
 @pytest.fixture(scope="module")
 def driver():
