@@ -22,7 +22,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 help:
 	@echo "make setup       .venv with the whole CPU stack (Python 3.11 to 3.13 with headers, a C++ compiler)"
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
-	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, runs survive five and eight faults, study.replicate as a toy"
+	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, study.replicate as a toy"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
 	@echo "make pretrained  set up, then train SmolLM2-135M-Instruct to calculate"
 	@echo "make lint        set up, then ruff (rules and format), mypy, import-linter, and hadolint"
@@ -47,7 +47,7 @@ test: setup
 else
 # Two processes, for two cores: one for the tests that start much of the stack, one after the other, and one for the rest.
 test: setup
-	@echo "make test: 12 to 27 minutes on two cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
+	@echo "make test: ten minutes on two idle cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
 	.venv/bin/python -m pytest -m "whole_stack and not long" --durations 25 >.venv/whole-stack.log 2>&1 &
 	whole_stack=$$!
 	trap 'kill $$whole_stack 2>/dev/null || true' EXIT

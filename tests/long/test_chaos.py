@@ -9,7 +9,6 @@ from chaos import cases, nemesis, training
 from chaos.cases import Outcome, run_case
 from chaos.faults import CASES, FAULTS, OF_THE_MACHINE, SHORT, Case, name_of, row
 from chaos.run import table
-from chaos.training import make_inputs
 
 # Takes a step, grades its prompts and saves every second step, as the training does.
 SCRIPT = """
@@ -135,18 +134,3 @@ def test_equal_tensors(tmp_path):
 def test_the_table_says_what_went_wrong():
     lines = table({"a": Outcome(1.25, 2), "b": Outcome(math.nan, 0, ["no final model"])}).splitlines()
     assert lines[2:] == ["| a | 1.2 s | 2 | yes |", "| b | - | 0 | **no**: no final model |"]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_run_survives_five_faults(tmp_path):
-    """The short list of `make chaos`, on the real stack."""
-    make_inputs(tmp_path)
-    assert not run_case(SHORT[0], tmp_path, tmp_path / "run", seed=0).wrong
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_a_run_survives_a_nemesis(tmp_path):
-    """Four of the eight faults of `make chaos ARGS=--nemesis`: the run equals the one that nothing hit."""
-    assert not nemesis.run(tmp_path, seed=0, count=4).wrong

@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--short", action="store_true", help="one run, which five faults hit, as in make long")
+    which.add_argument("--short", action="store_true", help="one run, which five faults hit")
     which.add_argument("--nemesis", action="store_true", help="one run, which eight faults hit, drawn at random")
     parser.add_argument("--only", default="*", metavar="PATTERN", help='cases by name, as in "kill*" (default: all)')
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
