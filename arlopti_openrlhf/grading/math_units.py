@@ -87,9 +87,10 @@ def split_unit(answer: str, label_words: Set[str]) -> tuple[str, frozenset[str]]
             text = match[2]
             is_apart = bool(match[1]) or rest[-1:].isspace() or rest[-1:] in ("~", "/")
             is_unit = _is_plain_unit(text, rest, is_apart)
-        if not is_unit or not rest.strip():
+        left = rest.rstrip().removesuffix("/")
+        if not is_unit or not left.strip():
             break
-        answer = rest.rstrip().removesuffix("/")
+        answer = left
         measures |= _measures(text, match.groups("")[-2] or match.groups("")[-1])
     return answer, measures
 

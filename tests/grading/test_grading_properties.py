@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import torch
 from arlopti_testing.changed_inputs import VALUES, changed, with_other_values
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from arlopti_openrlhf.grading import kk_reward, math_reward
@@ -82,6 +82,7 @@ def test_a_box_is_part_of_its_text(text):
     assert box is None or f"{{{box}}}" in text
 
 
+@example("/ cm", "42")
 @given(texts([*MATH_PIECES, "\\text{ maybe}", " cm", "^2", "\\mathrm{m}", "/"]), st.sampled_from(["42", "42 cm"]))
 def test_what_is_left_without_a_unit_has_none(answer, label):
     left, _ = split_unit(answer, words(label))
