@@ -22,7 +22,7 @@ STEPS, SAVE_EVERY, PROMPTS, SAMPLES = 8, 2, 8, 4  # PROMPTS with SAMPLES each ar
 STALL_SECONDS = 30
 BAD_STEPS = 3  # in a row end the run: --train.max_bad_steps
 # Nothing is left of a run so many seconds after its driver's end.
-GRACE_SECONDS = 15
+GRACE_SECONDS = 60  # Ray's agents look for a killed control store for half of that
 MARKER = "ARLOPTI_CHAOS_RUN"
 _LONGEST = 420  # seconds that one start of the training may take, on a machine that does more than this
 # Under nohup, what is started ignores SIGHUP, and so would a training whose terminal closes.
