@@ -22,7 +22,7 @@ BUDGETS = {
     "evaluation": 134,
     "forward": 1284,
     "grading": 2898,
-    "lab": 3213,
+    "lab": 3214,
     "methods": 563,
     "update": 2119,
     "ops": 357,
@@ -52,7 +52,7 @@ TEST_BUDGETS = {
     "study": 561,
     "update": 3050,
 }
-SUM, TEST_SUM = 20494, 25440
+SUM, TEST_SUM = 20495, 25440
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 

@@ -184,6 +184,7 @@ def _curves(data: list[dict]) -> Figure:
         if not panel["lines"]:
             axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.tick_params(labelbottom=True)  # also where the place below is empty
         axis.set(title=panel["title"], xlabel="step", ylabel=panel["unit"])
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, max(1, len(handles))))
     return figure
