@@ -12,6 +12,7 @@ from hypothesis import settings
 from arlopti_openrlhf import cpu
 
 cpu.enable()  # before any test imports openrlhf
+os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # `datasets` would tell a server of each load, and wait for its name
 
 # A shell lets the jobs in its background ignore SIGINT, and nohup lets a command ignore SIGHUP. They hand that on to
 # what they start. `make test` has such a job.

@@ -33,7 +33,7 @@ BUDGETS = {
     "ops/rollouts": 1151,
 }
 TEST_BUDGETS = {
-    ".": 4560,
+    ".": 4561,
     "arlopti_testing": 1110,
     "cli": 2687,
     "contract": 900,
@@ -52,7 +52,7 @@ TEST_BUDGETS = {
     "study": 561,
     "update": 3050,
 }
-SUM, TEST_SUM = 20495, 25440
+SUM, TEST_SUM = 20495, 25441
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 
