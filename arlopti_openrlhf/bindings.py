@@ -115,7 +115,7 @@ AROUND = (
     Around("bindings:load", "imports what is rebound, while a signal still ends the command at once"),
     Around("ops.lifecycle.driver:of_run", "signals, an exit code, and one line with the cause"),
     Around("ops.lifecycle.cluster:of_run", "wraps ray.init: a cluster of the run's own, on this machine only"),
-    Around("ops.lifecycle.stall:of_run", "ends a run that stands still"),
+    Around("ops.lifecycle.stall:of_run", "ends a run that stands still, or whose engines cannot start"),
 )
 
 

@@ -12,7 +12,6 @@ from typing import NoReturn
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.ops.preflight import model, model_code
 from arlopti_openrlhf.ops.preflight.model import local_folder
-from arlopti_openrlhf.ops.preflight.reward import defined_names
 
 _NAMED = 3  # flags in a hint
 
@@ -93,15 +92,3 @@ def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[st
             if finding.is_fatal:
                 parser.error(f"argument {finding}")
             print(f"{parser.prog}: warning: {finding}", file=sys.stderr)
-
-
-def check_reward_file(parser: argparse.ArgumentParser, flag: str, path: str) -> None:
-    """Refuse a Python file that does not parse or has no `reward_func`. It is not run."""
-    try:
-        names = defined_names(path)
-    except OSError as error:
-        parser.error(f"argument {flag}: {path}: {error.strerror}")
-    except (SyntaxError, ValueError) as error:
-        parser.error(f"argument {flag}: {path} does not parse: {error}")
-    if not names & {"reward_func", "*"}:
-        parser.error(f"argument {flag}: {path} has no function `reward_func`")

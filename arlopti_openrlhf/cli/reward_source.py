@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.cli.bad_input import Parser, check_reward_file
+from arlopti_openrlhf.cli.bad_input import Parser
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.sources import reward_of
 from arlopti_openrlhf.lab.data import published
@@ -43,8 +43,6 @@ def check(parser: Parser, reward: str | None, rows: Sequence[Row], says: bool = 
             print(f"{parser.prog}: {line}", file=sys.stderr)
     elif not values.is_reward_source(reward):
         parser.error(f"argument --reward: {reward} {values.NO_SOURCE}; {values.SOURCES}")
-    elif reward.endswith(".py"):
-        check_reward_file(parser, "--reward", reward)
 
 
 def load(parser: Parser, args: argparse.Namespace) -> "OwnReward | None":

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arlopti_openrlhf.cli.arguments import integer, number
-from arlopti_openrlhf.cli.bad_input import Parser, check_reward_file, command_parser
+from arlopti_openrlhf.cli.bad_input import Parser, command_parser
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.grader import Limits
 
@@ -82,9 +82,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"argument --token-file: {error}")
     if token is not None and (not token or not token.replace("-", "").replace("_", "").isalnum()):
         parser.error("the token must be letters, digits, - and _, because it can be part of a URL")
-    for _, source in args.grader:
-        if source not in REWARDS:
-            check_reward_file(parser, "--grader", source)
     if not 0 <= args.port < 2**16:  # uvicorn would listen on another one
         parser.error(f"argument --port: {args.port} is no port")
     if token is None and not _is_this_machine(args.host):

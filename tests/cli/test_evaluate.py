@@ -122,8 +122,8 @@ def test_an_own_reward_grades_as_in_a_training(scores, measure, run, tmp_path, c
     ("source", "status", "said"),
     [
         ("reward.py", 1, "reward_func raised KeyError: 'lost' (line 2)\\nlabel: "),
-        ("gone.py", 2, "argument --reward: {}/gone.py: No such file or directory\n"),
-        ("torn.py", 2, "argument --reward: {}/torn.py does not parse: invalid syntax (torn.py, line 1)\n"),
+        ("gone.py", 2, "argument --reward: {}/gone.py: its import fails: FileNotFoundError: there is no such file: "),
+        ("torn.py", 2, "argument --reward: {}/torn.py: its import fails: SyntaxError: invalid syntax (torn.py"),
         ("other.py", 2, "argument --reward: {}/other.py: its import fails: ModuleNotFoundError: No module"),
         ("reward", 2, "argument --reward: {}/reward is no source of rewards; give kk, math, one Python file, or URLs"),
     ],

@@ -255,6 +255,7 @@ ENTRIES = (
      "ops.checkpoints.saving.CheckpointStrategy._write"),
     # A run's beginning and end: Ray's start on one machine, and the controllers that answer a signal
     (text, COMMAND, "train", "ray.init( runtime_env={", "ops.lifecycle.cluster.wrap_init, cpu._hook_ray_workers"),
+    (text, COMMAND, "train", "vllm_engines = create_vllm_engines(", "ops.lifecycle.stall.of_run"),
     (text, TRAINER, "BasePPOTrainer.save_logs_and_checkpoints",
      "if global_step % self.args.logger.logging_steps == 0:",
      "ops.controller.Controller.save_last_step: no log at an infinite number"),

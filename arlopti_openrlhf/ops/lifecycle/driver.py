@@ -122,7 +122,7 @@ class Driver:
         self._is_ending = True
         cause = self._cause_of(error)
         if not isinstance(cause, stopping.RunStopped):
-            _print(terminal.indented("".join(traceback.format_exception(error)).rstrip()))
+            _print(terminal.indented("".join(traceback.format_exception(self._cause or error)).rstrip()))
         said = [last_lines(cause)]
         said += [f"{PREFIX}the run's log: {self.console.log}"] if self.console else []
         if self.folder and (self.folder / cluster.SESSIONS).exists() and not isinstance(cause, stopping.Interrupted):

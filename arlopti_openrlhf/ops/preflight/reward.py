@@ -3,10 +3,8 @@
 import asyncio
 import importlib.util
 import re
-import symtable
 import threading
 import time
-import tokenize
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -40,19 +38,6 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield from _check_function(sources[0], args)
     elif sources[0]:
         yield from _check_servers(sources, args)
-
-
-def defined_names(path: str) -> set[str]:
-    """Return the names that a Python file defines or imports, without running it. "*" stands for a star import.
-
-    Raises:
-        OSError, SyntaxError, ValueError: it cannot be read, or does not parse.
-    """
-    with tokenize.open(path) as file:  # in the encoding that it names
-        code = file.read()
-    symbols = symtable.symtable(code, path, "exec").get_symbols()
-    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    return names | {"*"} if re.search(r"\bimport\s+\*", code) else names
 
 
 def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:

@@ -1,6 +1,10 @@
 """A run that reports nothing new for too long is ended, and the message says where it stood."""
 
+import queue
+from types import SimpleNamespace
+
 import pytest
+import ray
 
 from arlopti_openrlhf.ops.lifecycle import stall
 from arlopti_openrlhf.ops.lifecycle.progress import Phase, Progress, Step
@@ -52,3 +56,22 @@ ROLLOUTS, LATER = STEP._replace(phase=Phase("rollouts", 5)), STEP._replace(phase
 )
 def test_where_it_stands_still(reports, place, looks, watched):
     assert watched(reports) == (f"{place}: no progress for 1 minutes (--train.stall_minutes)", looks)
+
+
+@pytest.mark.whole_stack
+def test_an_engine_that_cannot_start_ends_the_run(monkeypatch):
+    @ray.remote(num_cpus=0)
+    class Engine:
+        def __init__(self, has_memory: bool) -> None:
+            assert has_memory, "no memory for the cache"
+
+    causes: queue.Queue[BaseException] = queue.Queue()
+    monkeypatch.setattr(stall, "_watch", lambda *_: None)
+    monkeypatch.setattr(stall.launcher, "create_vllm_engines", lambda *given: [Engine.remote(each) for each in given])
+    ray.init(num_cpus=1, include_dashboard=False)
+    try:
+        with stall.of_run(SimpleNamespace(end=causes.put), SimpleNamespace(train=SimpleNamespace(stall_minutes=60))):
+            assert len(stall.launcher.create_vllm_engines(True, False)) == 2
+        assert "no memory for the cache" in str(causes.get(timeout=60))
+    finally:
+        ray.shutdown()
