@@ -28,7 +28,7 @@ BUDGETS = {
     "ops": 357,
     "ops/checkpoints": 906,
     "ops/health": 407,
-    "ops/lifecycle": 908,
+    "ops/lifecycle": 907,
     "ops/preflight": 2081,
     "ops/rollouts": 1151,
 }
@@ -37,12 +37,12 @@ TEST_BUDGETS = {
     "arlopti_testing": 1110,
     "cli": 2683,
     "contract": 901,
-    "cpu": 774,
+    "cpu": 771,
     "evaluation": 138,
     "forward": 1027,
     "grading": 1917,
     "lab": 1272,
-    "long": 1982,
+    "long": 1989,
     "ops": 334,
     "ops/checkpoints": 533,
     "ops/health": 350,
@@ -52,7 +52,7 @@ TEST_BUDGETS = {
     "study": 561,
     "update": 3050,
 }
-SUM, TEST_SUM = 20483, 25461
+SUM, TEST_SUM = 20482, 25465
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 

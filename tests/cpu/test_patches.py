@@ -1,6 +1,7 @@
 """What is replaced on the CPU and without flash-attn, the locks of builds, and vLLM's weights after a sync."""
 
 import copy
+import importlib
 import os
 import subprocess
 import sys
@@ -239,15 +240,11 @@ def vllm_log_probs(engine, rows: list[list[int]]) -> torch.Tensor:
 @pytest.fixture
 def our_policy_actor(monkeypatch):
     """Our classes in OpenRLHF's modules, for one test."""
-    from openrlhf.trainer.ray import launcher, ppo_actor
-    from openrlhf.utils import deepspeed
-
-    ours = ((ppo_actor, "PolicyModelActor"), (ppo_actor, "ActorPPOTrainer"), (deepspeed, "DeepspeedStrategy"))
-    for module, name in ours:
-        monkeypatch.setattr(module, name, getattr(module, name))  # what is there now comes back afterwards
-    for module in (ppo_actor, launcher):
-        monkeypatch.setattr(module, "Actor", module.Actor)
-    bindings.bind({bindings.SELECTIVE, bindings.LORA})
+    has = {bindings.SELECTIVE, bindings.LORA}
+    for row in bindings.rows(has):
+        module = importlib.import_module(row.module)
+        monkeypatch.setattr(module, row.name, getattr(module, row.name))  # what is there now comes back afterwards
+    bindings.bind(has)
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ from typing import Any
 
 import ray
 from openrlhf.trainer import ray as launcher
-from ray.exceptions import RayActorError
 
 from arlopti_openrlhf.ops.lifecycle import progress
 from arlopti_openrlhf.ops.lifecycle.progress import Progress
@@ -39,7 +38,7 @@ def _await(engines: list[Any], end: Callable[[BaseException], Any]) -> None:
     """Call `end` with the cause if an engine cannot start. The actors would wait for it until PyTorch gives up."""
     try:
         ray.get([engine.__ray_ready__.remote() for engine in engines])
-    except RayActorError as error:
+    except Exception as error:  # where the run ends already, `end` does nothing
         end(error)
 
 

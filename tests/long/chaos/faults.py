@@ -170,20 +170,25 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in found if path.is_file()}
 
 
-def must_be_refused(command: Any, says: str) -> None:
+def must_be_refused(command: Any, says: str, environment: dict[str, str] | None = None) -> None:
     """Run a training that has to be refused.
 
     Raises:
         LookupError: it ends otherwise, or says nothing of the cause.
     """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     if done.returncode != 2 or says not in done.stderr:
         raise LookupError(f"not refused: exit status {done.returncode}, {done.stderr[-300:]}")
 
 
 def start_it_again(training: Training) -> None:
     """Start the same command, with the same folders, beside the run."""
-    must_be_refused(training.process.args, f"a run that goes on writes there, process {training.process.pid} on ")
+    says = f"a run that goes on writes there, process {training.process.pid} ("
+    training.process.send_signal(signal.SIGSTOP)  # it would be over before the other's checks are
+    try:
+        must_be_refused(training.process.args, says, training.environment)
+    finally:
+        training.process.send_signal(signal.SIGCONT)
 
 
 def start_a_new_run(folder: Path, rng: random.Random) -> str:

@@ -115,7 +115,8 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         self.inputs, self.folder, self.ranks, self.run_id = inputs, folder, ranks, uuid.uuid4().hex
         self.log = folder / f"start{len(list(folder.glob('start*.log')))}.log"
-        variables = {
+        self.environment = {
+            **os.environ,
             "CHAOS_FOLDER": str(folder),
             "CHAOS_RANKS": str(ranks),
             "CHAOS_STEP": str(step),
@@ -123,11 +124,12 @@ class Training:
             "PYTHONPATH": os.pathsep.join(path for path in (str(_SUITES), os.environ.get("PYTHONPATH")) if path),
             "PYTHONUNBUFFERED": "1",
             "PYTHONWARNINGS": "ignore",
+            **(environment or {}),
         }
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 [*_HEARS, *prefix, *command(inputs, folder, ranks, module), *flags.split()],
-                env={**os.environ, **variables, **(environment or {})},
+                env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
