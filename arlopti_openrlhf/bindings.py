@@ -81,7 +81,7 @@ TABLE = (
         "waits for rewards, bounds their time, and ends the run where there is none",
         ("reward.retry_minutes", "reward.timeout_seconds")),
     Row(_ENGINE, "RolloutRayActor", EXTENDS, "ops.rollouts.engine:RolloutRayActor", CARE,
-        "makes each result once; takes requests in order; ends vLLM before itself"),
+        "makes each result once; takes requests in order"),
     *(row for module in (_SYNC, _ASYNC) for row in (
         Row(module, "prepare_datasets", REPLACES, "ops.rollouts.prompts:prepare_datasets", CARE,
             "draws prompts in the order of the seed, and resumes there"),

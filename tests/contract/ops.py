@@ -167,10 +167,6 @@ ENTRIES = (
     (text, "vllm.v1.engine.core", "EngineCoreProc.pause_scheduler",
      'pause_state = PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW',
      "ops.rollouts.engine.RolloutRayActor.generate_in_order"),
-    (signature, ASYNC_LLM, "AsyncLLM.shutdown", "self timeout",
-     "ops.rollouts.engine.RolloutRayActor.__ray_shutdown__"),
-    (text, "ray.data._internal.execution.operators.actor_pool_map_operator", "", "def __ray_shutdown__(self):",
-     "ops.rollouts.engine.RolloutRayActor.__ray_shutdown__: Ray calls it, from compiled code"),
     # A LoRA run, whose policy is its own reference
     (text, COMMAND, "train",
      "if args.algo.kl.init_coef > 0: ref_model = RayActorGroup( args.ref.num_nodes, args.ref.num_gpus_per_node, "

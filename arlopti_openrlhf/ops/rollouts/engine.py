@@ -10,18 +10,12 @@ from arlopti_openrlhf.patching import Upstream, replaced_attribute
 
 
 class RolloutRayActor(Upstream):
-    """`RolloutRayActor` with three changes.
+    """`RolloutRayActor` with two changes.
 
     1. vLLM makes the result of a request once, when it is complete. Upstream lets it make one after each token, and
        takes the last. The tokens are the same.
     2. `generate_in_order`, for `--train.deterministic`.
-    3. It ends vLLM before its own process ends.
     """
-
-    def __ray_shutdown__(self) -> None:
-        """End vLLM. Ray calls this when the actor is no longer needed, or could not be built."""
-        if hasattr(self, "llm"):
-            self.llm.shutdown()
 
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
         """Return upstream's result."""

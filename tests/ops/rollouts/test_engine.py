@@ -2,14 +2,11 @@
 
 import asyncio
 import random
-import subprocess
 from types import SimpleNamespace
 
 import pytest
-import ray
 import torch
 from arlopti_testing.engine_fakes import Engine, Tokenizer
-from arlopti_testing.processes import wait_until
 from openrlhf.trainer.ray import vllm_engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -104,27 +101,6 @@ def test_the_callers_parameters_stay_as_they_are():
 
     asyncio.run(run())
     assert actor.llm.kind == RequestOutputKind.FINAL_ONLY != parameters.output_kind
-
-
-@pytest.mark.long
-def test_an_engine_that_is_no_longer_needed_ends_vllm_before_ray_kills_its_processes(tmp_path):
-    class Started(Actor):  # here, because Ray pickles it by value then
-        def __init__(self) -> None:
-            word, process = tmp_path / "word", subprocess.Popen(["sleep", "600"])
-            self.llm = SimpleNamespace(shutdown=lambda: word.write_text(str(process.poll()), "utf-8"))
-
-        async def is_ready(self) -> bool:
-            return True
-
-    ray.init(num_cpus=1, include_dashboard=False)
-    try:
-        started = ray.remote(Started).remote()
-        assert ray.get(started.is_ready.remote())
-        del started
-        assert wait_until((tmp_path / "word").exists, 60)
-        assert (tmp_path / "word").read_text("utf-8") == "None"  # the process runs
-    finally:
-        ray.shutdown()
 
 
 class AskedEngine(Engine):
