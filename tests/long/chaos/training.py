@@ -19,7 +19,7 @@ from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 
 STEPS, SAVE_EVERY, PROMPTS, SAMPLES = 8, 2, 8, 4  # PROMPTS with SAMPLES each are a step
-STALL_SECONDS = 90  # the start counts too, and a busy machine takes a minute for it
+STALL_SECONDS = 150  # the start counts too, and a busy machine takes longer than a minute for it
 BAD_STEPS = 3  # in a row end the run: --train.max_bad_steps
 # Nothing is left of a run so many seconds after its driver's end.
 GRACE_SECONDS = 60  # Ray's agents look for a killed control store for half of that
