@@ -35,7 +35,7 @@ BUDGETS = {
 TEST_BUDGETS = {
     ".": 4561,
     "arlopti_testing": 1110,
-    "cli": 2683,
+    "cli": 2685,
     "contract": 897,
     "cpu": 771,
     "evaluation": 138,
@@ -52,7 +52,7 @@ TEST_BUDGETS = {
     "study": 561,
     "update": 3050,
 }
-SUM, TEST_SUM = 20476, 25437
+SUM, TEST_SUM = 20476, 25439
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 

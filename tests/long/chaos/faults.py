@@ -183,7 +183,7 @@ def must_be_refused(command: Any, says: str, environment: dict[str, str] | None 
 
 def start_it_again(training: Training) -> None:
     """Start the same command, with the same folders, beside the run."""
-    says = f"a run that goes on writes there, process {training.process.pid} ("
+    says = f"a run that goes on writes there, process {training.process.pid} on "
     training.process.send_signal(signal.SIGSTOP)  # it would be over before the other's checks are
     try:
         must_be_refused(training.process.args, says, training.environment)
