@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_on_with_other_prompts_and_another_console(train, tin
     # The console has a line for the step, the accuracies, and nothing of Ray's.
     assert re.search(r"^step 3, 24 of 24 prompts: (held out .+, )?reward -?[\d.]+, .*tok/s$", resumed, re.MULTILINE)
     assert re.search(r"^kk_2ppl +0\.\d+ \(0\.\d+ to [01]\.\d+\)$", resumed, re.MULTILINE)
-    assert f"arlopti evaluate --model {tmp_path}/final" in resumed and "pid=" in everything and "pid=" not in resumed
+    assert f"{tmp_path}/final\n" in resumed and "pid=" in everything and "pid=" not in resumed
     for group in ("low", "high"):
         assert list(scalars(tmp_path, f"train/lopti/{group}/actor_grad_norm")) == [1, 2, 3]
     accuracy = scalars(tmp_path, "eval/accuracy")
