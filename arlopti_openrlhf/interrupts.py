@@ -26,7 +26,6 @@ def answer() -> None:
 
     It is the first thing that a command calls.
     """
-    terminal.escape_streams()
     stderr = os.dup(2)  # DeepSpeed's import leads standard error away while it tries a compiler
     for signum in handled():
         signal.signal(signum, partial(_end, stderr))

@@ -38,13 +38,6 @@ def indented(text: str) -> str:
     return re.sub(r"(?m)^(?=.)", "  ", text)
 
 
-def escape_streams() -> None:
-    """Let standard output and standard error take what the locale has no code for."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
 class _Lenient(io.FileIO):
     """A file descriptor that leads to the null device once a write has failed, as on a terminal that has closed."""
 

@@ -16,7 +16,7 @@ FILES = sorted(
 )
 # Lines of each room. A change may raise one only by lowering another: the sums below only fall.
 BUDGETS = {
-    ".": 1244,
+    ".": 1236,
     "cli": 2595,
     "cpu": 622,
     "evaluation": 134,
@@ -28,12 +28,12 @@ BUDGETS = {
     "ops": 357,
     "ops/checkpoints": 906,
     "ops/health": 407,
-    "ops/lifecycle": 907,
+    "ops/lifecycle": 914,
     "ops/preflight": 2081,
     "ops/rollouts": 1145,
 }
 TEST_BUDGETS = {
-    ".": 4561,
+    ".": 4543,
     "arlopti_testing": 1110,
     "cli": 2685,
     "contract": 897,
@@ -46,13 +46,13 @@ TEST_BUDGETS = {
     "ops": 334,
     "ops/checkpoints": 533,
     "ops/health": 350,
-    "ops/lifecycle": 720,
+    "ops/lifecycle": 738,
     "ops/preflight": 2038,
     "ops/rollouts": 1486,
     "study": 561,
     "update": 3050,
 }
-SUM, TEST_SUM = 20476, 25439
+SUM, TEST_SUM = 20475, 25439
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 

@@ -1,16 +1,13 @@
 """Text of others neither controls a terminal nor looks like a line of ours."""
 
 import os
-import subprocess
 import sys
-from io import StringIO
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.ops.lifecycle import console
 from arlopti_openrlhf.ops.preflight.finding import Finding
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\r\narlopti_openrlhf: run complete\x9b1A\u2028\u202eend"
-COMMAND = [sys.executable, "-m", "arlopti_openrlhf"]
 
 
 def test_a_text_of_others_is_one_line():
@@ -52,18 +49,3 @@ def test_the_lines_of_an_error_are_none_of_the_packages():
         "arlopti_openrlhf: done\n(Actor pid=1) arlopti_openrlhf: done\nWARNING 07-24 10:00:00 a.py:1] x"
     )
     assert [console.for_the_user(line) for line in text.split("\n")] == [None] * 3
-
-
-PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-
-
-def test_help_in_a_locale_that_has_no_greek():
-    done = subprocess.run([*COMMAND, "train", "--help"], capture_output=True, timeout=100, env=os.environ | PLAIN)
-    assert done.returncode == 0 and b"of Advantage Reweighting" in done.stdout, done.stderr[-300:]
-
-
-def test_a_stream_of_a_test_or_notebook_is_left_alone(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", StringIO())
-    terminal.escape_streams()
-    print("shown")
-    assert sys.stdout.getvalue() == "shown\n"

@@ -79,7 +79,7 @@ def train(args: SimpleNamespace) -> None:
     from arlopti_openrlhf.ops.lifecycle.driver import Driver
 
     terminal.say(method_checks.describe_methods(args))
-    run = Driver(stall_minutes=args.train.stall_minutes)
+    run = Driver()
     run.closing = lambda found: progress.closing_text(args, found, run.console.log if run.console else None)
     with bindings.surrounded(run, args):
         has = _has(args) | {bindings.CARE}

@@ -117,7 +117,7 @@ class Console:
             with suppress(Exception):  # Ray starts or ends: the run continues
                 self._show_lines(is_last)
                 if not is_last:
-                    self._show(progress.read() if ray.is_initialized() else Progress())
+                    self._show(progress.read())
         self._close_bar()
 
     def _show_lines(self, is_last: bool) -> None:

@@ -44,12 +44,9 @@ def send(secrets: dict[str, str]) -> None:
 
 def receive() -> None:
     """Put the job's secrets into this process's environment, if it is a worker of Ray."""
-    import ray
-
     from arlopti_openrlhf.ops.lifecycle import stopping
 
-    if ray.is_initialized():
-        os.environ.update(json.loads(stopping.get("credentials") or "{}"))
+    os.environ.update(json.loads(stopping.get("credentials") or "{}"))
 
 
 def missing(url: str) -> list[str]:

@@ -48,19 +48,13 @@ class Driver:
     Args:
         console: shows the run. None where standard output gets everything.
         closing: returns what to say once the run is complete, from what it has reported.
-        stall_minutes: how long the controllers may take to save a checkpoint after a signal.
 
     Attributes:
         folder: of the run's temporary files, once there is one (`cluster.of_run`). A complete run leaves none.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        closing: Callable[[Progress], str] = lambda found: "",
-        stall_minutes: float = 60.0,
-    ) -> None:
-        self.console, self.closing, self.stall_minutes = console, closing, stall_minutes
+    def __init__(self, console: Console | None = None, closing: Callable[[Progress], str] = lambda found: "") -> None:
+        self.console, self.closing = console, closing
         self.folder: Path | None = None
         self._asked: int | None = None  # the first signal
         self._cause: BaseException | None = None  # what `end` was called with
@@ -114,7 +108,8 @@ class Driver:
         cause = self._cause or cause
         # Who signals all processes means the driver. The deaths of the others follow from it, while a controller that
         # stops the run by itself, as it does when asked to, has its own cause.
-        if self._asked and (self._cause or not isinstance(cause, stopping.RunStopped)):
+        is_own = isinstance(cause, stopping.NotResponding if self._cause else stopping.RunStopped)
+        if self._asked and not is_own:
             return stopping.Interrupted(self._asked)
         return cause
 
@@ -135,14 +130,14 @@ class Driver:
     def _what_came_out(self) -> str:
         """Return the closing text. If that fails, the run is complete all the same."""
         try:
-            return self.closing(progress.read() if ray.is_initialized() else Progress())
+            return self.closing(progress.read())
         except Exception as error:
             return f"{PREFIX}the run is complete. Its results cannot be shown: {type(error).__name__}: {error}"
 
     def _shut_down(self, code: int, text: str, file: IO[str] | None = None) -> None:
         """End Ray, whose workers print until then, and say the last lines. Nothing else may hold up the process."""
         in_time = _after(_SHUTDOWN, lambda: self._leave(code, text, file))
-        ray.shutdown()
+        stopping.disconnect()
         if self.folder and code == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         in_time.set()
@@ -182,17 +177,15 @@ class Driver:
         name = signal.Signals(signum).name
         # Ray may have got the signal too, as it does at a time limit, and then does not answer.
         answered = _after(_ANSWER, lambda: self.end(stopping.Interrupted(signum)))
-        is_training = ray.is_initialized() and stopping.is_training()
+        is_training = stopping.is_training()
         answered.set()
         if is_training:
             stopping.request_stop(signum)
             terminal.say(
                 f"{name}: the run saves a checkpoint and ends. A second signal ends it at once.", file=sys.stderr
             )
-            time.sleep(60 * self.stall_minutes)
-            late = f"no checkpoint in {self.stall_minutes:g} minutes (--train.stall_minutes): the run ends without it."
-            terminal.say(late, file=sys.stderr)
-        self.end(stopping.Interrupted(signum))
+        else:
+            self.end(stopping.Interrupted(signum))
 
 
 def of_run(run: Driver, args: SimpleNamespace) -> AbstractContextManager[None]:

@@ -68,7 +68,7 @@ def say(name: str, value: Phase | Prompts | Step | Evaluation) -> None:
 
 
 def read() -> Progress:
-    """Return what this process's job has reported. Ray has to be connected."""
+    """Return what this process's job has reported; nothing without Ray."""
     kinds: dict[str, Any] = {"phase": Phase, "prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}
     found = {name: stopping.get(f"progress/{name}") for name in kinds}
     return Progress(**{name: kinds[name](*json.loads(value)) for name, value in found.items() if value})

@@ -6,7 +6,8 @@ controllers look there while they wait and between steps.
 """
 
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from ray._private import worker
 from ray.experimental import internal_kv
 
 _POLL = 1.0  # seconds between two looks for a request to stop
+_asking = threading.Lock()
 
 
 class RunStopped(Exception):
@@ -79,12 +81,24 @@ def is_training() -> bool:
 
 def put(name: str, value: str) -> None:
     """Leave a value for all processes of this job, in Ray's key-value store."""
-    internal_kv._internal_kv_put(key(name), value, overwrite=True)
+    ask(lambda: internal_kv._internal_kv_put(key(name), value, overwrite=True))
 
 
 def get(name: str) -> bytes | None:
     """Return the value that a process of this job has left, or None."""
-    return internal_kv._internal_kv_get(key(name))
+    return ask(lambda: internal_kv._internal_kv_get(key(name)))
+
+
+def ask(question: Callable[[], Any]) -> Any:
+    """Return what Ray answers, or None where it is not connected. For threads: all ask one after the other."""
+    with _asking:
+        return question() if ray.is_initialized() else None
+
+
+def disconnect() -> None:
+    """Shut Ray down while nobody asks it: a thread that did would end this process with status 1, in Ray's C++."""
+    with _asking:
+        ray.shutdown()
 
 
 def key(name: str) -> str:

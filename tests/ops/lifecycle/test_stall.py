@@ -29,9 +29,8 @@ def watched(monkeypatch):
 
         monkeypatch.setattr(stall.time, "sleep", sleep)
         monkeypatch.setattr(stall.time, "monotonic", lambda: seconds[0])
-        monkeypatch.setattr(stall.ray, "is_initialized", lambda: True)
         monkeypatch.setattr(stall.progress, "read", read)
-        stall._watch(causes.append, 1)
+        stall._watch(causes.append, 1, [])
         [cause] = causes
         assert isinstance(cause, NotResponding) and cause.exit_code == 4
         return str(cause), int(seconds[0] / 30)
@@ -66,7 +65,6 @@ def test_an_engine_that_cannot_start_ends_the_run(monkeypatch):
             assert has_memory, "no memory for the cache"
 
     causes: queue.Queue[BaseException] = queue.Queue()
-    monkeypatch.setattr(stall, "_watch", lambda *_: None)
     monkeypatch.setattr(stall.launcher, "create_vllm_engines", lambda *given: [Engine.remote(each) for each in given])
     ray.init(num_cpus=1, include_dashboard=False)
     try:

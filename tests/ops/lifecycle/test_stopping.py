@@ -1,5 +1,8 @@
 """A wait ends with the first error, and with a request to stop, whatever is still pending."""
 
+import subprocess
+import sys
+
 import pytest
 
 from arlopti_openrlhf.ops.lifecycle import stopping
@@ -41,3 +44,23 @@ def test_a_request_to_stop_ends_the_wait(request_to_stop):
     with pytest.raises(stopping.Interrupted) as ended:
         stopping.wait(["pending", "b"])
     assert ended.value.exit_code == 143 and str(ended.value) == "SIGTERM received"
+
+
+ASKING = """
+import threading, time
+import ray
+from arlopti_openrlhf.ops.lifecycle import stopping
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+def ask():
+    while True: stopping.get("progress/step")
+for _ in range(12): threading.Thread(target=ask, daemon=True).start()
+time.sleep(1)
+stopping.disconnect()
+"""
+
+
+@pytest.mark.whole_stack
+def test_threads_that_ask_ray_at_its_end_do_not_end_the_process():
+    """Ray's C++ ends a process, with status 1, one of whose threads comes in the middle of `ray.shutdown`."""
+    done = subprocess.run([sys.executable, "-c", ASKING], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "shutdown" not in done.stderr, done.stderr
