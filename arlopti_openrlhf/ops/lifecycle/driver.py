@@ -104,12 +104,10 @@ class Driver:
 
     def _cause_of(self, error: BaseException) -> BaseException:
         """Return why the run ends, from what has reached the main thread."""
-        cause = root(error)
-        cause = self._cause or cause
+        cause = self._cause or root(error)
         # Who signals all processes means the driver. The deaths of the others follow from it, while a controller that
-        # stops the run by itself, as it does when asked to, has its own cause.
-        is_own = isinstance(cause, stopping.NotResponding if self._cause else stopping.RunStopped)
-        if self._asked and not is_own:
+        # stops the run, as it does when asked to, has its own cause, and so has the watch when no checkpoint comes.
+        if self._asked and not isinstance(cause, stopping.RunStopped):
             return stopping.Interrupted(self._asked)
         return cause
 

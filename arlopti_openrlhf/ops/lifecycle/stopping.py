@@ -90,7 +90,7 @@ def get(name: str) -> bytes | None:
 
 
 def ask(question: Callable[[], Any]) -> Any:
-    """Return what Ray answers, or None where it is not connected. For threads: all ask one after the other."""
+    """Return what Ray answers, or None where it is not connected. Threads ask one at a time (`disconnect`)."""
     with _asking:
         return question() if ray.is_initialized() else None
 
