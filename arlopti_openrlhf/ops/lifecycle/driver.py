@@ -165,10 +165,8 @@ class Driver:
             self._asked = signum
             # Not here: the main thread may be inside a call of Ray.
             threading.Thread(target=self._ask_to_stop, args=(signum,), daemon=True).start()
-        elif signal.SIGHUP in (signum, self._asked):
-            # A terminal that closes sends it more than once, and the end of a session sends SIGTERM as well.
-            self._asked = max(self._asked, signum)
-        else:
+        elif signal.SIGHUP not in (signum, self._asked):
+            # A terminal that closes sends SIGHUP more than once, and the end of a session sends SIGTERM as well.
             self._leave(128 + signum, f"{PREFIX}{signal.Signals(signum).name} again: the run ends at once.")
 
     def _ask_to_stop(self, signum: int) -> None:
