@@ -47,7 +47,17 @@ from arlopti_openrlhf.cli.run_folders import LOCK
 from arlopti_openrlhf.lab.analysis.curves import Series, read_scalars
 from arlopti_openrlhf.lab.scoring.tables import markdown_table
 from study import summary
-from study.replicate_arms import ARMS, FULL, SMALL, TOY, Experiment, make_policy, seed_range, write_puzzles
+from study.replicate_arms import (
+    ARMS,
+    EXPLANATIONS,
+    FULL,
+    SMALL,
+    TOY,
+    Experiment,
+    make_policy,
+    seed_range,
+    write_puzzles,
+)
 from study.replicate_report import BASE, of_arm, write_report
 from study.summary import CURVES, MEASURES, NORMS, ROOT
 
@@ -90,7 +100,7 @@ def plan(arms: Sequence[str], seeds: range, rows: Sequence[dict], measured: Mapp
     total = 0.0
     for arm in arms:
         done = sum(row["seed"] in seeds for row in of_arm(arm, rows))
-        line = [ARMS[arm].title, f"{done} of {len(seeds)}"]
+        line = [x.size.arms[arm].title, f"{done} of {len(seeds)}"]
         if seconds:
             hours = x.hours(seconds.get(arm, fmean(seconds.values())))
             total += hours * (len(seeds) - done)
@@ -186,7 +196,7 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
     path = out / f"start{len(list(out.glob('start*.log')))}.log"
     _wait_for_end(out)
     # SAVE_HF=0: a model with each checkpoint would stay, and take 6 GB at 3B.
-    variables = {"MODEL": x.model, "METHOD": ARMS[arm].method, "OUT": str(out)}
+    variables = {"MODEL": x.model, "METHOD": x.size.arms[arm].method, "OUT": str(out)}
     variables |= {"SLEEP": str(x.size.on_gpu), "LIGER": str(x.size.on_gpu)}
     variables |= {"DATA": str(x.puzzles(seed) / "train.jsonl"), "EVAL_DATA": str(x.puzzles(seed) / "test.jsonl")}
     variables |= {"ALPHA": "0.3", "ETA": "0.5", "ALGO": "grpo", "SAVE_HF": "0"}
@@ -194,7 +204,7 @@ def train(arm: str, seed: int, x: Experiment, on_measured: Callable[[float], Non
         variables["MODULE"] = "study.in_process"
     # The script calls `python`, which is to be this one.
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = ["bash", str(SCRIPT), *x.flags(ARMS[arm], seed)]
+    command = ["bash", str(SCRIPT), *x.flags(x.size.arms[arm], seed)]
     seconds: list[float] = []
     with open(path, "w", encoding="utf-8", buffering=1) as log:
         process = subprocess.Popen(
@@ -244,9 +254,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     name = "toy" if args.toy else args.small
     out = (args.out or ROOT / "outputs" / "-".join(filter(None, ["replicate", name]))).resolve()
-    args.arms = list(dict.fromkeys(args.arms))
     size = TOY if args.toy else SMALL.get(args.small, FULL)
     size = size._replace(steps=args.steps or size.steps, evaluations=args.evaluations or size.evaluations)
+    args.arms = list(dict.fromkeys(args.arms or size.arms))
+    if unknown := {*args.arms} - size.arms.keys():
+        parser.error(f"argument --arms: no {', '.join(unknown)} among {', '.join(size.arms)}")
     model = args.model or (str(out / "model") if name else _MODEL)
     x = Experiment(model, args.gpus or (1 if name else 4), size, out, tuple(args.flags))
     if size.steps % x.evaluations:
@@ -254,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.flags:
         command_line.parse(args.flags)
         names = {word.partition("=")[0] for word in args.flags if word.startswith("--")}
-        if own := names & {*x._replace(size=size._replace(flags=""), extra=()).flags(ARMS[BASE], 0)}:
+        if own := names & {*x._replace(size=size._replace(flags=""), extra=()).flags(size.arms[BASE], 0)}:
             parser.error(f"argument FLAG: the study sets {', '.join(sorted(own))} itself")
     if args.dry_run:
         return _run(args, x, parser)
@@ -274,7 +286,7 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
     out, size, path = x.out, x.size, x.out / "rows.jsonl"
     rows = list(map(json.loads, path.read_text("utf-8").splitlines())) if path.exists() else []
     begun = {(row["arm"], row["seed"]): row["configuration"] for row in rows}
-    for arm in ARMS:
+    for arm in size.arms:
         for stamp in out.glob(f"{arm}-[0-9]*/{STAMP}"):
             begun[arm, int(stamp.parent.name.removeprefix(f"{arm}-"))] = json.loads(stamp.read_text("utf-8"))
     for (arm, seed), configuration in begun.items():
@@ -293,7 +305,7 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
         measured[arm] = seconds
         print(plan(args.arms, args.seeds, rows, measured, x), flush=True)
 
-    _finish(rows, out)  # it may have been ended within that
+    _finish(rows, x)  # it may have been ended within that
     done = {(row["arm"], row["seed"]) for row in rows}
     for seed in args.seeds:
         open_arms = [arm for arm in args.arms if (arm, seed) not in done]
@@ -320,7 +332,7 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
                 continue
             rows.append(summarize(arm, seed, scalars, x, commit))
             _write_whole("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
-            _finish(rows, out)
+            _finish(rows, x)
     if rows:
         print((out / "table.md").read_text("utf-8"), end="")
     if diverged:
@@ -328,12 +340,12 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
         raise SystemExit(_DIVERGED)
 
 
-def _finish(rows: Sequence[dict], out: Path) -> None:
+def _finish(rows: Sequence[dict], x: Experiment) -> None:
     """Write the report of the rows, and remove the checkpoints of their runs, which take 43 GB each at 3B."""
     if rows:
-        write_report({name: arm.title for name, arm in ARMS.items()}, rows, out)
+        write_report({name: arm.title for name, arm in x.size.arms.items()}, rows, x.out)
     for row in rows:
-        shutil.rmtree(out / f"{row['arm']}-{row['seed']}" / "checkpoints", ignore_errors=True)
+        shutil.rmtree(x.out / f"{row['arm']}-{row['seed']}" / "checkpoints", ignore_errors=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -346,14 +358,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help=f"folder or name (default: {_MODEL}; with --toy and --small, one that is made)")
     add("--gpus", type=int, choices=(1, 2, 4, 8), help="of this machine (default: 4; 1 with --toy and --small)")
-    add(
-        "--arms",
-        nargs="+",
-        choices=ARMS,
-        default=list(ARMS),
-        metavar="ARM",
-        help=f"of {', '.join(ARMS)} (default: all)",
-    )
+    add("--arms", nargs="+", metavar="ARM", help=f"of {', '.join(ARMS | EXPLANATIONS)} (default: all of the plan)")
     add(
         "--seeds",
         type=seed_range,
@@ -367,14 +372,15 @@ def make_parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--small",
         choices=SMALL,
-        help="SmolLM2-135M-Instruct on arithmetic, in one process, without Ray and vLLM",
+        help="SmolLM2-135M-Instruct on arithmetic, in one process, without Ray and vLLM; lines has other arms, and a "
+        "prompt that asks for one short line",
     )
     which.add_argument(
         "--toy", action="store_true", help="two steps of a tiny policy of its own, to try everything on a CPU"
     )
     add("--dry-run", action="store_true", help="print the plan, and start nothing")
     add("flags", nargs="*", metavar="FLAG", help="OpenRLHF's, for each run, as in `-- --actor.adam.lr 1e-5`")
-    add("--out", type=Path, metavar="FOLDER", help="default: outputs/replicate, with -toy or -sums behind it")
+    add("--out", type=Path, metavar="FOLDER", help="default: outputs/replicate, with -toy, -sums or -lines behind it")
     return parser
 
 

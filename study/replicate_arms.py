@@ -8,6 +8,7 @@ from typing import NamedTuple
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli.quickstart_tasks import TASKS
 from arlopti_openrlhf.lab.data.preparation import generate_rows, write_rows
+from arlopti_openrlhf.lab.scoring.inputs import Row
 from study.replicate_report import BASE
 
 HELD_OUT_BY = "structure"  # what tells held-out puzzles from training puzzles
@@ -31,6 +32,19 @@ ARMS = {
     "lopti": Arm("Lopti (η = 0.5)", "lopti"),
     "both": Arm("AR + Lopti", "both"),
 }
+_RANDOM = "--algo.token_method study/random_groups.py --algo.token_method_args random_groups.seed={seed}"
+_UNCLIPPED = "--actor.max_norm 1000"
+# What explains Lopti's early lead at 135M.
+EXPLANATIONS = {
+    BASE: Arm("GRPO", "none"),
+    "double-steps": Arm("GRPO, twice as many steps", "none", mini_batches=4),
+    "two-epochs": Arm("GRPO, two epochs", "none", flags="--train.max_epochs 2"),
+    "lopti": Arm("Lopti (η = 0.5)", "lopti"),
+    "random-groups": Arm("random groups", "none", flags=_RANDOM),
+    "double-steps-unclipped": Arm("GRPO, twice as many steps, not clipped", "none", mini_batches=4, flags=_UNCLIPPED),
+    "lopti-unclipped": Arm("Lopti, not clipped", "lopti", flags=_UNCLIPPED),
+    "random-groups-unclipped": Arm("random groups, not clipped", "none", flags=f"{_RANDOM} {_UNCLIPPED}"),
+}
 
 
 class Size(NamedTuple):
@@ -49,6 +63,8 @@ class Size(NamedTuple):
     flags: str = ""
     on_gpu: int = 1  # the launch script's SLEEP and LIGER
     task: str = ""  # the quickstart's, each of whose runs is one process
+    arms: dict[str, Arm] = ARMS
+    short_lines: bool = False  # whether the prompt asks for one short line, after three examples
 
 
 FULL = Size(
@@ -89,6 +105,26 @@ SMALL = {
         task="sums",
     )
 }
+SMALL["lines"] = SMALL["sums"]._replace(
+    steps=8, evaluations=1, max_new_tokens=32, max_len=256, arms=EXPLANATIONS, short_lines=True
+)
+# With them 3% of the untrained model's answers are cut off at 32 tokens, without them 77%.
+_EXAMPLES = (
+    ("20 + 30", "The sum of 20 and 30 is 50."),
+    ("40 - 15", "The difference of 40 and 15 is 25."),
+    ("20 * 4", "The product of 20 and 4 is 80."),
+)
+
+
+def ask_for_short_line(row: Row) -> Row:
+    """Return a row of sums that asks for one short line, as three examples before it do."""
+
+    def ask(problem: str) -> dict:
+        return {"role": "user", "content": f"Calculate {problem}. Answer with one short line."}
+
+    examples = [turn for problem, line in _EXAMPLES for turn in (ask(problem), {"role": "assistant", "content": line})]
+    problem = row["prompt"][0]["content"].removeprefix("Calculate ").removesuffix(".")
+    return row | {"prompt": [*examples, ask(problem)]}
 
 
 class Experiment(NamedTuple):
@@ -136,7 +172,7 @@ class Experiment(NamedTuple):
             --eval.n_samples_per_prompt {SAMPLES} --eval.temperature {size.temperature}
             --eval.steps {size.steps // self.evaluations}
             --ckpt.save_steps {size.save_steps} --ckpt.max_num 2 --ckpt.best_metric_key none
-            {arm.flags}
+            {arm.flags.format(seed=seed + 1)}
         """
         return [*own.split(), *self.extra]
 
@@ -144,8 +180,8 @@ class Experiment(NamedTuple):
         """Return what is trained on what, with which flags. A row with another configuration is not this run's."""
         return {
             "model": self.model,
-            "method": ARMS[arm].method,
-            "flags": " ".join(self.flags(ARMS[arm], seed)),
+            "method": self.size.arms[arm].method,
+            "flags": " ".join(self.flags(self.size.arms[arm], seed)),
             "people": list(self.size.people),
             "steps": self.size.steps,
             "held_out": self.size.held_out,
@@ -182,6 +218,8 @@ def write_puzzles(seed: int, x: Experiment) -> None:
             rows = generate_rows(size.people, of_each, held_out=held_out, seed=seed, prompt_format="text")
         else:
             rows = TASKS[size.task].make_rows(of_each, held_out=held_out, seed=seed)
+        if size.short_lines:
+            rows = [ask_for_short_line(row) for row in rows]
         write_rows(rows if held_out else rows[:count], x.puzzles(seed) / f"{name}.jsonl")
 
 

@@ -15,6 +15,7 @@ Scalars = dict[str, Series]
 
 _CURVE_POINTS = 20
 _REWARD = "train/rollout/reward_mean"  # logged at every step
+_GROUPS = [(method, group) for method in ("lopti", "random_groups") for group in ("low", "high")]
 # {scalar of the run's TensorBoard log: its name in the result}. Which of them a run has depends on its methods.
 CURVES = {
     _REWARD: "reward",
@@ -22,12 +23,11 @@ CURVES = {
     "train/rollout/truncated_rate": "truncated",
     "train/kl": "kl",
     "train/ppo_clip_ratio": "clip_ratio",
-}
+    "train/clip_factor": "clip_factor",
+} | {f"train/{method}/{group}/clip_factor": f"clip_factor_{group}" for method, group in _GROUPS}
 # The same for the gradient's norm before clipping, in a step's last mini-batch. Lopti has one for each stage.
-NORMS = {
-    "train/actor_grad_norm": "grad_norm",
-    "train/lopti/low/actor_grad_norm": "grad_norm_low",
-    "train/lopti/high/actor_grad_norm": "grad_norm_high",
+NORMS = {"train/actor_grad_norm": "grad_norm"} | {
+    f"train/{method}/{group}/actor_grad_norm": f"grad_norm_{group}" for method, group in _GROUPS
 }
 PASS = "pass@8"
 MEASURES = ("accuracy", PASS, "well_formed", "truncated", "response_length")
@@ -64,9 +64,9 @@ def _rounded(value: float) -> float:
 
 
 def step_seconds(scalars: Scalars) -> dict[str, float]:
-    """Return the median seconds of a step and of its parts, without the first step, which warms up."""
+    """Return the mean seconds of a step and of its parts, without the first step, which warms up."""
     names = {"timing/step_total": "step", "timing/generation": "generation", "timing/ppo_train": "update"}
-    return {short: round(median(list(scalars[f"train/{name}"].values())[1:]), 3) for name, short in names.items()}
+    return {short: round(fmean(list(scalars[f"train/{name}"].values())[1:]), 3) for name, short in names.items()}
 
 
 def commit() -> str:

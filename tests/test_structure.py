@@ -24,7 +24,7 @@ BUDGETS = {
     "grading": 2898,
     "lab": 3214,
     "methods": 563,
-    "update": 2119,
+    "update": 2132,
     "ops": 357,
     "ops/checkpoints": 906,
     "ops/health": 407,
@@ -49,10 +49,10 @@ TEST_BUDGETS = {
     "ops/lifecycle": 735,
     "ops/preflight": 2038,
     "ops/rollouts": 1486,
-    "study": 561,
-    "update": 3050,
+    "study": 658,
+    "update": 3066,
 }
-SUM, TEST_SUM = 20471, 25437
+SUM, TEST_SUM = 20484, 25550
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 

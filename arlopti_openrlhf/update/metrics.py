@@ -1,7 +1,9 @@
 """Reduces what an update logs, from micro-batches to passes, and from passes to the rollout batch."""
 
+import math
 from collections import defaultdict
 from dataclasses import fields
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 
+from arlopti_openrlhf.update.optimizer_steps import clip_factor
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
 
@@ -98,6 +101,7 @@ class UpdateMetrics:
         # The metrics of a pass; the others are of its samples, and the same in every pass.
         self.of_pass = {"policy_loss", "entropy_loss", "ppo_clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio"}
         self.of_pass |= {"kl", "logprobs_diff"} if args.algo.kl.use_loss else set()
+        self.max_norm = args.actor.max_norm
         # GSPO's loss is the sequences', in every pass: it has no sum.
         self.summed = ADDITIVE[1:] if args.actor.policy_loss_type == "gspo" else ADDITIVE
 
@@ -115,7 +119,8 @@ class UpdateMetrics:
         The metrics of a pass that has a name appear under it, as `lopti/low/<metric>` or
         `token_method/pass1/<metric>`. The additive ones also appear as the sum over all, and are means over the
         mini-batches that were trained in any pass. Means of a pass are weighted by tokens. The learning rate is the
-        last pass's. So is, under each name, the norm of the gradient.
+        last pass's. So is, under each name, the norm of the gradient. `clip_factor` is the mean of what clipping
+        multiplied the gradients by, without refused steps.
         """
         summary: dict[str, float] = {}
         # A mini-batch's samples are described by the last pass that was trained on them.
@@ -134,7 +139,10 @@ class UpdateMetrics:
                 if name == "actor_lr":
                     summary[name] = values[-1][1]
                 elif name == "actor_grad_norm":
-                    summary[of_pass] = [status[name] for _, status in passes if name in status][-1]
+                    norms = [status[name] for _, status in passes if name in status]
+                    summary[of_pass] = norms[-1]
+                    if factors := [clip_factor(norm, self.max_norm) for norm in norms if 0 <= norm < math.inf]:
+                        summary[of_pass.replace(name, "clip_factor")] = fmean(factors)
                 elif name not in self.of_pass:
                     summary[name] = sum(status.get(name, 0.0) for status in described) / len(described)
                 elif not label:

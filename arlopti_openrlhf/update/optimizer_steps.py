@@ -11,6 +11,11 @@ def count(engine: deepspeed.DeepSpeedEngine) -> None:
     engine.micro_steps += engine.gradient_accumulation_steps() - 1  # it has counted one
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return what clipping multiplies a gradient by, min(1, max_norm / norm). With `max_norm` 0 nothing is clipped."""
+    return min(1.0, max_norm / norm) if norm and max_norm else 1.0
+
+
 def skip(engine: deepspeed.DeepSpeedEngine, scheduler: LRScheduler) -> None:
     """End a mini-batch whose gradient is zero on every rank without an optimizer step.
 

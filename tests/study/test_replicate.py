@@ -16,9 +16,11 @@ from torch.utils.tensorboard import SummaryWriter
 from arlopti_openrlhf.cli import train_ppo_ray
 from arlopti_openrlhf.cli.quickstart_tasks import TASKS
 from study import replicate, replicate_report
+from study.replicate_arms import SMALL, Experiment, write_puzzles
 from study.summary import CURVES, MEASURES, NORMS
 
 ROOT = Path(__file__).parents[2]
+MODEL = ("--actor.model_name_or_path", "m", "--data.prompt_dataset", "d")
 
 # Writes down its arguments, and either fails once, with the status that is asked for, or leaves what a run leaves.
 PYTHON = """#!/bin/sh
@@ -196,6 +198,48 @@ def test_a_small_run_is_the_quickstarts_task_in_one_process(start, tmp_path):
     assert args["reward.remote_url"] == "math"
     (row, *_) = (tmp_path / "out" / "puzzles-0" / "test.jsonl").read_text("utf-8").splitlines()
     assert json.loads(row)["datasource"] == "math"
+
+
+def test_the_arms_that_explain_a_lead_differ_in_what_they_are_called(tmp_path):
+    x = Experiment("m", 1, SMALL["lines"], tmp_path)
+    found = {}
+    for name, arm in x.size.arms.items():
+        args = vars(train_ppo_ray.parse([*MODEL, *x.flags(arm, 4)]))
+        names = (
+            "train.batch_size",
+            "train.max_epochs",
+            "actor.max_norm",
+            "algo.token_method",
+            "algo.token_method_args",
+        )
+        found[name] = (arm.method, *(args[flag] for flag in names))
+    random = [str(ROOT / "study" / "random_groups.py")], ["random_groups.seed=5"]
+    assert found == {
+        "grpo": ("none", 32, 1, 1.0, [], []),
+        "double-steps": ("none", 16, 1, 1.0, [], []),
+        "two-epochs": ("none", 32, 2, 1.0, [], []),
+        "lopti": ("lopti", 32, 1, 1.0, [], []),
+        "random-groups": ("none", 32, 1, 1.0, *random),
+        "double-steps-unclipped": ("none", 16, 1, 1000.0, [], []),
+        "lopti-unclipped": ("lopti", 32, 1, 1000.0, [], []),
+        "random-groups-unclipped": ("none", 32, 1, 1000.0, *random),
+    }
+
+
+def test_short_lines_are_asked_for_with_three_examples(tmp_path):
+    x = Experiment("m", 1, SMALL["lines"], tmp_path)
+    write_puzzles(15, x)
+    sums = Experiment("m", 1, SMALL["sums"], tmp_path / "sums")
+    write_puzzles(15, sums)
+    for name, count in (("train", 64), ("test", 123)):
+        rows = [json.loads(line) for line in (x.puzzles(15) / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        plain = [json.loads(line) for line in (sums.puzzles(15) / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        assert len(rows) == count and [row["label"] for row in rows] == [row["label"] for row in plain[:count]]
+        for row, other in zip(rows, plain, strict=False):
+            question = other["prompt"][0]["content"]
+            assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant"] * 3 + ["user"]
+            assert row["prompt"][-1]["content"] == f"{question} Answer with one short line."
+            assert row["prompt"][3]["content"] == "The difference of 40 and 15 is 25."
 
 
 def test_steps_that_make_no_whole_epochs_are_refused(capsys):

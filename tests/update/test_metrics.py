@@ -1,5 +1,6 @@
 """The metrics of micro-batches, passes and updates by hand."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, micro_batch_status
+from arlopti_openrlhf.update.optimizer_steps import clip_factor
 
 
 class TwoEqualRanks:
@@ -90,7 +92,8 @@ def test_a_micro_batch_without_tokens_counts_nothing():
 
 def flags(loss_type: str = "ppo") -> SimpleNamespace:
     return SimpleNamespace(
-        algo=SimpleNamespace(kl=SimpleNamespace(use_loss=True)), actor=SimpleNamespace(policy_loss_type=loss_type)
+        algo=SimpleNamespace(kl=SimpleNamespace(use_loss=True)),
+        actor=SimpleNamespace(policy_loss_type=loss_type, max_norm=1.0),
     )
 
 
@@ -112,10 +115,12 @@ def test_the_stages_metrics():
         "lopti/low/policy_loss": 2.0,  # divided by the whole mini-batch's tokens already: a plain mean
         "lopti/low/ppo_kl": (1 + 3 * 5) / 4,
         "lopti/low/actor_grad_norm": 6.0,
+        "lopti/low/clip_factor": (1 / 5 + 1 / 6) / 2,  # of both optimizer steps
         "lopti/high/num_tokens": 6.0,
         "lopti/high/policy_loss": (4 + 0) / 2,
         "lopti/high/ppo_kl": 7.0,
         "lopti/high/actor_grad_norm": 7.0,
+        "lopti/high/clip_factor": 1 / 7,
         "policy_loss": (5 + 3) / 2,
         "reward": (4 + 5) / 2,
         "actor_lr": 3.0,
@@ -132,4 +137,14 @@ def test_one_stage_has_upstreams_names():
     metrics = UpdateMetrics(flags())
     metrics.add("", 1.0, {"policy_loss": 1.0, "reward": 1.0, "actor_grad_norm": 1.0})
     metrics.add("", 3.0, {"policy_loss": 5.0, "reward": 2.0, "actor_grad_norm": 2.0})
-    assert metrics.summary() == {"policy_loss": 4.0, "reward": 1.5, "actor_grad_norm": 2.0}
+    assert metrics.summary() == {"policy_loss": 4.0, "reward": 1.5, "actor_grad_norm": 2.0, "clip_factor": 0.75}
+
+
+def test_the_clip_factor_is_a_mean_over_the_steps_that_were_taken():
+    """Norms of 4 and 0.5 with a maximum of 1, and a refused step: (1/4 + 1) / 2, whatever tokens the steps have."""
+    metrics = UpdateMetrics(flags())
+    for tokens, norm in ((1.0, 4.0), (9.0, 0.5)):
+        metrics.add("", tokens, {"actor_grad_norm": norm})
+    metrics.add("", 5.0, {"actor_grad_norm": math.nan})
+    assert metrics.summary()["clip_factor"] == 0.625
+    assert clip_factor(4.0, 0.0) == clip_factor(0.0, 1.0) == 1.0  # no clipping, and no gradient

@@ -40,7 +40,7 @@ OF_THE_SHUFFLE = {"policy_loss", "kl", "entropy_loss"}
 
 
 # What only our trainer logs, whatever the methods.
-OURS_ALONE = {"skipped_optimizer_steps", "rollout/gap"}
+OURS_ALONE = {"skipped_optimizer_steps", "rollout/gap", "clip_factor"}
 
 
 def assert_same_status(ours: dict, plain: dict, but: set[str] = frozenset()) -> None:

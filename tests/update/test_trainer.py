@@ -81,7 +81,8 @@ def test_one_group_alone_is_that_groups_stage(group):
         alone = group.run(batch, OFF | {"algo.lopti.eta": 0.5, "algo.lopti.groups": name})
         assert alone.steps == 1
         assert relative_distance(alone.gradients[0], gradient) < 1e-5
-        assert f"lopti/{name}/actor_grad_norm" in alone.status
+        norm = alone.status[f"lopti/{name}/actor_grad_norm"]
+        assert alone.status[f"lopti/{name}/clip_factor"] == min(1.0, 1.0 / norm)  # one step, and upstream's max_norm
 
 
 @pytest.mark.parametrize(
