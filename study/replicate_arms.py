@@ -64,7 +64,7 @@ class Size(NamedTuple):
     on_gpu: int = 1  # the launch script's SLEEP and LIGER
     task: str = ""  # the quickstart's, each of whose runs is one process
     arms: dict[str, Arm] = ARMS
-    short_lines: bool = False  # whether the prompt asks for one short line, after three examples
+    short_lines: bool = False  # whether the prompt asks for one short line, and has two examples
 
 
 FULL = Size(
@@ -108,23 +108,18 @@ SMALL = {
 SMALL["lines"] = SMALL["sums"]._replace(
     steps=8, evaluations=1, max_new_tokens=32, max_len=256, arms=EXPLANATIONS, short_lines=True
 )
-# With them 3% of the untrained model's answers are cut off at 32 tokens, without them 77%.
-_EXAMPLES = (
-    ("20 + 30", "The sum of 20 and 30 is 50."),
-    ("40 - 15", "The difference of 40 and 15 is 25."),
-    ("20 * 4", "The product of 20 and 4 is 80."),
-)
+# With these 2% of the untrained model's answers are cut off at 32 tokens, without them 77%.
+_SHORT_LINES = [
+    ("system", "Answer with one short line."),
+    *[("user", "Calculate 40 - 15."), ("assistant", "40 minus 15 makes 25.")],
+    *[("user", "Calculate 20 * 4."), ("assistant", "20 times 4 makes 80.")],
+]
 
 
 def ask_for_short_line(row: Row) -> Row:
-    """Return a row of sums that asks for one short line, as three examples before it do."""
-
-    def ask(problem: str) -> dict:
-        return {"role": "user", "content": f"Calculate {problem}. Answer with one short line."}
-
-    examples = [turn for problem, line in _EXAMPLES for turn in (ask(problem), {"role": "assistant", "content": line})]
-    problem = row["prompt"][0]["content"].removeprefix("Calculate ").removesuffix(".")
-    return row | {"prompt": [*examples, ask(problem)]}
+    """Return a row of sums that asks for one short line, as two examples before it do."""
+    turns = [{"role": role, "content": content} for role, content in _SHORT_LINES]
+    return row | {"prompt": [*turns, *row["prompt"]]}
 
 
 class Experiment(NamedTuple):

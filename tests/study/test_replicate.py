@@ -226,7 +226,7 @@ def test_the_arms_that_explain_a_lead_differ_in_what_they_are_called(tmp_path):
     }
 
 
-def test_short_lines_are_asked_for_with_three_examples(tmp_path):
+def test_short_lines_are_asked_for_with_two_examples(tmp_path):
     x = Experiment("m", 1, SMALL["lines"], tmp_path)
     write_puzzles(15, x)
     sums = Experiment("m", 1, SMALL["sums"], tmp_path / "sums")
@@ -236,10 +236,11 @@ def test_short_lines_are_asked_for_with_three_examples(tmp_path):
         plain = [json.loads(line) for line in (sums.puzzles(15) / f"{name}.jsonl").read_text("utf-8").splitlines()]
         assert len(rows) == count and [row["label"] for row in rows] == [row["label"] for row in plain[:count]]
         for row, other in zip(rows, plain, strict=False):
-            question = other["prompt"][0]["content"]
-            assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant"] * 3 + ["user"]
-            assert row["prompt"][-1]["content"] == f"{question} Answer with one short line."
-            assert row["prompt"][3]["content"] == "The difference of 40 and 15 is 25."
+            *turns, question = row["prompt"]
+            assert [question] == other["prompt"]
+            assert [turn["role"] for turn in turns] == ["system"] + ["user", "assistant"] * 2
+            assert turns[0]["content"] == "Answer with one short line."
+            assert turns[-1]["content"] == "20 times 4 makes 80."
 
 
 def test_steps_that_make_no_whole_epochs_are_refused(capsys):
