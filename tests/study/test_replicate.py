@@ -209,20 +209,21 @@ def test_the_arms_that_explain_a_lead_differ_in_what_they_are_called(tmp_path):
             "train.batch_size",
             "train.max_epochs",
             "actor.max_norm",
+            "actor.adam.lr",
             "algo.token_method",
             "algo.token_method_args",
         )
         found[name] = (arm.method, *(args[flag] for flag in names))
     random = [str(ROOT / "study" / "random_groups.py")], ["random_groups.seed=5"]
     assert found == {
-        "grpo": ("none", 32, 1, 1.0, [], []),
-        "double-steps": ("none", 16, 1, 1.0, [], []),
-        "two-epochs": ("none", 32, 2, 1.0, [], []),
-        "lopti": ("lopti", 32, 1, 1.0, [], []),
-        "random-groups": ("none", 32, 1, 1.0, *random),
-        "double-steps-unclipped": ("none", 16, 1, 1000.0, [], []),
-        "lopti-unclipped": ("lopti", 32, 1, 1000.0, [], []),
-        "random-groups-unclipped": ("none", 32, 1, 1000.0, *random),
+        "grpo": ("none", 32, 1, 1.0, 2e-5, [], []),
+        "double-steps": ("none", 16, 1, 1.0, 1e-5, [], []),
+        "two-epochs": ("none", 32, 2, 1.0, 1e-5, [], []),
+        "lopti": ("lopti", 32, 1, 1.0, 1e-5, [], []),
+        "random-groups": ("none", 32, 1, 1.0, 2e-5, *random),
+        "double-steps-unclipped": ("none", 16, 1, 1000.0, 1e-5, [], []),
+        "lopti-unclipped": ("lopti", 32, 1, 1000.0, 1e-5, [], []),
+        "random-groups-unclipped": ("none", 32, 1, 1000.0, 1e-5, *random),
     }
 
 
