@@ -3,7 +3,7 @@
 `bind` does so on the driver, before `openrlhf.cli.train_ppo_ray` is imported, which binds most of these names. Ray
 pickles upstream's actor classes by value, with the globals of their modules as they are on the driver. So what is
 rebound here reaches every worker. The base classes of the actors it pickles by name: what those read of their modules
-is upstream's, and our classes replace that for the time of a call (`update.partition`, `ops.controller`).
+is upstream's, and our classes replace that for the time of a call (`update.whole_prompts`, `ops.controller`).
 
 A row replaces a name and is its only row, or extends what the rows above have left there. What extends a class is a
 subclass of upstream's, or a class that is put before it. What extends a function gets that function, and returns the
@@ -28,7 +28,8 @@ _SYNC, _ASYNC = "openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_as
 
 REPLACES, EXTENDS = "replaces", "extends"
 # What only some runs have. Care is what `--ops off` leaves out.
-CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE = "care", "selective", "LoRA, with care", "LoRA's reference, with care"
+SELECTIVE, REFERENCE, WITHOUT_CUDA = "selective", "methods on the stock update", "a driver without CUDA"
+CARE, LORA, POLICY_IS_REFERENCE = "care", "LoRA, with care", "LoRA's reference, with care"
 
 
 class Row(NamedTuple):
@@ -44,7 +45,7 @@ class Row(NamedTuple):
 
     @property
     def room(self) -> str:
-        return self.ours.partition(".")[0]
+        return self.ours.partition(":")[0].partition(".")[0]
 
 
 # fmt: off
@@ -52,23 +53,25 @@ TABLE = (
     # LoRA, before the method: its reference is computed by upstream's `forward`
     Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.lora:BaseModel", LORA,
         "gives the base model's log-probs"),
-    # The method
-    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.trainer:TokenUpdateTrainer", "",
+    # The methods, on OpenRLHF's loop or by the selective update
+    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "reference:ReferenceTrainer", REFERENCE,
         "trains in the passes of the token methods"),
-    Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.policy_actor:PolicyActor", "",
+    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.trainer:TokenUpdateTrainer", SELECTIVE,
+        "trains in these passes with less work"),
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.policy_actor:PolicyActor", SELECTIVE,
         "leaves log π_old to the update's first pass"),
     Row(_ACTOR, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
         "computes the tokens that the update needs, each prompt once"),
     Row(_LAUNCHER, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
         "computes the tokens that the update needs, each prompt once"),
-    Row(_SYNC, "PPOTrainer", EXTENDS, "update.partition:WholePrompts", SELECTIVE,
+    Row(_SYNC, "PPOTrainer", EXTENDS, "update.whole_prompts:WholePrompts", SELECTIVE,
         "gives each rank whole prompts, with dynamic batches"),
-    Row(_ASYNC, "TrainingActor", EXTENDS, "update.partition:WholePrompts", SELECTIVE,
+    Row(_ASYNC, "TrainingActor", EXTENDS, "update.whole_prompts:WholePrompts", SELECTIVE,
         "gives each rank whole prompts, with dynamic batches"),
     Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.lora:MergedSync", LORA,
         "sends merged weights to vLLM"),
     # A machine without CUDA
-    Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:PolicyActor", "",
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:PolicyActor", WITHOUT_CUDA,
         "refuses what such a machine cannot do"),
     # Care for a run
     Row("openrlhf.utils.deepspeed", "DeepspeedStrategy", EXTENDS, "ops.checkpoints.saving:CheckpointStrategy", CARE,
@@ -134,6 +137,11 @@ def rows(has: Collection[str]) -> list[Row]:
         if row.how == REPLACES and counts[row.module, row.name] > 1:
             raise ValueError(f"{row.ours} replaces {row.module}.{row.name}, and so does another row")
     return found
+
+
+def of_update(is_selective: bool, has_methods: bool) -> set[str]:
+    """Return what a run has by its update: the selective one, token methods on the stock one, or neither."""
+    return {SELECTIVE} if is_selective else {REFERENCE} if has_methods else set()
 
 
 def bind(has: Collection[str], args: SimpleNamespace | None = None, settings: Any = None) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from arlopti_openrlhf import bindings, cpu, token_method, upstream
+from arlopti_openrlhf import bindings, hardware, token_method, upstream
 from arlopti_openrlhf.update.settings import Settings
 
 
@@ -47,13 +47,17 @@ def install(
     # The workers, which load these files, have a working directory of their own.
     sources = [str(Path(method).absolute()) if method.endswith(".py") else method for method in methods]
     token_method.load(sources, arguments)
-    has = {bindings.SELECTIVE} if update == "selective" else set()
+    has = bindings.of_update(update == "selective", has_methods=True)
+    if hardware.uses_cpu():
+        has.add(bindings.WITHOUT_CUDA)
     moved = list(upstream.check_versions(["openrlhf"]))
     if not any(difference.is_fatal for difference in moved):
         moved += upstream.check_bodies({row.room for row in bindings.rows(has)})
     if fatal := [str(difference) for difference in moved if difference.is_fatal]:
         raise RuntimeError("; ".join(fatal))
-    cpu.enable()
+    if hardware.uses_cpu() or not hardware.has_flash_attn():
+        from arlopti_openrlhf import cpu
 
+        cpu.enable()
     settings = Settings(tuple(sources), tuple(arguments), normalize, scope, statistics="off")
     bindings.bind(has, settings=settings)

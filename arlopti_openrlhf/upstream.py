@@ -25,10 +25,10 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 # fmt: off
 RESTATED = (
     (_ACTOR, "ActorPPOTrainer.ppo_train", "7ae7b7f523369160", "update.trainer.TokenUpdateTrainer._train"),
-    (_ACTOR, "ActorPPOTrainer.training_step", "783a57970a6acde1", "update.step.StepTrainer.training_step"),
+    (_ACTOR, "ActorPPOTrainer.training_step", "783a57970a6acde1", "update.loss.micro_batch_loss"),
     ("openrlhf.models.actor", "Actor.forward", "65d2a2a0e02aec9c", "forward.selective_actor.SelectiveActor.forward"),
     ("openrlhf.trainer.ppo_utils.experience", "balance_experiences", "5eb57a1163e6a539",
-     "update.partition.balance_experiences"),
+     "update.whole_prompts.balance_experiences"),
     (_SAMPLES, "SamplesGenerator.generate_samples", "6d3b87ed46f633a0",
      "ops.rollouts.samples.SamplesGenerator.generate_samples"),
     (_SAMPLES, "SamplesGenerator._generate_vllm", "a83606979701bc4b",

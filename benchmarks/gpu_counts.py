@@ -33,8 +33,10 @@ from update_bench import training_flags  # noqa: E402
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
 from arlopti_openrlhf.patching import replaced_attribute  # noqa: E402
-from arlopti_openrlhf.update import partition, trainer  # noqa: E402
+from arlopti_openrlhf.update import trainer  # noqa: E402
 from arlopti_openrlhf.update.old_log_probs import unknown  # noqa: E402
+from arlopti_openrlhf.update.plan import cost  # noqa: E402
+from arlopti_openrlhf.update.sample import by_prompt, numbered  # noqa: E402
 
 SETTINGS = {
     "GRPO": [],
@@ -103,7 +105,7 @@ def update(flags: list[str], layers: int, prompts: int, liger: bool = False) -> 
         sample.base_action_log_probs = torch.full(sample.action_mask.shape, -5.0)
         sample.rollout_log_probs = torch.full(sample.action_mask.shape, -5.3)
     model = rollouts.make_model("counted", "sdpa", liger=liger)
-    costliest = max(map(partition.cost, partition.by_prompt(rollouts.unpadded(samples))))
+    costliest = max(map(cost, by_prompt(numbered(rollouts.unpadded(samples)))))
     with (
         _alone(),
         claimed_gpu() as counts,
@@ -112,7 +114,7 @@ def update(flags: list[str], layers: int, prompts: int, liger: bool = False) -> 
         for tensor in (*model.parameters(), *model.buffers()):
             counts.claim(tensor)
         driver = _trainer(model, args, prompts)
-        with replaced_attribute(driver.checkpointing, "fit", lambda *rest, **more: costliest):
+        with replaced_attribute(driver.planner, "_fit", lambda mini_batches: costliest):
             for _ in range(2):
                 counts.clear()
                 for sample in copy.deepcopy(samples):

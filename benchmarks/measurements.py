@@ -12,8 +12,9 @@ from rollouts import SHAPES, published_operations, unpadded
 from update_bench import Bench
 
 from arlopti_openrlhf.patching import replaced_attribute
-from arlopti_openrlhf.update import step
-from arlopti_openrlhf.update.checkpointing import WHOLE
+from arlopti_openrlhf.update import trainer
+from arlopti_openrlhf.update.plan import WHOLE
+from arlopti_openrlhf.update.sample import numbered
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics
 
 OPTIMIZER_SHARE = 0.1  # of stock's update in `choose_scale`, at most
@@ -59,13 +60,12 @@ def seconds_of_statistics(bench: Bench) -> dict[str, float]:
     rows = int(sum(s.action_mask.sum().item() for s in bench.rollout) * (2 - LOW_SHARE))
     per_row = seconds_of_statistics_per_row(SHAPES[bench.args.shape].vocab_size)
     return {
-        "stock GRPO": seconds_of_observing(bench, "observed stock GRPO"),
         "AR + Lopti": seconds_of_observing(bench, "AR + Lopti") + rows * per_row,
     }
 
 
 def seconds_of_observing(bench: Bench, variant: str) -> float:
-    """What follows the forward pass in one update: derivatives and sums, and on stock's logits their statistics."""
+    """What follows the forward pass in one update: derivatives and sums."""
     seconds = [0.0]
 
     def timed(function):
@@ -80,9 +80,8 @@ def seconds_of_observing(bench: Bench, variant: str) -> float:
         return call
 
     with (
-        replaced_attribute(step, "token_updates", timed(step.token_updates)),
+        replaced_attribute(trainer, "token_updates", timed(trainer.token_updates)),
         patch.object(UpdateStatistics, "add", timed(UpdateStatistics.add)),
-        replaced_attribute(step, "statistics_of_logits", timed(step.statistics_of_logits)),
     ):
         bench.step(variant)
     return seconds[0]
@@ -151,7 +150,7 @@ def _ratio(values: Sequence[float | None], baseline: Sequence[float | None] | No
 
 def computed_operations(bench: Bench) -> dict[str, float]:
     """Return the operations that each variant computes in an update, of those that are counted (`operations`)."""
-    items, shape = unpadded(bench.rollout), SHAPES[bench.args.shape]
+    items, shape = numbered(unpadded(bench.rollout)), SHAPES[bench.args.shape]
     passes = update_passes(items, bench.args.micro_batch_size)
     if bench.args.packing:
         passes[STOCK] = passes[PACKED]

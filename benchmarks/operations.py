@@ -26,7 +26,8 @@ from rollouts import SHAPES, Shape, rollout, unpadded
 from torch import Tensor
 
 from arlopti_openrlhf.forward.shared_prompt import Segment, pack
-from arlopti_openrlhf.update.partition import by_prompt, cost
+from arlopti_openrlhf.update.plan import cost
+from arlopti_openrlhf.update.sample import Sample, by_prompt, numbered
 
 STOCK = "stock GRPO"  # as installed
 PACKED = "packed stock GRPO"  # as with flash-attn: no padding
@@ -79,7 +80,7 @@ def main() -> None:
     record = {}
     for setting, options in SETTINGS.items():
         settings = SimpleNamespace(**USUAL | options)
-        items = unpadded(rollout(settings, scale=1.0))
+        items = numbered(unpadded(rollout(settings, scale=1.0)))
         tokens = sum(len(item.sequences) for item in items)
         updates = update_passes(items, settings.micro_batch_size)
         counted = {
@@ -143,7 +144,7 @@ def plain(lengths: Sequence[int]) -> Pass:
     return Pass(sum(lengths), sum(n * (n + 1) // 2 for n in lengths), sum(lengths), sum(lengths))
 
 
-def shared(items: list[Experience], computed: Sequence[Tensor], updated: Sequence[Tensor]) -> Pass:
+def shared(items: list[Sample], computed: Sequence[Tensor], updated: Sequence[Tensor]) -> Pass:
     """Return the selective update's pass, with a micro-batch for each prompt.
 
     Args:

@@ -33,6 +33,7 @@ def training_flags(args: argparse.Namespace, more: Sequence[str] = ()) -> Simple
     flags = hierarchize(
         parse(
             f"--actor.model_name_or_path {args.shape} --actor.num_gpus_per_node 1 --actor.adam.lr 0 "
+            f"--actor.update selective "
             f"--rollout.batch_size {args.prompts * args.mini_batches} "
             f"--rollout.n_samples_per_prompt {SAMPLES_PER_PROMPT} --train.batch_size {size} --ds.zero_stage 2 "
             f"--rollout.micro_batch_size {args.micro_batch_size} --train.micro_batch_size {args.micro_batch_size} "
@@ -56,7 +57,7 @@ def default_attention() -> str:
 class Bench:
     """One DeepSpeed engine, and per variant OpenRLHF's trainer on it.
 
-    A variant with "stock" in its name computes with OpenRLHF's actor. STOCK and PACKED have OpenRLHF's trainer too.
+    STOCK and PACKED have OpenRLHF's trainer and actor, the others the selective update's.
 
     Args:
         args: the command's.
@@ -69,9 +70,7 @@ class Bench:
         levels: of gradient checkpointing in the last step of each variant of ours.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, model: torch.nn.Module, also: Sequence[str] = ("observed stock GRPO",)
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, model: torch.nn.Module, also: Sequence[str] = ()) -> None:
         from openrlhf.models import Actor
         from openrlhf.trainer.ray import ppo_actor
         from openrlhf.utils import get_strategy
@@ -114,7 +113,7 @@ class Bench:
         self.actors, self.trainers = {}, {}
         eta = self.take_lengths(args.scale, selective)
         for variant in (*VARIANTS, *also):
-            actor = self.stock if "stock" in variant else selective
+            actor = self.stock if variant == STOCK else selective
             if variant == PACKED:
                 actor = baselines.packed_actor(selective.model)
                 self.around[variant] = baselines.one_pass_log_probs
@@ -215,9 +214,9 @@ class Bench:
             trainer.replay_buffer.append(sample)
         trainer.ppo_train(self.flags.algo.kl.init_coef)
         trainer.replay_buffer.clear()
-        if checkpointing := getattr(trainer, "checkpointing", None):
-            self.levels[variant] = checkpointing.level
-            checkpointing.set(checkpointing.levels[-1])  # the model is the other variants' too
+        if planner := getattr(trainer, "planner", None):
+            self.levels[variant] = planner.level
+            planner.set(planner.levels[-1])  # the model is the other variants' too
 
     def fraction(self, size: float) -> list:
         """A rollout batch whose lengths are those of the timed one, times `size`."""

@@ -36,7 +36,8 @@ from rollouts import SHAPES, make_model, unpadded  # noqa: E402
 from update_bench import UNSHARED, VARIANTS, Bench, default_attention  # noqa: E402
 from update_tables import draw, growth_table, table  # noqa: E402
 
-from arlopti_openrlhf.update.partition import by_prompt, cost  # noqa: E402
+from arlopti_openrlhf.update.plan import cost  # noqa: E402
+from arlopti_openrlhf.update.sample import numbered  # noqa: E402
 
 GROWTH = (STOCK, PACKED, "GRPO", "AR + Lopti")  # whose seconds are measured at four sizes
 
@@ -49,7 +50,7 @@ def main() -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     chosen = args.scale
     args.scale = chosen or (1 / 40 if cpu.uses_cpu() else 1.0)
-    bench = Bench(args, model, also=("observed stock GRPO", UNSHARED))
+    bench = Bench(args, model, also=(UNSHARED,))
     floor_gib = floor(bench)
     if chosen is None and cpu.uses_cpu():
         bench.take_lengths(choose_scale(bench, args.minutes, work(args)))
@@ -71,7 +72,7 @@ def main() -> None:
         tokens=bench.tokens,
         matrix_flops_per_s=rate,
         floor_gib=floor_gib,
-        tokens_without_repeats=sum(map(cost, by_prompt(unpadded(bench.rollout)))),
+        tokens_without_repeats=cost(numbered(unpadded(bench.rollout))),
         variants=results,
         growth={variant: dict(points=points) | fit(points) for variant, points in grown.items()} if args.sizes else {},
     )

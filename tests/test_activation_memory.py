@@ -15,8 +15,9 @@ from arlopti_openrlhf.activation_memory import layer_bytes, peak_bytes
 from arlopti_openrlhf.forward import lm_head, segment_attention
 from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.update import checkpointing, partition
-from arlopti_openrlhf.update.checkpointing import NONE, WHOLE, Checkpointing
+from arlopti_openrlhf.update import plan
+from arlopti_openrlhf.update.plan import NONE, WHOLE, Planner
+from arlopti_openrlhf.update.sample import Sample, numbered
 from arlopti_openrlhf.update.settings import Settings
 
 
@@ -70,7 +71,7 @@ def test_experts_stand_in_for_the_mlp():
     assert layer_bytes(config) == 8 * 4 * 32 + 16 * 64 + 4 * 64 + 4 * 32
 
 
-def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Experience]:
+def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Sample]:
     """Return single samples with one prompt and responses of these lengths."""
     generator = torch.Generator().manual_seed(0)
     beginning, items = torch.randint(0, vocabulary, (prompt,), generator=generator), []
@@ -79,20 +80,21 @@ def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Ex
         mask = torch.zeros(len(tokens) - 1, dtype=torch.long)
         mask[prompt - 1 :] = 1
         items.append(Experience(sequences=tokens, action_mask=mask, attention_mask=torch.ones_like(tokens)))
-    return items
+    return numbered(items)
 
 
-def setter_of(model: nn.Module, micro_batch_size: int, is_checkpointed: bool) -> Checkpointing:
+def setter_of(model: nn.Module, micro_batch_size: int, is_checkpointed: bool) -> Planner:
     actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed)
     train = SimpleNamespace(dynamic_batch_enable=False, micro_batch_size=micro_batch_size)
     ds = SimpleNamespace(use_liger_kernel=False)
-    return Checkpointing(model, SimpleNamespace(train=train, actor=actor, ds=ds), Settings())
+    policy = SimpleNamespace(model=SimpleNamespace(module=model))
+    return Planner(policy, SimpleNamespace(train=train, actor=actor, ds=ds), Settings(), ranks=None)
 
 
-def budgets_of(items: list[Experience], setter: Checkpointing) -> dict[str, int]:
+def budgets_of(items: list[Sample], setter: Planner) -> dict[str, int]:
     """Return the budget at each level, in OpenRLHF's own peak."""
     padded = setter.args.train.micro_batch_size * max(len(item.sequences) for item in items)
-    cost, keys = partition.cost(items), partition.keys_per_token(items)
+    cost, keys = plan.cost(items), plan.keys_per_token(items)
     return {level: setter.budget(level, padded, cost, keys, free=0) for level in setter.levels}
 
 
@@ -117,8 +119,8 @@ def test_a_micro_batch_takes_no_more_memory_than_stocks(name, micro_batch_size, 
     norm = 8 * hidden  # the last one
     stock = padded * (layers * (inputs if is_checkpointed else layer) + norm + max(10 * config.vocab_size, 2 * layer))
     for level, budget in budgets_of(items, setter_of(model, micro_batch_size, is_checkpointed)).items():
-        for batch in partition.micro_batches(items, budget):
-            tokens, keys = partition.cost(batch), sum(len(item.sequences) for item in batch)
+        for batch in plan.divide(items, budget):
+            tokens, keys = plan.cost(batch), sum(len(item.sequences) for item in batch)
             keys += 2000 * (len(batch) > 1)  # a shared prompt's own
             width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
             of_prefixes = (keys - tokens) * 4 * config.num_key_value_heads * width
@@ -135,7 +137,7 @@ def test_a_micro_batch_takes_no_more_memory_than_stocks(name, micro_batch_size, 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_measured_peaks_are_not_above_stocks(micro_batch_size, is_checkpointed, monkeypatch):
     monkeypatch.setattr(segment_attention, "multiplies_bf16", lambda: True)  # a float32 copy is no GPU's
-    for module in (lm_head, checkpointing):
+    for module in (lm_head, plan):
         monkeypatch.setattr(module, "BLOCK_ELEMENTS", 2**17)  # as small beside these batches as it is beside real ones
     config = model("qwen2", 64, 320, 4, 4, 6, 4096)
     items = samples(80, [20, 40, 60, 80, 100, 120, 140, 160], vocabulary=4096)
@@ -145,7 +147,7 @@ def test_measured_peaks_are_not_above_stocks(micro_batch_size, is_checkpointed, 
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
-    def peak(actor: Actor, batch: list[Experience]) -> int:
+    def peak(actor: Actor, batch: list[Sample]) -> int:
         one = make_experience_batch(batch)
         with PeakBytes() as counted:
             actor(one.sequences, one.action_mask, one.attention_mask).sum().backward()
@@ -162,4 +164,4 @@ def test_measured_peaks_are_not_above_stocks(micro_batch_size, is_checkpointed, 
     assert min(budgets.values()) >= len(items[-1].sequences)
     for level, budget in budgets.items():
         setter.set(level)
-        assert max(peak(selective, batch) for batch in partition.micro_batches(items, budget)) <= stock_peak
+        assert max(peak(selective, batch) for batch in plan.divide(items, budget)) <= stock_peak

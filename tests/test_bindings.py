@@ -15,8 +15,8 @@ import torch
 from openrlhf.trainer import ppo_trainer
 
 from arlopti_openrlhf import bindings
-from arlopti_openrlhf.bindings import CARE, LORA, POLICY_IS_REFERENCE, REPLACES, SELECTIVE, TABLE, Row
-from arlopti_openrlhf.update import lora, partition
+from arlopti_openrlhf.bindings import CARE, LORA, POLICY_IS_REFERENCE, REFERENCE, REPLACES, SELECTIVE, TABLE, Row
+from arlopti_openrlhf.update import lora, whole_prompts
 
 PACKAGE = Path(bindings.__file__).parent
 EVERYTHING = {CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE}
@@ -76,10 +76,10 @@ def test_ranks_get_whole_prompts_while_a_step_is_trained():
         def train_step(self):
             return ppo_trainer.balance_experiences
 
-    class Trainer(partition.WholePrompts, Upstream):
+    class Trainer(whole_prompts.WholePrompts, Upstream):
         pass
 
-    assert Trainer().train_step() is partition.balance_experiences is not ppo_trainer.balance_experiences
+    assert Trainer().train_step() is whole_prompts.balance_experiences is not ppo_trainer.balance_experiences
 
 
 def test_nothing_else_rebinds_a_name_of_openrlhf():
@@ -105,8 +105,8 @@ def test_nothing_else_rebinds_a_name_of_openrlhf():
 
 
 def test_the_method_alone_binds_nothing_of_ops():
-    rooms = {row.room for row in bindings.rows({SELECTIVE})}
-    assert rooms == {"update", "forward", "cpu"}
+    for has, rooms in (({SELECTIVE}, {"update", "forward"}), ({REFERENCE}, {"reference"}), (set(), set())):
+        assert {row.room for row in bindings.rows(has)} == rooms
 
 
 def test_the_package_and_its_table_are_light():

@@ -14,7 +14,7 @@ FILES = sorted(
     for folder in (PACKAGE, *(ROOT / name for name in ("study", "benchmarks", "rewards")))
     for path in folder.rglob("*.py")
 )
-# Lines of each room. A change may raise one only by lowering another: the sums below only fall.
+# Lines of each room, at most. A limit falls, or moves with the module that moves. No room lives off another's.
 BUDGETS = {
     ".": 1236,
     "cli": 2595,
@@ -52,7 +52,7 @@ TEST_BUDGETS = {
     "study": 658,
     "update": 3066,
 }
-SUM, TEST_SUM = 20484, 25550
+IMPORTS_BETWEEN_ROOMS = 262  # at most, and it only falls
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 
@@ -84,15 +84,31 @@ def lines_of_rooms(root: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "root, budgets, total",
-    [(PACKAGE, BUDGETS, SUM), (ROOT / "tests", TEST_BUDGETS, TEST_SUM)],
-    ids=["package", "tests"],
+    "root, budgets", [(PACKAGE, BUDGETS), (ROOT / "tests", TEST_BUDGETS)], ids=["package", "tests"]
 )
-def test_no_room_outgrows_its_budget_and_the_budgets_their_sum(root, budgets, total):
+def test_no_room_outgrows_its_budget(root, budgets):
     lines = lines_of_rooms(root)
     assert lines.keys() == budgets.keys()
     assert not {room: f"{lines[room]} lines, at most {budgets[room]}" for room in lines if lines[room] > budgets[room]}
-    assert sum(budgets.values()) <= total, "raise one budget by lowering another"
+
+
+def test_rooms_import_little_of_each_other():
+    """A module in the package's folder itself is in the room "."."""
+    graph = grimp.build_graph("arlopti_openrlhf", cache_dir=None)
+
+    def room(module: str) -> str:
+        parts = module.split(".")[1:]
+        if parts[:1] == ["ops"]:
+            return "/".join(parts[:2])
+        return parts[0] if parts and (PACKAGE / parts[0]).is_dir() else "."
+
+    crossing = [
+        (name, other)
+        for name in graph.modules
+        for other in graph.find_modules_directly_imported_by(name)
+        if room(name) != room(other)
+    ]
+    assert len(crossing) <= IMPORTS_BETWEEN_ROOMS
 
 
 def test_no_circle_of_imports():
@@ -112,7 +128,7 @@ def test_the_method_imports_nothing_of_what_surrounds_it():
     """Not even through others. `launcher`, which gives it to somebody's own script, imports only the CPU port more."""
     graph = grimp.build_graph("arlopti_openrlhf", cache_dir=None)
     surroundings = ("ops", "lab", "cli", "grading", "evaluation")
-    for room in ("update", "forward", "methods", "token_method", "token_update", "launcher"):
+    for room in ("reference", "update", "forward", "methods", "token_method", "token_update", "launcher"):
         for module in (f"arlopti_openrlhf.{room}", *graph.find_descendants(f"arlopti_openrlhf.{room}")):
             imported = {name.split(".")[1] for name in graph.find_upstream_modules(module) if "." in name}
             assert not imported & {*surroundings}, module

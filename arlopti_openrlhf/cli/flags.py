@@ -208,9 +208,9 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
     Flag("--alarm.flat_reward_steps", _count(20),
      "Alarm after so many steps in a row without a reward above the lowest one (default: 20)."),
 ), "rewards, evaluation and logs": (
-    Flag("--logger.probability_stats", _choice(["bins", "off"], "bins"),
-     "Log statistics of each update's tokens to wandb and TensorBoard, by probability in bins of 0.25 "
-     "(default).", Change.IGNORED),
+    Flag("--logger.probability_stats", _choice(["bins", "off"], None),
+     "Log statistics of each update's tokens to wandb and TensorBoard, by probability in bins of 0.25. Default: bins "
+     "with the selective update, else off.", Change.IGNORED),
     Flag("--logger.console", _choice(["auto", "progress", "all"], "auto"),
      "What the run shows. progress: one line that says how far it is, with the output of Ray, vLLM and DeepSpeed in "
      "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all.", Change.IGNORED),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 
-from arlopti_openrlhf import methods
+from arlopti_openrlhf import bindings, methods
 from arlopti_openrlhf.activation_memory import peak_bytes
 from arlopti_openrlhf.ops.preflight import probe
 from arlopti_openrlhf.ops.preflight.finding import Finding, Update
@@ -18,6 +18,7 @@ LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
 # Schedules that look at the loss.
 NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
 _FLAG = "--algo.token_method"
+_SELECTIVE_NEEDS = "a text model with --actor.update selective, without ring attention, tensor ranks and DeepCompile"
 PROBE_SECONDS = 30.0  # for the import of files and their answers
 
 
@@ -44,13 +45,9 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
         return
     for doubt in answer["doubts"]:
         yield Finding(_FLAG, given, doubt, "look at the method, unless that is meant", is_fatal=False)
-    if readers := ", ".join(answer["reading_entropies"]):
-        if is_vision_language(args):
-            problem = f"{readers} needs entropies, which the update of a vision-language model does not give"
-            yield Finding(_FLAG, given, problem, "take another method, or a text model")
-        elif not is_selective(args):
-            problem = f"{readers} needs entropies, which the selective update alone gives"
-            yield Finding(_FLAG, given, problem, "take another method, or selective without ring and tensor ranks")
+    if (names := ", ".join(answer["selective_only"])) and not is_selective(args):
+        problem = f"{names} needs the selective update, for entropies or for its denominator"
+        yield Finding(_FLAG, given, problem, f"take another method, or {_SELECTIVE_NEEDS}")
     level = "algo.advantage.is_correction_level"
     if (readers := ", ".join(answer["reading_rollout_log_probs"])) and attrgetter(level)(args) == "off":
         problem = f"{readers} needs vLLM's log-probs of all samples, which OpenRLHF asks for with --{level} alone"
@@ -61,7 +58,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
 
 def describe_update(args: SimpleNamespace) -> Update:
     """Return what the other checks have to know of the run's update."""
-    return Update(trains_in_passes(args), not is_selective(args), peak_bytes)
+    return Update(bool(of_update(args)), not is_selective(args), peak_bytes)
 
 
 def describe_methods(args: SimpleNamespace) -> str:
@@ -86,16 +83,16 @@ def uses_methods(args: SimpleNamespace) -> bool:
     return bool(methods.requested(args.algo)[0])
 
 
-def trains_in_passes(args: SimpleNamespace) -> bool:
-    """Return whether our own loop trains, in whole optimizer steps of a rollout batch, and not upstream's."""
-    return uses_methods(args) or is_selective(args)
-
-
 def is_selective(args: SimpleNamespace) -> bool:
-    """Return whether the update computes only what it needs: where the user says so, and else with token methods."""
+    """Return whether the update computes only what it needs: if the user asks for it, and else with token methods."""
     if args.actor.update is not None:
         return args.actor.update == SELECTIVE
-    return uses_methods(args) and needs_stock_update(args) is None
+    return uses_methods(args) and needs_stock_update(args) is None and not is_vision_language(args)
+
+
+def of_update(args: SimpleNamespace) -> set[str]:
+    """Return what the run has by its update (`bindings.of_update`)."""
+    return bindings.of_update(is_selective(args), uses_methods(args))
 
 
 def _not_by_steps(args: SimpleNamespace, why: str) -> Finding:
@@ -115,6 +112,8 @@ def _check_lopti(args: SimpleNamespace) -> Iterator[Finding]:
     if lopti.groups != "both" and lopti.order != "low_first":
         problem = f"there is no order, since --algo.lopti.groups is {lopti.groups}"
         yield Finding.of(args, "algo.lopti.order", problem, "leave one of the two out")
+    if lopti.scope != "batch" and uses_lopti(args) and not is_selective(args):
+        yield Finding.of(args, "algo.lopti.scope", "needs the selective update", f"give batch, or {_SELECTIVE_NEEDS}")
     if uses_lopti(args) and args.actor.lr_scheduler in NOT_BY_STEPS:
         yield _not_by_steps(args, "which Lopti doubles")
 
@@ -144,12 +143,13 @@ def _check_update(args: SimpleNamespace) -> Iterator[Finding]:
         elif args.train.dynamic_batch_enable:
             problem = "micro-batches have the tokens of --train.max_tokens_per_gpu, with --train.dynamic_batch_enable"
             yield Finding.of(args, "actor.fill_memory", problem, "leave one of the two out")
+    if args.actor.update == SELECTIVE and is_vision_language(args):
+        yield Finding.of(args, "actor.update", "cannot go with a vision model", "leave it out: token methods train it")
+    if args.logger.probability_stats == "bins" and not is_selective(args):
+        problem = "comes from the selective update"
+        yield Finding.of(args, "logger.probability_stats", problem, f"leave it out, or take {_SELECTIVE_NEEDS}")
     batch, rollout = args.train.batch_size, rollout_samples(args)
-    if trains_in_passes(args) and (batch < 1 or rollout < batch or rollout % batch):
-        # AR's flag has always been allowed there, on the stock actor.
-        is_ar_alone = not (uses_lopti(args) or args.algo.token_method or is_selective(args)) and rollout >= batch > 0
+    if of_update(args) and (batch < 1 or rollout < batch or rollout % batch):
         problem = "does not divide the rollout batch, of which token methods and the selective update take whole steps"
-        if is_ar_alone:
-            problem = f"does not divide the rollout batch, of which {rollout % batch} samples are left out"
         remedy = f"give a divisor of --rollout.batch_size x --rollout.n_samples_per_prompt = {rollout}"
-        yield Finding.of(args, "train.batch_size", problem, remedy, is_fatal=not is_ar_alone)
+        yield Finding.of(args, "train.batch_size", problem, remedy)

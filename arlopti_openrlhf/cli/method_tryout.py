@@ -15,8 +15,8 @@ def describe(sources: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]
 
     Returns:
         `problem`, what is wrong with them in one line, or None. Then also `doubts`, lines about weights that look
-        wrong; `passes`, how many optimizer steps they take where there is one without them; and `reading_entropies`
-        and `reading_rollout_log_probs`, the names of those that read these.
+        wrong; `passes`, how many optimizer steps they take where there is one without them; `selective_only`, the
+        names of those that need the selective update; and `reading_rollout_log_probs`, of those that read these.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
@@ -28,7 +28,7 @@ def describe(sources: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]
         "problem": None,
         "doubts": found,
         "passes": len(pass_labels(methods)),
-        "reading_entropies": [method.name for method in methods if method.needs_entropies],
+        "selective_only": [m.name for m in methods if m.needs_entropies or m.divides_by_kept],
         "reading_rollout_log_probs": [method.name for method in methods if method.needs_rollout_log_probs],
     }
 

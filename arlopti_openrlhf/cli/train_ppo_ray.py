@@ -88,7 +88,7 @@ def train(args: SimpleNamespace) -> None:
 
 def _has(args: SimpleNamespace) -> set[str]:
     """Return what a run with care has that not every run has."""
-    has = {bindings.SELECTIVE: method_checks.is_selective(args)}
+    has = dict.fromkeys(method_checks.of_update(args), True)
     if is_made("lora", args) and args.ds.lora.rank:
         reference = args.algo.kl.init_coef > 0 and not values.loads_reference(args)
         has |= {bindings.LORA: True, bindings.POLICY_IS_REFERENCE: reference}
@@ -134,13 +134,12 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     """Fill in what follows from other flags, and say so where a user would not expect it."""
     value, lines = vars(flat), []
     args = command_line.hierarchize(flat)
-    if stock_only := needs_stock_update(args):
-        flag = f"--{stock_only} {value[stock_only]}"
-        if value["logger.probability_stats"] != "off":
-            lines.append(f"{flag}: no statistics by probability.")
-            value["logger.probability_stats"] = "off"
-        if value["actor.update"] is None and method_checks.uses_methods(args):
-            lines.append(f"{flag}: the update is computed as OpenRLHF does.")
+    is_selective = method_checks.is_selective(args)
+    value["logger.probability_stats"] = value["logger.probability_stats"] or ("bins" if is_selective else "off")
+    if value["actor.update"] is None and method_checks.uses_methods(args) and not is_selective:
+        stock_only = needs_stock_update(args)
+        why = f"--{stock_only} {value[stock_only]}" if stock_only else "a vision model"
+        lines.append(f"{why}: the update is computed as OpenRLHF does, without statistics by probability.")
     if args.ds.lora.rank and args.algo.kl.init_coef > 0 and is_made("lora", args):
         is_policy = "the policy without its adapter is the reference, and no second model is loaded"
         is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"

@@ -31,10 +31,9 @@ def run(flat: argparse.Namespace, differences: Sequence[upstream.Difference]) ->
     # The workers, which load these files, have a working directory of their own.
     vars(flat)["algo.token_method"] = flags.absolute("algo.token_method", vars(flat)["algo.token_method"])
     given = command_line.hierarchize(flat)
-    has = {bindings.SELECTIVE} if method_checks.is_selective(given) else set()
-    is_bound = method_checks.trains_in_passes(given)
+    has = method_checks.of_update(given)
     findings = [*flags.refuse_care(flat), *method_checks.check_flags(given), *_check_values(flat)]
-    if is_bound:
+    if has:
         rooms = {row.room for row in bindings.rows(has)}
         findings += [Finding("", "", *found) for found in (*differences, *upstream.check_bodies(rooms))]
     check.refuse_if_fatal(findings)
@@ -43,30 +42,30 @@ def run(flat: argparse.Namespace, differences: Sequence[upstream.Difference]) ->
     check.refuse_if_fatal([*findings, *of_upstream])
     if findings:
         terminal.say(*check.listed(findings), file=sys.stderr)
-    if is_bound:
+    if has:
         terminal.say(method_checks.describe_methods(given))
     if given.dry_run:
         terminal.say("the method can run (--ops off: nothing else is checked). Nothing has been started.")
         sys.exit(0)
     interrupts.leave()
-    train(args, gpus_placed(given), has if is_bound else None, replace(Settings.of(given), statistics="off"))
+    train(args, gpus_placed(given), has, replace(Settings.of(given), statistics="off"))
 
 
-def train(args: SimpleNamespace, gpus: int, has: set[str] | None, settings: Settings) -> None:
+def train(args: SimpleNamespace, gpus: int, has: set[str], settings: Settings) -> None:
     """Run upstream's `train`.
 
     Args:
         args: the nested arguments, as upstream's command hands them to it.
         gpus: that the run places models on.
-        has: what the run has (`bindings.bind`). None where nothing is bound.
+        has: what the run has (`bindings.bind`). If that is nothing, nothing is bound.
         settings: of the method.
     """
     from arlopti_openrlhf import cpu  # imports PyTorch
 
     cpu.enable(driver=True)
     cpu.declare_placement(gpus, args.actor.num_nodes * args.actor.num_gpus_per_node)
-    if has is not None:
-        bindings.bind(has, args, settings)
+    if has:
+        bindings.bind(has | ({bindings.WITHOUT_CUDA} if cpu.uses_cpu() else set()), args, settings)
     from openrlhf.cli import train_ppo_ray
 
     train_ppo_ray.train(args)

@@ -10,17 +10,14 @@ the driver of a GPU cluster often runs on a head node without a GPU. ARLOPTI_DEV
 """
 
 import functools
-import importlib.util
 import json
 import os
 import shutil
 import sys
 
-import torch
-
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cpu import patches
-from arlopti_openrlhf.hardware import multiplies_bf16
+from arlopti_openrlhf.hardware import has_flash_attn, multiplies_bf16, uses_cpu
 from arlopti_openrlhf.ray_address import starts_cluster
 
 _HOOK = "arlopti_openrlhf.cpu.enable"
@@ -29,35 +26,6 @@ _ANNOUNCED = "ARLOPTI_ANNOUNCED"  # the user knows what the run computes on
 _LOGICAL_GPUS = "ARLOPTI_LOGICAL_GPUS"  # how many a cluster that starts here declares
 # vLLM's CPU engine otherwise takes most of the memory for its KV cache; in GiB.
 _KV_CACHE_GIB = "1"
-
-
-def uses_cpu() -> bool:
-    """Return whether OpenRLHF runs on the CPU in this process. CUDA stays uninitialised if NVML is there.
-
-    ARLOPTI_DEVICE decides where it is set, to `cpu` or `cuda`. Otherwise a machine without a CUDA device uses the CPU.
-
-    Raises:
-        SystemExit: ARLOPTI_DEVICE has another value.
-    """
-    # Without it PyTorch counts devices by initialising the driver. A process forked afterwards cannot use CUDA, and
-    # the CUDA_VISIBLE_DEVICES that Ray sets later is not read any more.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    device = os.environ.get("ARLOPTI_DEVICE")
-    if device and device not in ("cpu", "cuda"):
-        raise SystemExit(f"{terminal.PREFIX}ARLOPTI_DEVICE={device}: must be cpu or cuda, or unset")
-    return device == "cpu" if device else not _sees_gpu()
-
-
-@functools.cache
-def _sees_gpu() -> bool:
-    """Return whether this machine shows the process a GPU.
-
-    Asked once, because Ray hides the GPUs from a worker that was given none, after the worker's hook has run. What
-    counts is the machine.
-    """
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
-        return torch.backends.cuda.is_built()  # PyTorch does not look MIG instances up in NVML, but asks CUDA
-    return torch.cuda.is_available()
 
 
 def enable(driver: bool = False) -> None:
@@ -72,7 +40,7 @@ def enable(driver: bool = False) -> None:
     Raises:
         SystemExit: ARLOPTI_DEVICE is neither `cpu` nor `cuda`.
     """
-    on_cpu, without_flash_attn = uses_cpu(), importlib.util.find_spec("flash_attn") is None
+    on_cpu, without_flash_attn = uses_cpu(), not has_flash_attn()
     if not (on_cpu or without_flash_attn) or patches.are_made():
         return
     os.environ[_ENABLED] = "1"

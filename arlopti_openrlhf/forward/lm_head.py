@@ -58,56 +58,6 @@ def selected_log_probs(
     return _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, with_statistics)
 
 
-@torch.no_grad()
-def distribution_statistics(logits: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Describe the distributions that predict the targets.
-
-    Args:
-        logits: (..., V), divided by the temperature.
-        rows: (N,) index of each distribution among the flattened positions.
-        targets: (N,) token ids o.
-
-    Returns:
-        (N,) entropies in nats and (N,) Σ_{j≠o} P_j², float32.
-    """
-    logits = logits.flatten(0, -2)
-    entropies, squares = [logits.new_empty(0, dtype=torch.float32)], [logits.new_empty(0, dtype=torch.float32)]
-    size = max(1, BLOCK_ELEMENTS // logits.shape[1])
-    for block_rows, block_targets in zip(rows.split(size), targets.split(size), strict=True):
-        _, _, *of_block = _arithmetic(logits.device.type).sum_up(logits[block_rows], block_targets, 1.0, True)
-        entropies.append(of_block[0])
-        squares.append(of_block[1])
-    return torch.cat(entropies), torch.cat(squares)
-
-
-def statistics_of_logits(
-    logits: Tensor, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, packed: bool
-) -> tuple[Tensor, Tensor]:
-    """Return `distribution_statistics` of the selected tokens, from the logits of upstream's actor.
-
-    Args:
-        logits: (B, T, V), divided by the temperature; with `packed` (1, L, V), without the padding's.
-        sequences: (B, T) token ids.
-        action_mask: (B, A), A < T, nonzero on the selected tokens; column j stands for token T - A + j.
-        attention_mask: (B, T), 1 on tokens.
-        packed: Whether the actor packs its samples.
-
-    Returns:
-        (B, A) entropies in nats and (B, A) Σ_{j≠o} P_j², float32, 0 where nothing is selected.
-    """
-    length, width = sequences.shape[1], action_mask.shape[1]
-    row, column = action_mask.bool().nonzero(as_tuple=True)
-    before = row * length + length - width + column - 1  # the position that predicts the token
-    targets = sequences.flatten()[before + 1]
-    if packed:  # count the tokens up to each position: the logits have no padding
-        before = (attention_mask.flatten().long().cumsum(0) - 1)[before]
-    entropies, squares = (
-        values.new_zeros(action_mask.shape).index_put_((row, column), values)
-        for values in distribution_statistics(logits, before, targets)
-    )
-    return entropies, squares
-
-
 class _BlockSums(NamedTuple):
     """Holds sums over one block of the vocabulary, (N,) each, where p is the softmax within the block."""
 

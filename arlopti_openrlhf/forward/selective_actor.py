@@ -41,7 +41,7 @@ class SelectiveActor(Actor):
        and the beginnings that they share, their prompts, are computed once (`shared_prompt`). Models for which that
        is not exact (sliding windows, RoPE that depends on the length) keep upstream's layout.
     `check` settles which of these are exact for a model, once, before its first pass.
-    Vision models are upstream's as they are. Ring attention and tensor parallelism are not supported.
+    Vision models, ring attention and tensor parallelism are not supported.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -57,7 +57,6 @@ class SelectiveActor(Actor):
         attention_mask: Tensor | None = None,
         return_output: bool = False,
         *,
-        ring_attn_group=None,
         return_entropy: bool = False,
         return_statistics: bool = False,
         return_aux_loss: bool = False,
@@ -79,8 +78,8 @@ class SelectiveActor(Actor):
             logits are of no use. It carries, where asked for, `entropy`, (B, A), and `statistics`: the pair of (B, A)
             entropies in nats and (B, A) Σ_{j≠o} P_j², float32 and without a gradient.
         """
-        if action_mask is None or ring_attn_group is not None or self.is_vlm:
-            upstreams |= {"ring_attn_group": ring_attn_group, "return_entropy": return_entropy}
+        if action_mask is None:
+            upstreams |= {"return_entropy": return_entropy}
             return super().forward(sequences, action_mask, attention_mask, return_output, **upstreams)
         if layout is None:
             layout = self.lay_out(sequences, action_mask, attention_mask, return_aux_loss).to(sequences.device)

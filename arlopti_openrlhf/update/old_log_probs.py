@@ -14,15 +14,12 @@ from torch import Tensor, nn
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.forward.transfer import on_device
-from arlopti_openrlhf.update.partition import by_prompt
 from arlopti_openrlhf.update.ranks import Ranks
-from arlopti_openrlhf.update.sample import Sample, stand_in
+from arlopti_openrlhf.update.sample import MicroBatch, Sample, by_prompt, stand_in
 
 
 def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_groups: bool) -> bool:
     """Return whether nothing needs π_old before the update, and the first pass's forward gives it exactly.
-
-    A vision model's π_old is always computed in advance, by upstream, which has the images.
 
     Args:
         args: upstream's nested arguments with our flags.
@@ -30,7 +27,7 @@ def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_groups: b
         balances_experts_in_groups: whether there is a balancing loss with Lopti. A group that proves empty would have
             a gradient then.
     """
-    return not (in_the_reward(args) or balances_experts_in_groups or actor.is_vlm or _is_random(actor))
+    return not (in_the_reward(args) or balances_experts_in_groups or _is_random(actor))
 
 
 def in_the_reward(args: SimpleNamespace) -> bool:
@@ -49,6 +46,15 @@ def _is_random(actor: Actor) -> bool:
 def unknown(action_mask: Tensor) -> Tensor:
     """Return (B, A) NaN, which stands for log-probs that are not known yet."""
     return torch.full(action_mask.shape, torch.nan)
+
+
+def given_by(log_probs: Tensor, batch: MicroBatch) -> Tensor:
+    """Return (B, A) log π_old, from log-probs (B, A) that a micro-batch's forward has given before θ moved.
+
+    Log π_old of response tokens that the forward did not select is known.
+    """
+    old = torch.where(batch.selected.bool(), log_probs.detach(), batch.action_log_probs)
+    return old.masked_fill(~batch.action_mask.bool(), 0.0)
 
 
 def store(
@@ -90,7 +96,7 @@ def compute(
     batches: list[list[Sample]] = []
     room = 0
     for item in (item for prompt in by_prompt(items) for item in prompt):
-        size = len(item.sequences) if is_dynamic else 1
+        size = item.length if is_dynamic else 1
         if size > room:
             batches.append([])
             room = limit

@@ -1,6 +1,6 @@
 """The samples of a rollout batch, one by one and as micro-batches, with the weights that an update gives them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +30,34 @@ class Weights:
 class Sample(Experience):
     """A single sample, unpadded, with what the update learns of its A response positions."""
 
+    prompt: int = -1  # number of its prompt in the rollout batch
+    prompt_length: int = 1  # tokens before the first response token
     distributions: Any = None  # (2, A) entropies in nats and Σ_{j≠o} P_j²; None until a forward pass has shown them
     weights: Any = None  # `Weights`; None until log π_old is known
+
+    @property
+    def length(self) -> int:
+        """Return its number of tokens."""
+        return len(self.sequences)
+
+
+def numbered(items: Iterable[Experience]) -> list[Sample]:
+    """Return single, unpadded samples of a rollout batch with the numbers of their prompts, found by their tokens."""
+    numbers: dict[tuple[int, ...], int] = {}
+    samples = []
+    for item in items:
+        length = len(item.sequences) - len(item.action_mask) + int(item.action_mask.long().argmax())
+        prompt = numbers.setdefault(tuple(item.sequences[:length].tolist()), len(numbers))
+        samples.append(Sample(**vars(item), prompt=prompt, prompt_length=length))
+    return samples
+
+
+def by_prompt(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Group samples by their prompts, in the order in which these come first."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    return list(groups.values())
 
 
 def stand_in() -> Sample:
@@ -51,34 +77,26 @@ class PassWeights:
     places: Tensor  # (N,) index of each of those in the flattened (B, A)
 
     @classmethod
-    def of(cls, factors: Tensor, updated: Tensor) -> "PassWeights":
-        """Find the places. Synchronises with the GPU that the tensors are on."""
+    def of(cls, weights: Sequence[Weights], index: int) -> "PassWeights":
+        """Return, on the CPU, what samples have in the pass of this index."""
+        factors = pad_sequence([own.factors[index] for own in weights], batch_first=True)
+        updated = pad_sequence([own.updated[index] for own in weights], batch_first=True).long()
         return cls(factors, updated, updated.flatten().nonzero()[:, 0])
-
-    @classmethod
-    def of_samples(cls, samples: Sequence[Sample], index: int) -> "PassWeights":
-        """Return, on the CPU, what samples that have been weighed have in the pass of this index."""
-        factors = pad_sequence([sample.weights.factors[index] for sample in samples], batch_first=True)
-        updated = pad_sequence([sample.weights.updated[index] for sample in samples], batch_first=True)
-        return cls.of(factors, updated.long())
 
 
 @dataclass(kw_only=True)
 class MicroBatch(Experience):
     """The B samples of one forward pass, padded, in one pass of the update."""
 
-    weights: PassWeights | None  # None where they follow from the log π_old that this forward gives
+    samples: Sequence[Sample]  # what it is made of
+    weights: PassWeights | None  # None if they follow from the log π_old that this forward gives
     selected: Tensor  # (B, A), nonzero on the tokens that the forward computes
-    layout: PackedBatch | None = None  # how it does (`SelectiveActor.lay_out`); None on upstream's actor
+    layout: PackedBatch  # how it does (`SelectiveActor.lay_out`)
     denominators: dict  # of the whole optimizer step (upstream's `get_loss_batch_info`)
     share: float  # of the optimizer step, which scales losses that are means over a micro-batch
-    gives_old_log_probs: bool = False  # this forward gives π_old of the selected tokens
-    samples: Sequence[Sample] = ()  # what it is made of; none in upstream's loop
-    pass_index: int = 0
 
     def to(self, device: torch.device | int) -> "MicroBatch":
         """Return it on the device, in one copy. `info`, which only metrics read, and `samples` stay where they are."""
-        parts = {"weights": self.weights, "layout": self.layout}
-        parts = {name: part for name, part in parts.items() if part is not None}
-        mine, *moved = on_device([self, *parts.values()], device)
-        return replace(mine, **dict(zip(parts, moved, strict=True)))
+        parts = [self, self.layout, *([self.weights] if self.weights else [])]
+        mine, layout, *weights = on_device(parts, device)
+        return replace(mine, layout=layout, weights=weights[0] if weights else None)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
 
-from arlopti_openrlhf import methods
+from arlopti_openrlhf import methods, token_method
 
 # Flags that the selective update and the statistics cannot serve, with the value at which each is off.
 STOCK_ONLY = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
@@ -22,7 +22,7 @@ class Settings:
     methods: tuple[str, ...] = ()  # names of `methods.built_in()`, or paths of Python files
     arguments: tuple[str, ...] = ()  # NAME.KEY=VALUE, the methods' constants
     normalizes: bool = False  # whether the weights are divided by their mean over the rollout batch
-    scope: str = "batch"  # the order of the passes (`mini_batches.in_order`): "batch" or "minibatch"
+    scope: str = "batch"  # the order of the passes (`plan.in_order`): "batch" or "minibatch"
     statistics: str = "bins"  # by probability: in "bins", or "off"
     checkpointing: str = "auto"  # of gradients, where OpenRLHF's flag enables it: "auto", or "whole" as OpenRLHF
     fills_memory: bool = False  # whether micro-batches take what is free, and not as many samples as the user says
@@ -40,3 +40,30 @@ class Settings:
             checkpointing=args.actor.gradient_checkpointing_level,
             fills_memory=args.actor.fill_memory,
         )
+
+    def load_methods(self, args: SimpleNamespace, is_selective: bool) -> list[token_method.Method]:
+        """Load the token methods.
+
+        Args:
+            args: OpenRLHF's nested arguments.
+            is_selective: whether the selective update trains, and not the reference.
+
+        Raises:
+            ValueError: a method is wrong, or cannot go with another setting. The command has refused most of these.
+        """
+        loaded = token_method.load(self.methods, self.arguments)
+        if not is_selective:
+            if readers := [m.name for m in loaded if m.needs_entropies or m.divides_by_kept]:
+                what = "read entropies or divide by the tokens that they keep"
+                raise ValueError(f"token methods that {what} ({', '.join(readers)}) need the selective update")
+            if self.scope != "batch":
+                raise ValueError(f"--algo.lopti.scope {self.scope} needs the selective update")
+        elif flag := needs_stock_update(args):
+            raise ValueError(f"--{flag} needs OpenRLHF's own update: --actor.update stock, or install(update='stock')")
+        batch, rollout = args.train.batch_size, args.rollout.batch_size * args.rollout.n_samples_per_prompt
+        if loaded and batch > rollout:
+            raise ValueError(f"--train.batch_size {batch}: a rollout batch has {rollout} samples, so no step is taken")
+        others = [m.name for m in loaded if m.name not in ("ar", "lopti")]
+        if others and args.actor.policy_loss_type == "gspo":
+            raise ValueError(f"token methods {', '.join(others)}: GSPO has one ratio for a sequence")
+        return loaded

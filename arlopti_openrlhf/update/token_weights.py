@@ -1,8 +1,6 @@
 """The weights that token methods give to the tokens of a rollout batch (`token_method.py`)."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ class Known(NamedTuple):
     """What the methods know of a whole rollout batch."""
 
     statistics: Sequence[Any]  # of each method (`Method.statistic`), or None
-    mean_weight: float | None = None  # what the weights have been divided by; None where they have not
+    mean_weight: float | None = None  # by which weights are divided; None if they are not
 
 
 class TokenWeights:
@@ -41,8 +39,8 @@ class TokenWeights:
         self.needs_rollout_batch = normalizes or any(method.needs_rollout_batch for method in methods)
         self.knows_nothing = Known([None] * len(methods))
 
-    def weigh_all(self, samples: Sequence[Sample], ranks: Ranks) -> Known:
-        """Weigh a rollout batch, with what the methods have to know of all of it. A collective call.
+    def learn(self, samples: Sequence[Sample], ranks: Ranks) -> Known:
+        """Return what the methods have to know of a rollout batch before they weigh its tokens. A collective call.
 
         Log π_old must be known, and the entropies if a method asks for them.
         """
@@ -54,20 +52,12 @@ class TokenWeights:
             tokens = Tokens(*columns[:, columns[:2].isfinite().all(dim=0)][:, None])  # log-probs and advantages
             if tokens.mask.numel():
                 known = Known([method.statistic(tokens) for method in self.methods])
-        weights = [self.of(sample, known) for sample in samples]
-        mean = self._mean(samples, weights, ranks) if self.normalizes else None
-        for sample, own in zip(samples, weights, strict=True):
-            sample.weights = own if mean is None else replace(own, factors=own.factors / mean)
-        return known._replace(mean_weight=mean)
-
-    def weigh(self, samples: Sequence[Sample]) -> None:
-        """Weigh the samples that are not, with methods that need to know nothing of the rollout batch."""
-        for sample in samples:
-            if sample.weights is None:
-                sample.weights = self.of(sample, self.knows_nothing)
+        if self.normalizes:
+            known = known._replace(mean_weight=self._mean(samples, known, ranks))
+        return known
 
     def of(self, sample: Sample, known: Known) -> Weights:
-        """Return a sample's weights, before they are normalized.
+        """Return a sample's weights, which follow from its log π_old and from what `learn` returned.
 
         Raises:
             ValueError: a method reads the rollout's log-probs, and the sample has none.
@@ -99,6 +89,8 @@ class TokenWeights:
         if not self.by_token:
             # The loss divides the response by all of its tokens.
             scale = scale * (is_counted.shape[1] / is_counted.sum(dim=1, keepdim=True).clamp(min=1))
+        if known.mean_weight is not None:
+            scale = scale / known.mean_weight
 
         def in_place(values: Tensor) -> Tensor:
             rows = torch.zeros(len(values), len(sample.action_mask), dtype=values.dtype)
@@ -132,33 +124,31 @@ class TokenWeights:
         log_probs, advantages, squared_rest = torch.cat(found, dim=1)
         return log_probs, advantages, squared_rest
 
-    def metrics(self, samples: Sequence[Sample], known: Known, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, weights: Sequence[Weights], known: Known, ranks: Ranks) -> dict[str, float]:
         """Return what each method logs of its own weights (`Method.metrics`), before they are normalized.
 
-        The mean that they are divided by is `token_method/mean_weight`. The samples are those of this rank that were
-        trained on.
+        The mean that they are divided by is `token_method/mean_weight`. The weights are those of this rank's samples
+        that were trained on.
         """
         logged = {} if known.mean_weight is None else {"token_method/mean_weight": known.mean_weight}
         none = torch.zeros(sum(len(method.passes) for method in self.methods), 4).double()
-        sums = iter(ranks.sum_tensor(sum((sample.weights.sums for sample in samples), none)).tolist())
+        sums = iter(ranks.sum_tensor(sum((own.sums for own in weights), none)).tolist())
         for method, statistic in zip(self.methods, known.statistics, strict=True):
             of_passes = {name: WeightSums(*next(sums)) for name in method.passes}
             if of_passes[method.passes[0]].tokens:
                 logged |= method.metrics(of_passes, statistic)
         return logged
 
-    def _mean(self, samples: Sequence[Sample], weights: Sequence[Weights], ranks: Ranks) -> float | None:
-        """Return the mean weight over the tokens of all ranks, or None if there is no token. A collective call.
+    def _mean(self, samples: Sequence[Sample], known: Known, ranks: Ranks) -> float | None:
+        """Return the mean weight over the tokens of all ranks, or None if no weight is above 0. A collective call.
 
         The mean is taken as the loss takes its own: over the tokens that it divides by, or over responses. Those of
         several passes add up. So masks whose loss divides by what they keep, and Lopti, have a mean of 1 already.
-
-        Raises:
-            ValueError: the mean is 0.
         """
         own = torch.zeros(2, len(self.labels), dtype=torch.float64)
-        for sample, of_sample in zip(samples, weights, strict=True):
-            factors, counted = of_sample.factors.double() * of_sample.updated, of_sample.counted.double()
+        for sample in samples:
+            weights = self.of(sample, known)
+            factors, counted = weights.factors.double() * weights.updated, weights.counted.double()
             factors = factors.nan_to_num(0.0, 0.0)  # of a log-prob that is not finite
             if self.by_token:
                 own += torch.stack([factors.sum(dim=1), counted.sum(dim=1)])
@@ -166,17 +156,8 @@ class TokenWeights:
                 tokens = sample.action_mask.bool().sum().clamp(min=1)
                 own += torch.stack([factors.sum(dim=1) / tokens, counted.amax(dim=1)])
         total, count = ranks.sum_tensor(own).cpu()
-        if not count.any():
-            return None
         # In float32 it does not show in which order the ranks' sums were added.
-        mean = (total / count.clamp(min=1)).sum().float().item()
-        if not 0 < mean < math.inf:
-            names = ", ".join(method.name for method in self.methods)
-            raise ValueError(
-                f"--algo.token_method_normalize: the mean weight of {names} is {mean:g} in this rollout batch, and "
-                "weights cannot be divided by it"
-            )
-        return mean
+        return (total / count.clamp(min=1)).sum().float().item() or None
 
 
 def _response(sample: Sample) -> Tensor:

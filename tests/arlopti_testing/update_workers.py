@@ -7,7 +7,7 @@ taken, so that gradients of several steps are those of one θ.
 import copy
 import functools
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import ray
@@ -30,7 +30,7 @@ def cluster():
     upstream_actor, upstream_strategy = ppo_actor.Actor, openrlhf.utils.deepspeed.DeepspeedStrategy
     upstream_policy = ppo_actor.PolicyModelActor
     openrlhf.utils.deepspeed.DeepspeedStrategy = guard.GuardedStrategy
-    ray.init(num_gpus=2 * RANKS, num_cpus=2 * RANKS + 2, log_to_driver=False)
+    ray.init(num_gpus=2 * RANKS + 2, num_cpus=2 * RANKS + 4, log_to_driver=False)
     try:
         yield
     finally:
@@ -194,19 +194,25 @@ def run_update(
 def new_trainer(probe, stock, off_policy=False, own_settings=None):
     from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
+    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
     from arlopti_openrlhf.ops.health import update_health
+    from arlopti_openrlhf.reference import ReferenceTrainer
     from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
+
+    is_selective = isinstance(probe.actor, SelectiveActor)
 
     class Stock(ActorPPOTrainer):
         defers_old_log_probs = False  # which our policy actor asks
 
-    class Ours(update_health.ActorPPOTrainer, TokenUpdateTrainer):
+    class Ours(update_health.ActorPPOTrainer, TokenUpdateTrainer if is_selective else ReferenceTrainer):
         settings = own_settings
+        if not is_selective:
+            defers_old_log_probs = False
 
     class OffPolicy(Ours):
         first_pass_gives_old_log_probs = False
 
-    return (Stock if stock else OffPolicy if off_policy else Ours)(
+    return (Stock if stock else OffPolicy if off_policy and is_selective else Ours)(
         probe.strategy,
         probe.actor,
         ema_model=probe.ema_model,
@@ -232,6 +238,9 @@ def watched(probe):
     optimizer step, and of (whether with gradient, tokens that went through the model) for each forward pass."""
     from deepspeed.utils import safe_get_full_grad
 
+    from arlopti_openrlhf.patching import replaced_attribute
+    from arlopti_openrlhf.update import trainer as update_trainer
+
     seen, gradients, forwards = [], [], []
 
     def watched_embedding(module, args, output):
@@ -247,23 +256,33 @@ def watched(probe):
             gradients.append([safe_get_full_grad(p).clone() for p in model.model.module.parameters()])
         optimizer_step(optimizer, model, scheduler, **kwargs)
 
-    def watched_training_step(batch, *rest):
-        before = len(seen)
-        status = training_step(batch, *rest)
-        if len(seen) > before:  # with a micro-batch of upstream's loop ours calls itself
-            return status
-        index = getattr(batch, "pass_index", None)  # upstream's loop has no passes
+    def note(batch, index, response, updated):
         group = None if index is None else trainer.token_weights.labels[index].rpartition("/")[2] or None
-        uids = [int(uid) for uid in batch.info["uid"]]
-        seen.append((group, uids, batch.action_mask.sum().item(), int(status["num_action_tokens"])))
+        seen.append((group, [int(uid) for uid in batch.info["uid"]], int(response), int(updated)))
+
+    def watched_training_step(batch, *rest):  # upstream's loop calls it, and so the reference's
+        response = batch.action_mask.sum()
+        status = training_step(batch, *rest)
+        note(batch, getattr(trainer, "index", None), response, batch.action_mask.sum())
         return status
 
-    strategy.optimizer_step, trainer.training_step = watched_optimizer_step, watched_training_step
-    try:
+    with ExitStack() as replaced:
+        replaced.callback(hook.remove)
+        replaced.enter_context(replaced_attribute(strategy, "optimizer_step", watched_optimizer_step))
+        replaced.enter_context(replaced_attribute(trainer, "training_step", watched_training_step))
+        if hasattr(trainer, "planner"):  # the selective update
+            of_pass, status = trainer._pass, update_trainer.micro_batch_status
+
+            def watched_pass(mini_batch, index, *rest):
+                def watched_status(batch, logged, num_tokens):
+                    note(batch, index, batch.action_mask.sum(), num_tokens)
+                    return status(batch, logged, num_tokens)
+
+                with replaced_attribute(update_trainer, "micro_batch_status", watched_status):
+                    return of_pass(mini_batch, index, *rest)
+
+            replaced.enter_context(replaced_attribute(trainer, "_pass", watched_pass))
         yield seen, gradients, forwards
-    finally:
-        hook.remove()
-        del strategy.optimizer_step, trainer.training_step
 
 
 def full_parameters(probe, averaged=False):
@@ -275,34 +294,41 @@ def full_parameters(probe, averaged=False):
 
 
 class Group:
-    """RANKS probes with a model of their own flags; `run` gives rank 0's view and checks that the ranks agree.
+    """Probes with a model of their own flags; `run` gives rank 0's view and checks that the ranks agree.
 
-    All groups live in the same worker processes (apart for each kind of actor), one at a time: whoever runs after
-    another starts from the beginning.
+    All groups live in the same worker processes (apart for each kind of actor and number of ranks), one at a time:
+    whoever runs after another starts from the beginning.
+
+    Args:
+        selective: whether the selective update trains, and not the reference.
+        off_policy: whether updates keep the old log-probs of their batches by default (`run_update`).
+        ranks: how many workers.
     """
 
     workers: dict = {}
     current: dict = {}
 
-    def __init__(self, args, max_steps=100, float32=True, selective=False):
-        self.args, self.max_steps, self.float32, self.selective = args, max_steps, float32, selective
+    def __init__(self, args, max_steps=100, float32=True, selective=False, off_policy=False, ranks=RANKS):
+        self.args, self.max_steps, self.float32 = args, max_steps, float32
+        self.kind, self.off_policy = (selective, ranks), off_policy
         self.start()
 
     def start(self):
         from openrlhf.trainer.ray.launcher import RayActorGroup
         from openrlhf.utils import get_strategy
 
-        if self.selective not in self.workers:
-            self.workers[self.selective] = RayActorGroup(1, RANKS, probe_class(self.selective))
-        self.current[self.selective] = self
+        if self.kind not in self.workers:
+            selective, ranks = self.kind
+            self.workers[self.kind] = RayActorGroup(1, ranks, probe_class(selective))
+        self.current[self.kind] = self
         model, strategy = self.args.actor.model_name_or_path, get_strategy(self.args)
-        initialize = self.workers[self.selective].async_init_model_from_pretrained
+        initialize = self.workers[self.kind].async_init_model_from_pretrained
         ray.get(initialize(strategy, model, self.max_steps, float32=self.float32))
 
     def run_ranks(self, batch, overrides=None, **kwargs):
-        if self.current[self.selective] is not self:
+        if self.current[self.kind] is not self:
             self.start()
-        workers = self.workers[self.selective]
+        workers, kwargs = self.workers[self.kind], {"off_policy": self.off_policy} | kwargs
         return ray.get(workers.async_run_method("run", batch, overrides or {}, **kwargs), timeout=240)
 
     def run(self, batch, overrides=None, **kwargs):
@@ -311,8 +337,8 @@ class Group:
         return results[0]
 
     def parameters(self, averaged=False):
-        assert self.current[self.selective] is self
-        return ray.get(self.workers[self.selective].async_run_method("parameters", averaged))[0]
+        assert self.current[self.kind] is self
+        return ray.get(self.workers[self.kind].async_run_method("parameters", averaged))[0]
 
 
 def relative_distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:

@@ -19,16 +19,28 @@ ENTRIES = (
      "update.lora.MergedSync.broadcast_to_vllm"),
     (signature, LOSS, "PolicyLoss.forward",
      "self log_probs old_log_probs advantages action_mask rollout_log_probs dp_size batch_num_tokens "
-     "global_batch_size", "update.step.pass_policy_loss"),
+     "global_batch_size", "update.loss.pass_policy_loss"),
     (signature, "openrlhf.utils.loss_utils", "get_loss_batch_info",
      "strategy loss_mask *, replay_buffer step dynamic_batch batch_num_tokens global_batch_size",
-     "update.step.StepTrainer.micro_batches"),
-    (signature, EXPERIENCE, "balance_experiences", "experiences args", "update.partition.balance_experiences"),
-    (signature, EXPERIENCE, "remove_padding_in_sequences", "items", "update.partition.balance_experiences"),
+     "update.micro_batches.micro_batches"),
+    (signature, EXPERIENCE, "balance_experiences", "experiences args", "update.whole_prompts.balance_experiences"),
+    (signature, EXPERIENCE, "remove_padding_in_sequences", "items", "update.whole_prompts.balance_experiences"),
     (text, "openrlhf.trainer.ppo_trainer", "BasePPOTrainer.train_step",
-     "experiences = balance_experiences(experiences, self.args)", "update.partition.WholePrompts.train_step"),
-    (signature, BUFFER, "NaiveReplayBuffer.setup_dynamic_batch", "self strategy",
-     "update.mini_batches.dynamic_mini_batches"),
+     "experiences = balance_experiences(experiences, self.args)", "update.whole_prompts.WholePrompts.train_step"),
+    (text, BUFFER, "NaiveReplayBuffer.setup_dynamic_batch",
+     "num_steps = min(expected_num_steps, len(sample_lengths) // local_train_batch_size) … "
+     "self.dynamic_optimizer_step = optimizer_steps", "reference.ReferenceTrainer"),
+    (signature, EXPERIENCE, "split_experience_batch", "experience", "reference.ReferenceTrainer.training_step"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.ppo_train",
+     "self.replay_buffer.setup_dynamic_batch(self.strategy) … dataloader = DataLoader( self.replay_buffer, … "
+     "for epoch in range(self.max_epochs): … status = self.training_step(experience, kl_ctl, step, loss_batch_info)",
+     "reference.ReferenceTrainer.ppo_train"),
+    (text, PPO_ACTOR, "ActorPPOTrainer.training_step",
+     "action_mask = experience.action_mask … self.actor( sequences, action_mask, … self.actor_loss_fn( … "
+     "action_mask=experience.action_mask, … kl_loss = aggregate_loss(kl, experience.action_mask, **loss_batch_info) … "
+     "self.args.actor.aux_loss_coef … self.strategy.optimizer_step(self.actor_optim, self.actor, "
+     "self.actor_scheduler, name=\"actor\") … self.ema_beta",
+     "reference.ReferenceTrainer.training_step"),
     (signature, BUFFER, "NaiveReplayBuffer.append", "self experience", "token_update: AR depends on nothing else"),
     (signature, "openrlhf.models.actor", "Actor.forward",
      "self sequences action_mask attention_mask return_output allgather_logits return_logprobs ring_attn_group "
@@ -47,7 +59,7 @@ ENTRIES = (
      "… self.replay_buffer = … self.max_epochs = … self.ema_beta = … self.vllm_engines =",
      "update.trainer.TokenUpdateTrainer"),
     (text, LOSS, "PolicyLoss.forward", "return loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio",
-     "update.step.pass_policy_loss"),
+     "update.loss.pass_policy_loss"),
     (text, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm",
      "for n, p in model.named_parameters() if … param.shape if self.strategy.args.ds.zero_stage != 3 else "
      "param.ds_shape … deepspeed.zero.GatheredParameters([param], enabled=", "update.lora.merged_parameters"),

@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from arlopti_openrlhf import cpu
+from arlopti_openrlhf import cpu, hardware
 from arlopti_openrlhf.cpu import patches as cpu_patches
 
 pytestmark = pytest.mark.whole_stack
@@ -71,11 +71,11 @@ def test_the_variable_overrides_the_hardware_both_ways(monkeypatch, gpus, variab
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: initialised.append(1) or gpus, raising=False)
     monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: gpus)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    cpu._sees_gpu.cache_clear()
+    hardware._sees_gpu.cache_clear()
     try:
         assert cpu.uses_cpu() is on_cpu
     finally:
-        cpu._sees_gpu.cache_clear()
+        hardware._sees_gpu.cache_clear()
     assert not initialised
 
 
@@ -219,7 +219,7 @@ def test_each_worker_decides_for_itself(tmp_path):
 @pytest.fixture
 def told(monkeypatch, capsys):
     """told(arguments, variables) → lines that a driver without a GPU prints, and what reaches `ray.init`."""
-    monkeypatch.setattr(cpu, "_sees_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "_sees_gpu", lambda: False)
     monkeypatch.setattr(cpu_patches, "are_made", lambda: False)
     monkeypatch.setattr(cpu_patches, "make", lambda **kwargs: None)
     monkeypatch.setattr(ray, "init", lambda *args, **kwargs: kwargs)

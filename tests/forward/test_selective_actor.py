@@ -196,8 +196,6 @@ def test_flash_attention_gets_all_that_a_layer_gives(
 @pytest.mark.parametrize("entropy", [False, True])
 def test_statistics_come_with_the_output(model, batch, packing, entropy):
     """They equal those of upstream's logits, and leave log-probs and gradients as they are, to the last bit."""
-    from arlopti_openrlhf.forward.lm_head import statistics_of_logits
-
     stock, ours = actors(model, packing_samples=packing)
     sequences, attention_mask, action_mask = batch
     results = {}
@@ -216,14 +214,15 @@ def test_statistics_come_with_the_output(model, batch, packing, entropy):
         results[with_statistics] = (log_probs, gradient)
     assert all(torch.equal(a, b) for a, b in zip(results[False], results[True], strict=True))
     _, stock_output = stock(sequences, action_mask, attention_mask=attention_mask, return_output=True)
-    expected = statistics_of_logits(stock_output["logits"], sequences, action_mask, attention_mask, packed=packing)
-    for values, exact in zip(output.statistics, expected, strict=True):
+    logits = stock_output["logits"].flatten(0, -2)
+    before = attention_mask.flatten().long().cumsum(0) - 1  # where packed logits, which have no padding, stand
+    entropies, squares = output.statistics
+    for row, column in action_mask.nonzero().tolist():
+        place = row * sequences.shape[1] + sequences.shape[1] - action_mask.shape[1] + column - 1
+        p = logits[before[place] if packing else place].double().softmax(dim=-1)
+        torch.testing.assert_close(entropies[row, column].double(), -(p * p.log()).sum(), rtol=1e-4, atol=1e-5)
+        p[sequences.flatten()[place + 1]] = 0
+        torch.testing.assert_close(squares[row, column].double(), p.square().sum(), rtol=1e-4, atol=1e-6)
+    for values in output.statistics:
         assert values.dtype == torch.float32 and not values.requires_grad
-        torch.testing.assert_close(values, exact, rtol=1e-4, atol=1e-5)
         assert values[action_mask == 0].count_nonzero() == 0
-    row, column = 1, int(action_mask[1].nonzero()[0, 0])
-    if not packing:  # by hand, for one token
-        p = stock_output["logits"][row, column].softmax(dim=-1)
-        torch.testing.assert_close(expected[0][row, column], -(p * p.log()).sum(), rtol=1e-4, atol=1e-5)
-        p[sequences[row, column + 1]] = 0
-        torch.testing.assert_close(expected[1][row, column], p.square().sum(), rtol=1e-4, atol=1e-6)

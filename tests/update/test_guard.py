@@ -63,7 +63,7 @@ def is_same(a: SimpleNamespace, b: SimpleNamespace) -> bool:
 
 
 def look(group: Group) -> list[SimpleNamespace]:
-    return ray.get(group.workers[group.selective].async_run_method("call", everything))
+    return ray.get(group.workers[group.kind].async_run_method("call", everything))
 
 
 # The ratio's `clamp` gives a NaN the gradient 0, so that rank 0's gradient is 0 and the other's is as it was.
@@ -120,6 +120,19 @@ def test_a_refused_step_is_no_step(tiny_model, case):
     assert all(map(is_same, after, look(untouched)))
 
 
+@pytest.mark.parametrize("stage", ["2", pytest.param("3", marks=pytest.mark.long)])
+def test_finite_gradients_whose_norm_overflows_are_refused(tiny_model, stage):
+    """Advantages of 1e30 have gradients whose squares no float32 holds."""
+    group = Group(flags(tiny_model, "--ds.zero_stage", stage, *TRAINING), selective=True)
+    before, batch = look(group), experiences(seed=1)
+    for sample in batch:
+        sample.advantages *= 1e30
+    refused = group.run(batch, NO_METHOD | {"algo.kl.use_loss": False}, on_policy=True)
+    assert all(gradient.isfinite().all() for gradient in refused.gradients[0])
+    assert refused.status["skipped_optimizer_steps"] == 1
+    assert all(map(is_same, before, look(group)))
+
+
 # The stages drop their gradients in different ways. `make test` takes one of them.
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s == "2" else [pytest.mark.long]) for s in "0123"])
 def test_a_mini_batch_that_was_skipped_is_forgotten(tiny_model, stage):
@@ -144,7 +157,7 @@ def test_weights_that_are_not_finite_let_no_step_through(tiny_model, stage):
 
     group = Group(flags(tiny_model, "--ds.zero_stage", stage, *TRAINING), float32=False)
     before = look(group)
-    ray.get(group.workers[group.selective].async_run_method("call", spoil))
+    ray.get(group.workers[group.kind].async_run_method("call", spoil))
     assert [rank.non_finite for rank in look(group)] == [name, name]
     for _ in range(2):
         assert group.run(experiences(seed=1), LOPTI).status["skipped_optimizer_steps"] == 2

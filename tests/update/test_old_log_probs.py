@@ -9,11 +9,9 @@ from arlopti_openrlhf.update import old_log_probs
 from arlopti_openrlhf.update.sample import Sample
 
 
-def actor(dropout: float = 0.0, is_vlm: bool = False, **config) -> SimpleNamespace:
+def actor(dropout: float = 0.0, **config) -> SimpleNamespace:
     modules = [torch.nn.Linear(1, 1), torch.nn.Dropout(dropout)]
-    return SimpleNamespace(
-        modules=lambda: modules, is_vlm=is_vlm, hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2, **config})
-    )
+    return SimpleNamespace(modules=lambda: modules, hf_config=SimpleNamespace(to_dict=lambda: {"layers": 2, **config}))
 
 
 def flags(use_loss: bool = True, init_coef: float = 0.1) -> SimpleNamespace:
@@ -31,7 +29,6 @@ def flags(use_loss: bool = True, init_coef: float = 0.1) -> SimpleNamespace:
         (flags(), actor(attention_dropout=0.1), False, False),
         (flags(), actor(router_jitter_noise=0.01), False, False),
         (flags(), actor(attention_dropout=0.0, rope_theta=1e4), False, True),
-        (flags(), actor(is_vlm=True), False, False),  # only upstream has the images
     ],
 )
 def test_what_allows_to_defer(args, policy, balances, expected):

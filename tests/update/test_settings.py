@@ -6,7 +6,7 @@ from arlopti_openrlhf.update.settings import Settings
 
 
 def test_without_flags_they_are_the_defaults(tiny_model):
-    assert Settings.of(flags(tiny_model)) == Settings()
+    assert Settings.of(flags(tiny_model, "--actor.update", "selective")) == Settings()
 
 
 def test_all_flags_are_in_them(tiny_model):

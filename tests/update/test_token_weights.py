@@ -56,13 +56,21 @@ def of_rank(name: str, items: list[Sample], everything: list[Sample], normalizes
         return torch.cat([columns, *(token_weights._response(item) for item in others)], dim=1)
 
     weights = TokenWeights(token_method.load([name], ARGUMENTS.get(name, [])), True, normalizes)
-    weights.weigh_all(items, SimpleNamespace(gather=all_columns, sum_tensor=lambda own: own))
+    weigh(weights, items, SimpleNamespace(gather=all_columns, sum_tensor=lambda own: own))
     return weights
+
+
+def weigh(weights: TokenWeights, items: list[Sample], ranks) -> Known:
+    """Give samples their weights, as the trainer does."""
+    known = weights.learn(items, ranks)
+    for item in items:
+        item.weights = weights.of(item, known)
+    return known
 
 
 def product(items: list[Sample], index: int) -> torch.Tensor:
     """The weights of one pass, 0 for the tokens that it does not update."""
-    weights = PassWeights.of_samples(items, index)
+    weights = PassWeights.of([item.weights for item in items], index)
     assert torch.equal(weights.places, weights.updated.flatten().nonzero()[:, 0])
     return weights.factors * weights.updated
 
@@ -102,8 +110,9 @@ def test_a_sample_without_the_rollouts_log_probs_is_refused_where_they_are_read(
     weights.of(item, weights.knows_nothing)
     item.rollout_log_probs = missing
     with pytest.raises(ValueError, match=r"read the rollout's log-probs \(dppo\): a sample has none"):
-        weights.weigh([item])
-    TokenWeights(token_method.load(["ar"], []), by_token=True).weigh([item])
+        weights.of(item, weights.knows_nothing)
+    other = TokenWeights(token_method.load(["ar"], []), by_token=True)
+    other.of(item, other.knows_nothing)
 
 
 def test_the_tokens_that_the_loss_divides_by():
@@ -141,9 +150,9 @@ def mean_weight(names: list[str], items: list[Sample], arguments=(), by_token=Tr
         with_entropies(items, TWO_OF_FOUR)
     theirs: list[torch.Tensor] = []
     if others:
-        made.weigh_all(others, SimpleNamespace(sum_tensor=lambda own: theirs.append(own) or own))
+        made.learn(others, SimpleNamespace(sum_tensor=lambda own: theirs.append(own) or own))
     ranks = SimpleNamespace(sum_tensor=lambda own: sum(theirs, own), gather=ALONE.gather)
-    return made.weigh_all(items, ranks).mean_weight
+    return weigh(made, items, ranks).mean_weight
 
 
 def test_the_mean_weight_is_one():
@@ -157,7 +166,7 @@ def test_the_mean_weight_is_one():
     found = product(items, 0)
     assert found[:, 2:].flatten().tolist() == pytest.approx([0.55 / 0.7, 0, 0] + [0.75 / 0.7] * 3)
     # What is logged of a method is its own. Over responses, the mean is (0.75 + 0.55) / 2.
-    figures = raw(["ar"], items, ["ar.alpha=0.5"]).metrics(items, Known([None], mean), ALONE)
+    figures = raw(["ar"], items, ["ar.alpha=0.5"]).metrics([i.weights for i in items], Known([None], mean), ALONE)
     assert figures["token_method/mean_weight"] == mean
     assert figures["ar/mean_weight"] == pytest.approx(0.7)
     assert mean_weight(["ar"], items, ["ar.alpha=0.5"], by_token=False) == pytest.approx(0.65)
@@ -200,20 +209,21 @@ def test_a_mean_weight_of_one_changes_no_bit(names, arguments, by_token):
     assert torch.equal(torch.stack([item.weights.counted for item in items]), counted)
 
 
-def test_a_mean_weight_of_zero_is_refused():
+def test_weights_that_are_all_zero_have_nothing_to_be_divided_by():
+    """No token is updated then, as without normalizing."""
     items = samples(36)[4:5]
-    with pytest.raises(ValueError, match="--algo.token_method_normalize: the mean weight of surprisal_band is 0 in"):
-        mean_weight(["surprisal_band"], items, ["surprisal_band.lo=1e6", "surprisal_band.hi=1e7"])
+    assert mean_weight(["surprisal_band"], items, ["surprisal_band.lo=1e6", "surprisal_band.hi=1e7"]) is None
+    assert not product(items, 0).any() and items[0].weights.factors.isfinite().all()
 
 
 def test_no_response_has_a_token():
     items = samples(1)
     weights = TokenWeights(token_method.load(["clip_cov"], []), by_token=True)
-    known = weights.weigh_all(items, ALONE)
+    known = weigh(weights, items, ALONE)
     assert product(items, 0).tolist() == [[0, 0]]
-    assert weights.metrics(items, known, ALONE) == {}
+    assert weights.metrics([items[0].weights], known, ALONE) == {}
     normalized = TokenWeights(token_method.load(["ar"], []), by_token=True, normalizes=True)
-    assert normalized.metrics(items, normalized.weigh_all(items, ALONE), ALONE) == {}
+    assert normalized.metrics([items[0].weights], weigh(normalized, items, ALONE), ALONE) == {}
 
 
 def test_the_tokens_that_are_left_out():
@@ -240,7 +250,7 @@ def test_a_group_keeps_the_factors_of_the_others_advantages():
     items[0].action_log_probs[2:] = torch.tensor([0.1, 0.5]).log()
     raw(["lopti", "ar"], items, ["ar.alpha=0.5"])
     for index, expected in enumerate(([0, 0, 1, 0], [0, 0, 0, 1])):
-        weights = PassWeights.of_samples(items, index)
+        weights = PassWeights.of([item.weights for item in items], index)
         assert weights.factors[0].tolist() == pytest.approx([0, 0, 0.55, 0.75])
         assert weights.updated[0].tolist() == expected
 
@@ -248,17 +258,12 @@ def test_a_group_keeps_the_factors_of_the_others_advantages():
 def test_without_a_method_every_response_token_has_the_weight_one():
     items = samples(5)
     weights = raw([], items)
-    assert weights.labels == [""] and weights.metrics(items, weights.knows_nothing, ALONE) == {}
+    assert weights.labels == [""] and weights.metrics([i.weights for i in items], weights.knows_nothing, ALONE) == {}
     assert torch.equal(product(items[3:], 0)[1], items[4].action_mask.float())
 
 
-def test_what_is_weighed_is_not_weighed_again():
-    """A sample's weights are a value of their own, which nothing changes."""
+def test_weights_are_a_value_which_nothing_changes():
     items = samples(36)[2:4]
-    weights = TokenWeights(token_method.load(["ar"], []), by_token=True)
-    weights.weigh(items[:1])
-    first = items[0].weights
-    weights.weigh(items)
-    assert items[0].weights is first and items[1].weights is not None
+    raw(["ar"], items)
     with pytest.raises(FrozenInstanceError):
-        first.factors = None
+        items[0].weights.factors = None

@@ -31,7 +31,7 @@ def ray_cluster():
 
 
 def actor(group: Group, method: str, *args, **kwargs) -> list:
-    return ray.get(group.workers[group.selective].async_run_method(method, *args, **kwargs), timeout=240)
+    return ray.get(group.workers[group.kind].async_run_method(method, *args, **kwargs), timeout=240)
 
 
 def start(model: str, folder: Path, *more: str, max_steps: int = 8) -> Group:
@@ -105,7 +105,7 @@ def limit_files(group: Group, rank: int, size: int) -> None:
     def limit(probe) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    ray.get(group.workers[group.selective]._actor_handlers[rank].__ray_call__.remote(limit))
+    ray.get(group.workers[group.kind]._actor_handlers[rank].__ray_call__.remote(limit))
 
 
 def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
@@ -169,9 +169,9 @@ def test_weights_that_are_not_finite_are_not_saved(stage, tiny_model, tmp_path):
 
     group = start(tiny_model, tmp_path, "--ds.zero_stage", stage)
     actor(group, "save_checkpoint", tag="global_step1")
-    ray.get(group.workers[group.selective]._actor_handlers[1].__ray_call__.remote(spoil))
+    ray.get(group.workers[group.kind]._actor_handlers[1].__ray_call__.remote(spoil))
     for method, kwargs in (("save_checkpoint", {"tag": "global_step2"}), ("save_model", {})):
-        for ref in group.workers[group.selective].async_run_method(method, **kwargs):
+        for ref in group.workers[group.kind].async_run_method(method, **kwargs):
             with pytest.raises(Diverged, match=r"first in model\.layers\.1\.mlp\.up_proj\.weight"):
                 ray.get(ref, timeout=240)
     assert [path.name for path in (tmp_path / "_actor").iterdir() if path.is_dir()] == ["global_step1"]

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from openrlhf.trainer.ppo_utils.experience import Experience
 
-from arlopti_openrlhf.update import mini_batches, partition
-from arlopti_openrlhf.update.sample import Sample
+from arlopti_openrlhf.update import plan
+from arlopti_openrlhf.update.optimizer_steps import whole_mini_batches
+from arlopti_openrlhf.update.sample import by_prompt, numbered
 
 LOG_PROBS = st.one_of(st.floats(-30, 0), st.just(float("-inf")))
 
@@ -21,7 +23,7 @@ def samples(draw):
     log_probs = torch.tensor(draw(st.lists(LOG_PROBS, min_size=len(mask), max_size=len(mask))))
     first = draw(st.integers(0, 2))  # few prompts, so that several samples share one
     sequence = torch.tensor([first] * prompt + [7] * response)
-    return Sample(sequences=sequence, action_mask=mask, action_log_probs=log_probs)
+    return Experience(sequences=sequence, action_mask=mask, action_log_probs=log_probs)
 
 
 class Ranks(SimpleNamespace):
@@ -31,31 +33,30 @@ class Ranks(SimpleNamespace):
         return min(value, self.other)
 
 
-@given(st.lists(samples(), max_size=12), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.integers(0, 12))
-def test_mini_batches_are_whole_and_hold_no_sample_twice(items, micro, mini, shuffle, other):
-    made = mini_batches.mini_batches(items, mini, shuffle, Ranks(other=other))
-    assert len(made) == min(len(items) // mini, other)
-    taken = Counter(id(sample) for batch in made for sample in batch)
-    assert set(taken.values()) <= {1} and taken.keys() <= set(map(id, items))
-    for batch in made:
-        assert len(batch) == mini
-        mini_batch = mini_batches.by_count(batch, micro)
-        assert mini_batch.samples == batch
-        assert all(len(micro_batch) == micro for micro_batch in mini_batch.micro_batches[:-1])
+@given(st.lists(samples(), max_size=12), st.integers(1, 5), st.integers(0, 12))
+def test_mini_batches_are_whole_and_hold_no_sample_twice(items, size, other):
+    made = whole_mini_batches(items, size, Ranks(other=other))
+    assert len(made) == min(len(items) // size, other) * size and made == items[: len(made)]
 
 
-@given(st.lists(samples(), min_size=1, max_size=12), st.integers(1, 30), st.data())
-def test_micro_batches_keep_to_the_budget_and_hold_each_sample_once(items, budget, data):
-    count = data.draw(st.integers(1, len(items)))
-    made = partition.micro_batches(items, budget, count)
+@given(
+    st.lists(samples(), min_size=1, max_size=12),
+    st.integers(1, 30),
+    st.sampled_from([plan.cost, plan.tokens, len]),
+    st.data(),
+)
+def test_micro_batches_keep_to_the_budget_and_hold_each_sample_once(items, budget, price, data):
+    items, count = numbered(items), data.draw(st.integers(1, len(items)))
+    made = plan.divide(items, budget, price, count)
     assert len(made) >= count and all(made)
     assert Counter(id(sample) for batch in made for sample in batch) == Counter(map(id, items))
-    assert all(len(batch) == 1 or partition.cost(batch) <= budget for batch in made)
+    assert all(len(batch) == 1 or price(batch) <= budget for batch in made)
 
 
 @given(st.lists(samples(), max_size=12))
 def test_samples_are_grouped_by_prompt_and_none_is_lost(items):
-    groups = partition.by_prompt(items)
+    items = numbered(items)
+    groups = by_prompt(items)
     assert Counter(id(sample) for group in groups for sample in group) == Counter(map(id, items))
     for group in groups:
         assert len({sample.sequences[0].item() for sample in group if sample.action_mask.any()}) <= 1
@@ -63,5 +64,5 @@ def test_samples_are_grouped_by_prompt_and_none_is_lost(items):
 
 @given(st.sampled_from(["batch", "minibatch"]), st.integers(0, 5), st.integers(1, 3))
 def test_every_mini_batch_takes_every_pass_once(scope, count, number):
-    made = mini_batches.in_order(range(count), number, scope)
+    made = plan.in_order(range(count), number, scope)
     assert Counter(made) == Counter((batch, i) for batch in range(count) for i in range(number))

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from arlopti_openrlhf.activation_memory import layer_bytes
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.update import checkpointing, partition
-from arlopti_openrlhf.update.checkpointing import NONE, WHOLE, Checkpointing
+from arlopti_openrlhf.update import plan
+from arlopti_openrlhf.update.plan import NONE, WHOLE, Planner, divide
+from arlopti_openrlhf.update.sample import Sample
 from arlopti_openrlhf.update.settings import Settings
 
 LAYERS = 3
@@ -56,6 +57,11 @@ def made(kind: str = "qwen2", dtype=torch.float32, reentrant: bool = False, **si
     return model
 
 
+def policy(model: nn.Module, steps: int = 1) -> SimpleNamespace:
+    """Return an actor of an engine that has taken so many steps."""
+    return SimpleNamespace(model=SimpleNamespace(module=model, global_steps=steps))
+
+
 class Products(TorchDispatchMode):
     count = 0
 
@@ -75,7 +81,7 @@ def test_gradients_are_the_same(dtype, reentrant):
     sequences[1::2, :8] = sequences[::2, :8]  # two prompts with two responses each
     attention_mask, action_mask = torch.ones_like(sequences), torch.ones(4, 12, dtype=torch.long)
     actor.check(sequences, attention_mask)
-    setter = Checkpointing(model, flags(), Settings())
+    setter = Planner(policy(model), flags(), Settings(), None)
     for level in (NONE, WHOLE):
         setter.set(level)
         model.zero_grad()
@@ -96,7 +102,7 @@ def change_levels(folder: str) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     model = made(num_hidden_layers=8)
-    actor, setter = SelectiveActor(model), Checkpointing(model, flags(), Settings())
+    actor, setter = SelectiveActor(model), Planner(policy(model), flags(), Settings(), None)
     actor.packing_samples = actor.is_vlm = False
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     zero = {
@@ -146,10 +152,13 @@ class Ranks:
         return [2 * value for value in values]
 
 
-def samples(responses: int, prompt: int, response: int) -> list[SimpleNamespace]:
+RANKS = Ranks(free=2**60)
+
+
+def samples(responses: int, prompt: int, response: int) -> list[Sample]:
     """Return samples of one prompt."""
-    mask = torch.tensor([0] * (prompt - 1) + [1] * response)
-    return [SimpleNamespace(sequences=torch.zeros(prompt + response), action_mask=mask) for _ in range(responses)]
+    sequences = torch.zeros(prompt + response)
+    return [Sample(sequences=sequences, prompt=prompt, prompt_length=prompt) for _ in range(responses)]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +170,7 @@ def test_what_is_free_is_room_for_activations(free, room):
     """A layer keeps 1,216 bytes of a token, or 64, and the last norm 256. Gradients take one layer more, and what is
     computed again another one. At a vocabulary of 8 OpenRLHF's peak is there, too. A prompt has 250 tokens.
     """
-    setter = Checkpointing(made(vocab_size=8), flags(), Settings())
+    setter = Planner(policy(made(vocab_size=8)), flags(), Settings(), RANKS)
     assert layer_bytes(setter.config) == 1216
     assert setter.budget(NONE, 100, 250, keys_per_token=1, free=free) == min(250, room // (4 * 1216 + 256))
     assert setter.budget(WHOLE, 100, 250, keys_per_token=1, free=free) == 100
@@ -169,7 +178,7 @@ def test_what_is_free_is_room_for_activations(free, room):
 
 def test_ligers_layers_keep_less():
     """6 x 64 + 8 x 32 + 4 x 32 + 4 x 16 = 832 bytes of a token."""
-    setter = Checkpointing(made(vocab_size=8), flags(liger=True), Settings())
+    setter = Planner(policy(made(vocab_size=8)), flags(liger=True), Settings(), RANKS)
     assert setter.budget(NONE, 100, 10**9, keys_per_token=1, free=10**9) == 10**9 // (4 * 832 + 256)
 
 
@@ -181,23 +190,27 @@ def test_what_is_free_is_filled(is_checkpointed, monkeypatch):
     """
     kept = 3 * 1216 + 256 if not is_checkpointed else 3 * 64 + 256
     at_work = 1216 if not is_checkpointed else 2 * 1216
-    setter = Checkpointing(made(vocab_size=8), flags(is_checkpointed=is_checkpointed), Settings(fills_memory=True))
+    setter = Planner(
+        policy(made(vocab_size=8)), flags(is_checkpointed=is_checkpointed), Settings(fills_memory=True), RANKS
+    )
     level = setter.levels[-1]
     assert setter.budget(level, 100, 250, keys_per_token=1, free=10**9) == 10**9 // (kept + at_work) > 250
     assert setter.budget(level, 1000, 250, keys_per_token=1, free=0) == 1000  # its logits are 8 numbers
     items = samples(8, 100, 100) + samples(8, 90, 100)
-    monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: 2**40)
-    assert len(partition.micro_batches(items, setter.fit([items], Ranks(2**60), has_stepped=True))) == 1
+    monkeypatch.setattr(plan, "_free_bytes", lambda *args: 2**40)
+    assert len(divide(items, setter._fit([items]))) == 1
     setter.fills_memory = False
-    assert len(partition.micro_batches(items, setter.fit([items], Ranks(2**60), has_stepped=True))) > 1
-    unknown = Checkpointing(made("gemma"), flags(is_checkpointed=is_checkpointed), Settings(fills_memory=True))
+    assert len(divide(items, setter._fit([items]))) > 1
+    unknown = Planner(
+        policy(made("gemma")), flags(is_checkpointed=is_checkpointed), Settings(fills_memory=True), RANKS
+    )
     assert unknown.budget(level, 100, 250, keys_per_token=1, free=10**9) == 100
 
 
 @pytest.mark.parametrize("level", [NONE, WHOLE])
 def test_openrlhfs_own_peak_is_room(level):
     """Its logits of 200 tokens, at 1 MB each with all that goes with them, hold 250 tokens and a block of ours."""
-    setter = Checkpointing(made(vocab_size=100_000), flags(), Settings())
+    setter = Planner(policy(made(vocab_size=100_000)), flags(), Settings(), RANKS)
     assert setter.budget(level, 200, 250, keys_per_token=1, free=0) == 250
 
 
@@ -206,7 +219,7 @@ def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
     and states in the head take 48."""
     sizes = dict(hidden_size=8, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     model, args = made(num_key_value_heads=1, **sizes), flags(micro_batch_size=2, is_checkpointed=False)
-    setter = Checkpointing(model, args, Settings())
+    setter = Planner(policy(model), args, Settings(), RANKS)
 
     def budget(costliest: int, keys: int = 1) -> int:
         return setter.budget(NONE, 10_000, costliest, keys, free=2**60)  # what is free does not count
@@ -231,18 +244,18 @@ def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
 
 @pytest.mark.parametrize(("tokens", "expected"), [(199, WHOLE), (201, NONE)])
 def test_the_longest_sample_needs_room(tokens, expected, monkeypatch):
-    monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: tokens * (4 * 1216 + 256))
-    setter = Checkpointing(made(vocab_size=8), flags(), Settings())
-    setter.fit([samples(1, 100, 100)], Ranks(free=2**60), has_stepped=True)
+    monkeypatch.setattr(plan, "_free_bytes", lambda *args: tokens * (4 * 1216 + 256))
+    setter = Planner(policy(made(vocab_size=8)), flags(), Settings(), RANKS)
+    setter._fit([samples(1, 100, 100)])
     assert setter.level == expected
 
 
 @pytest.mark.parametrize(("free", "expected"), [(0, WHOLE), (2**40, NONE)])
 def test_dynamic_batches_are_as_large_as_asked_for(free, expected, monkeypatch):
     """OpenRLHF's peak, where its logits do not show, holds all of them but for the states in our head."""
-    monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: free)
-    setter = Checkpointing(made(vocab_size=8), flags(tokens=77), Settings())
-    assert setter.fit([samples(1, 10, 10)], Ranks(free=2**60), has_stepped=True) == 77
+    monkeypatch.setattr(plan, "_free_bytes", lambda *args: free)
+    setter = Planner(policy(made(vocab_size=8)), flags(tokens=77), Settings(), RANKS)
+    assert setter._fit([samples(1, 10, 10)]) == 77
     assert setter.level == expected
     # A prompt of which each token has 100 keys keeps them in the layer at work.
     assert setter.budget(WHOLE, 77, 250, keys_per_token=100, free=0) < 77
@@ -252,8 +265,8 @@ def test_dynamic_batches_are_as_large_as_asked_for(free, expected, monkeypatch):
     ("packs", "size", "expected"), [(False, 3, 3 * 30), (True, 3, 75), (True, 9, 85), (False, 9, 120)]
 )
 def test_openrlhf_pads_where_it_does_not_pack(packs, size, expected):
-    setter = Checkpointing(made(), flags(micro_batch_size=size, packs=packs), Settings())
-    assert setter._tokens_of_stock([30, 25, 20, 10], Ranks(0)) == expected
+    setter = Planner(policy(made()), flags(micro_batch_size=size, packs=packs), Settings(), RANKS)
+    assert setter._tokens_of_stock([30, 25, 20, 10]) == expected
 
 
 @pytest.mark.parametrize(
@@ -273,16 +286,18 @@ def test_the_level_of_least_time_is_taken(vocabulary, layers, responses, prompt,
     2. With all kept there is room for one response: 8 x (2,000 + 3,500) > (15,300 + 3,500) x 4/3.
     3. With all kept there is room for 65,542: 56,000 + 20,000 + 2 x 3,500 < (74,000 + 3,500) x 4/3.
     """
-    setter = Checkpointing(made(vocab_size=vocabulary, num_hidden_layers=layers), flags(), Settings())
-    budget = setter.fit([samples(responses, prompt, response)], Ranks(free=0), has_stepped=True)
+    setter = Planner(policy(made(vocab_size=vocabulary, num_hidden_layers=layers)), flags(), Settings(), RANKS)
+    setter.ranks = Ranks(free=0)
+    budget = setter._fit([samples(responses, prompt, response)])
     assert (setter.level, budget) == expected
 
 
 def test_all_ranks_choose_alike(monkeypatch):
-    monkeypatch.setattr(checkpointing, "_free_bytes", lambda *args: 2**50)
-    setter = Checkpointing(made(vocab_size=8), flags(), Settings())
+    monkeypatch.setattr(plan, "_free_bytes", lambda *args: 2**50)
+    setter = Planner(policy(made(vocab_size=8)), flags(), Settings(), RANKS)
     for free, expected in ((2**60, NONE), (0, WHOLE), (2**60, NONE)):
-        setter.fit([samples(2, 10, 10)], Ranks(free), has_stepped=True)
+        setter.ranks = Ranks(free)
+        setter._fit([samples(2, 10, 10)])
         assert setter.level == expected
         assert all(module.gradient_checkpointing == (expected != NONE) for module in setter.modules)
 
@@ -298,10 +313,8 @@ def test_all_ranks_choose_alike(monkeypatch):
     ids=["auto", "forced", "unknown", "off"],
 )
 def test_levels(kind, is_checkpointed, choice, expected):
-    assert (
-        Checkpointing(made(kind), flags(is_checkpointed=is_checkpointed), Settings(checkpointing=choice)).levels
-        == expected
-    )
+    args, settings = flags(is_checkpointed=is_checkpointed), Settings(checkpointing=choice)
+    assert Planner(policy(made(kind)), args, settings, RANKS).levels == expected
 
 
 def test_deepspeed_needs_room_too(monkeypatch):
@@ -310,7 +323,7 @@ def test_deepspeed_needs_room_too(monkeypatch):
     numbers = sum(parameter.numel() for parameter in model.parameters())
 
     def free(has_stepped: bool = True) -> int:
-        return checkpointing._free_bytes(model, args, 4, has_stepped)
+        return plan._free_bytes(policy(model, steps=int(has_stepped)), args, 4)
 
     assert free() == 0  # without a GPU
     figures = dict(
@@ -346,13 +359,13 @@ def take_two_steps(stage: str) -> None:
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "train_batch_size": 4}
     assert config["zero_optimization"]["reduce_bucket_size"] == "auto"  # which is 500M
     config["zero_optimization"]["reduce_bucket_size"] = 200_000
-    checkpointing._BUCKETS = checkpointing._BUCKETS * 200_000 // 500_000_000
+    plan._BUCKETS = plan._BUCKETS * 200_000 // 500_000_000
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)]).bfloat16()
     args = flags()
     args.ds.zero_stage = int(stage)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     for has_stepped in (False, True):
-        most = checkpointing._deepspeed_bytes(model, args, 2, has_stepped)
+        most = plan._deepspeed_bytes(policy(model, steps=int(has_stepped)), args, 2)
         with PeakBytes() as counted:
             for is_last in (False, True):
                 engine.set_gradient_accumulation_boundary(is_last)
