@@ -21,13 +21,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
-from rollouts import SHAPES, Shape, rollout, unpadded
 from torch import Tensor
 
-from arlopti_openrlhf.forward.shared_prompt import Segment, pack
-from arlopti_openrlhf.update.plan import cost
-from arlopti_openrlhf.update.sample import Sample, by_prompt, numbered
+from arlopti_openrlhf import cpu
+
+cpu.enable()
+
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch  # noqa: E402
+from rollouts import SHAPES, Shape, rollout, unpadded  # noqa: E402
+
+from arlopti_openrlhf.forward.shared_prompt import Segment, pack  # noqa: E402
+from arlopti_openrlhf.update.plan import cost  # noqa: E402
+from arlopti_openrlhf.update.sample import Sample, by_prompt, numbered  # noqa: E402
 
 STOCK = "stock GRPO"  # as installed
 PACKED = "packed stock GRPO"  # as with flash-attn: no padding
@@ -42,7 +47,7 @@ SETTINGS = {
 }
 USUAL = dict(
     shape="0.5b",
-    prompts=1,
+    prompts=2,
     mini_batches=1,
     prompt_length=None,
     response_length=None,
@@ -83,6 +88,8 @@ def main() -> None:
         items = numbered(unpadded(rollout(settings, scale=1.0)))
         tokens = sum(len(item.sequences) for item in items)
         updates = update_passes(items, settings.micro_batch_size)
+        twice = update_passes(items, settings.micro_batch_size, steps=2)
+        updates |= {f"{variant}, two steps": twice[variant] for variant in ("GRPO", "AR + Lopti")}
         counted = {
             model: {
                 variant: sum(operations(SHAPES[model], each, settings.checkpointing) for each in passes)
@@ -103,12 +110,13 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def update_passes(items: list[Experience], micro_batch_size: int) -> dict[str, list[Pass]]:
+def update_passes(items: list[Experience], micro_batch_size: int, steps: int = 1) -> dict[str, list[Pass]]:
     """Return the passes of each update of a rollout batch, those for the old log-probs included.
 
     Args:
         items: single, unpadded samples in rollout order.
         micro_batch_size: of OpenRLHF's updates.
+        steps: optimizer steps in each pass. What they are does not matter to OpenRLHF's updates.
     """
     lengths = [len(item.sequences) for item in items]
     shuffled = [lengths[i] for i in torch.randperm(len(lengths), generator=torch.Generator().manual_seed(3)).tolist()]
@@ -120,13 +128,19 @@ def update_passes(items: list[Experience], micro_batch_size: int) -> dict[str, l
     high = [mask & ~group for mask, group in zip(response, low, strict=True)]
     whole = shared(items, response, response)
     forward = partial(replace, trains=False)
+    # The first pass computes the log-probs of all tokens of its first mini-batch, since they are π_old. Those of the
+    # other mini-batches take a forward pass of their own, before the weights move.
+    first = len(items) // steps
+    others = [forward(shared(items[first:], response[first:], response[first:]))] if steps > 1 else []
+    unlikely_first = [shared(items[:first], response[:first], low[:first])]
+    if steps > 1:
+        unlikely_first.append(shared(items[first:], low[first:], low[first:]))
     return {
         STOCK: [forward(in_order), mixed],
         "Lopti as published": [forward(in_order), mixed, mixed],
         PACKED: [forward(real), real],
-        # The first pass computes the log-probs of all tokens, since they are π_old.
-        "GRPO": [whole],
-        "AR + Lopti": [shared(items, response, low), shared(items, high, high)],
+        "GRPO": [*others, whole],
+        "AR + Lopti": [*others, *unlikely_first, shared(items, high, high)],
         # Which tokens are the fifth with the greatest entropies, it has to know before.
         "80/20": [forward(whole), shared(items, forking, forking)],
     }

@@ -5,7 +5,7 @@ computes float32 logits of every position, prompt and padding included. What is 
 plain torch here, and on a GPU in `lm_head_triton`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -33,12 +33,13 @@ def selected_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_statistics: bool = False,
+    trained: Callable[[], Tensor | None] = lambda: None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return log π of each target token, the entropy of its distribution and Σ P² of the other tokens, in float32.
 
     The log-probs are `log_softmax((hidden @ weight.T + bias) / temperature)` at the targets. The backward pass
-    computes the logits again, and only for positions with a gradient. A token that is clipped or outside the group
-    costs nothing there. The hidden states' gradient is added up in float32.
+    computes the logits again, and only those of the tokens that are trained. The host says which, because to find them
+    on a GPU it would wait. The hidden states' gradient is added up in float32.
 
     Of a model that changes its head's logits (Granite, Gemma 2) these are there as a whole, and their gradient, in the
     model's dtype. In float32 there is a block.
@@ -51,11 +52,13 @@ def selected_log_probs(
         temperature: What logits are divided by; > 0.
         with_entropy: Whether to compute entropies, with their gradient.
         with_statistics: Whether to compute entropies and sums of squares, without a gradient of their own.
+        trained: returns, when the backward pass begins, the (n,) indices of the tokens that may have a gradient, or
+            None for all.
 
     Returns:
         (N,) log-probs, (N,) entropies in nats and (N,) Σ_{j≠o} P_j²; None for what was not asked for.
     """
-    return _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, with_statistics)
+    return _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, with_statistics, trained)
 
 
 class _BlockSums(NamedTuple):
@@ -71,7 +74,7 @@ class _SelectedLogProbs(torch.autograd.Function):
     """Computes `selected_log_probs`, and keeps of the logits no more than their (N,) normalisers for the backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_statistics):
+    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_statistics, trained):
         arithmetic = _arithmetic(hidden.device.type)
         blocks = [
             _BlockSums(*arithmetic.sum_up(logits, targets - block.start, temperature, with_entropy or with_statistics))
@@ -94,25 +97,25 @@ class _SelectedLogProbs(torch.autograd.Function):
             squares = squares.masked_fill(is_empty, 0.0).sum(dim=0)
             ctx.mark_non_differentiable(squares, *(() if with_entropy else (entropy,)))
         ctx.save_for_backward(hidden, weight, bias, targets, log_total, entropy if with_entropy else None)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.trained = temperature, trained
         return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, _):
         hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
-        # Most tokens may have no gradient: compute the logits of the others alone.
-        rows = grad_log_probs != 0
+        rows = ctx.trained()
+        if rows is not None:
+            targets, log_total, grad_log_probs = targets[rows], log_total[rows], grad_log_probs[rows]
+            if entropy is not None:
+                entropy, grad_entropy = entropy[rows], grad_entropy[rows]
+        grad_log_probs = grad_log_probs / ctx.temperature
         if entropy is not None:
-            rows |= grad_entropy != 0
-        rows = rows.nonzero()[:, 0]
-        targets, log_total, grad_log_probs = targets[rows], log_total[rows], grad_log_probs[rows] / ctx.temperature
-        if entropy is not None:
-            entropy, grad_entropy = entropy[rows], grad_entropy[rows] / ctx.temperature
+            grad_entropy = grad_entropy / ctx.temperature
 
         arithmetic = _arithmetic(hidden.device.type)
         grad_hidden = torch.zeros_like(hidden)
         if weight is not None:
-            states = hidden[rows].to(_product_dtype(hidden))
+            states = (hidden if rows is None else hidden[rows]).to(_product_dtype(hidden))
             grad_states = torch.zeros_like(states, dtype=torch.float32)
         grad_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
@@ -121,7 +124,7 @@ class _SelectedLogProbs(torch.autograd.Function):
                 logits, targets - block.start, ctx.temperature, log_total, grad_log_probs, entropy, grad_entropy
             )
             if weight is None:
-                grad_hidden[:, block].index_copy_(0, rows, grad)
+                _put(grad_hidden[:, block], rows, grad)
                 continue
             grad_states += _product_in_float32(grad, weight[block])
             if grad_weight is not None:
@@ -129,8 +132,16 @@ class _SelectedLogProbs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[block] = grad.sum(dim=0)
         if weight is not None:
-            grad_hidden.index_copy_(0, rows, grad_states.to(hidden.dtype))
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            _put(grad_hidden, rows, grad_states.to(hidden.dtype))
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _put(destination: Tensor, rows: Tensor | None, values: Tensor) -> None:
+    """Copy values into these rows, or into all."""
+    if rows is None:
+        destination.copy_(values)
+    else:
+        destination.index_copy_(0, rows, values)
 
 
 def _blocks_of_logits(

@@ -212,7 +212,14 @@ class SelectiveActor(Actor):
 
         def columns(states: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             found = selected_log_probs(
-                states, weight, layout.targets, bias, self.temperature, with_entropy, with_statistics
+                states,
+                weight,
+                layout.targets,
+                bias,
+                self.temperature,
+                with_entropy,
+                with_statistics,
+                trained=lambda: layout.trained,
             )
             return torch.stack([column for column in found if column is not None], dim=-1)
 

@@ -42,6 +42,7 @@ class PackedBatch:
     longest: tuple[int, int]  # the most queries and the most keys of a segment
     by_segments: bool  # whether a model attends by segments; else as upstream, to a packed or a padded batch
     was_attended: bool = False  # whether an attention layer of the model got the row; set by that layer
+    trained: Tensor | None = None  # (n,) which of the selected tokens may have a gradient, None for all; set before it
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Return the batch on the device, in one copy (`on_device`)."""

@@ -43,17 +43,22 @@ def micro_batches(
         engine.set_gradient_accumulation_boundary(i == len(divided))
         experience = make_experience_batch(samples, args.ds.packing_samples)
         weights, wanted = None, experience.action_mask
+        # GSPO's ratio is the sequence's, so it needs the whole response.
+        needs_response = args.actor.policy_loss_type == "gspo"
         if all(sample.weights is not None for sample in samples):
             weights = PassWeights.of([sample.weights for sample in samples], index)
-            # GSPO's ratio is the sequence's, so it needs the whole response.
-            wanted = wanted if args.actor.policy_loss_type == "gspo" else weights.updated
+            wanted = wanted if needs_response else weights.updated
         selected = (wanted * ~is_idle(experience.advantages, args)[:, None]).to(wanted.dtype)
+        layout = actor.lay_out(experience.sequences, selected, experience.attention_mask, balances_experts)
+        if weights is not None and needs_response:
+            weights = weights.among(layout.places)
         batch = MicroBatch(
             **vars(experience),
             samples=samples,
             weights=weights,
             selected=selected,
-            layout=actor.lay_out(experience.sequences, selected, experience.attention_mask, balances_experts),
+            layout=layout,
+            plan=layout,
             denominators=denominators,
             share=divisor * len(samples) / size,
         )

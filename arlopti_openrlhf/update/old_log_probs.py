@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.forward.transfer import on_device
 from arlopti_openrlhf.update.ranks import Ranks
-from arlopti_openrlhf.update.sample import MicroBatch, Sample, by_prompt, stand_in
+from arlopti_openrlhf.update.sample import MicroBatch, Sample, stand_in
 
 
 def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_groups: bool) -> bool:
@@ -77,7 +77,7 @@ def store(
 
 @torch.no_grad()
 def compute(
-    actor: SelectiveActor, items: list[Sample], args: SimpleNamespace, ranks: Ranks, with_distributions: bool = False
+    actor: SelectiveActor, batches: Sequence[Sequence[Sample]], ranks: Ranks, with_distributions: bool = False
 ) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
@@ -85,23 +85,10 @@ def compute(
 
     Args:
         actor: the policy, a text model.
-        items: single samples.
-        args: upstream's nested arguments.
+        batches: the samples of each pass.
         ranks: the data-parallel ranks.
         with_distributions: whether each sample gets its `distributions` too.
     """
-    # As upstream's experience maker: so many samples, or with dynamic batches so many tokens. Prompts stay together.
-    is_dynamic = args.train.dynamic_batch_enable
-    limit = args.rollout.max_tokens_per_gpu if is_dynamic else args.rollout.micro_batch_size
-    batches: list[list[Sample]] = []
-    room = 0
-    for item in (item for prompt in by_prompt(items) for item in prompt):
-        size = item.length if is_dynamic else 1
-        if size > room:
-            batches.append([])
-            room = limit
-        batches[-1].append(item)
-        room -= size
     actor.eval()
     for i in range(ranks.max(len(batches))):
         samples = batches[i] if i < len(batches) else [stand_in()]

@@ -105,6 +105,20 @@ class Planner:
             self._describe(planned[0].micro_batches, budget, reason)
         return planned
 
+    def without_gradient(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Return the micro-batches of a forward pass without a backward pass. A collective call.
+
+        It holds the activations of one layer at a time, so what OpenRLHF's micro-batch takes has room for more tokens.
+        """
+        if self.args.train.dynamic_batch_enable:
+            return divide(samples, self.args.rollout.max_tokens_per_gpu, tokens)
+        if self._reason_not_to_share():
+            return divide(samples, self.args.rollout.micro_batch_size, len)
+        of_stock = self._tokens_of_stock(samples)
+        keys = self.ranks.max(keys_per_token(samples))
+        fitting = self._fitting(self._bytes_of_stock(of_stock), WHOLE, keys, of_stock)
+        return divide(samples, max(fitting, of_stock), cost)
+
     def _reason_not_to_share(self) -> str | None:
         """Return why the ranks do not share prompts, or None if they do. A collective call."""
         if self.args.actor.aux_loss_coef > 1e-8:
@@ -120,8 +134,8 @@ class Planner:
             How many tokens a micro-batch may cost.
         """
         samples = [sample for own in mini_batches for sample in own]
-        lengths = sorted((sample.length for sample in samples), reverse=True)
-        longest, of_stock = self.ranks.max(max(lengths, default=0)), self._tokens_of_stock(lengths)
+        longest = self.ranks.max(max((sample.length for sample in samples), default=0))
+        of_stock = self._tokens_of_stock(samples)
         costliest = self.ranks.max(max(map(cost, by_prompt(samples)), default=0))
         keys = self.ranks.max(keys_per_token(samples))
         free = self.ranks.min(_free_bytes(self.actor, self.args, self.ranks.count))
@@ -141,16 +155,12 @@ class Planner:
             self.set(level)
         return budgets[level]
 
-    def _tokens_of_stock(self, lengths: Sequence[int]) -> int:
-        """Return how many tokens OpenRLHF's largest micro-batch has on any rank. A collective call.
-
-        Args:
-            lengths: of this rank's samples, the longest first.
-        """
+    def _tokens_of_stock(self, samples: Sequence[Sample]) -> int:
+        """Return how many tokens OpenRLHF's largest micro-batch has on any rank. A collective call."""
         train = self.args.train
         if train.dynamic_batch_enable:
             return train.max_tokens_per_gpu
-        largest = lengths[: train.micro_batch_size]
+        largest = sorted((sample.length for sample in samples), reverse=True)[: train.micro_batch_size]
         is_packed = self.args.ds.packing_samples
         return self.ranks.max(sum(largest) if is_packed else len(largest) * max(largest, default=0))
 
@@ -172,13 +182,24 @@ class Planner:
         """
         if not is_known(self.config):
             return of_stock
-        own, liger = self.levels[-1], self.args.ds.use_liger_kernel
-        stock = of_stock * peak_bytes(self.config, own == WHOLE, True, liger)
-        room = stock if level == own and not self.fills_memory else max(stock, free)
-        fitting = most_tokens(self.config, room, level == WHOLE, keys_per_token, BLOCK_ELEMENTS, liger)
+        stock = self._bytes_of_stock(of_stock)
+        room = stock if level == self.levels[-1] and not self.fills_memory else max(stock, free)
+        fitting = self._fitting(room, level, keys_per_token, of_stock)
         if self.fills_memory:
             return fitting
         return min(fitting, of_stock if self.args.train.dynamic_batch_enable else max(of_stock, costliest))
+
+    def _bytes_of_stock(self, of_stock: int) -> float:
+        """Return what OpenRLHF's largest micro-batch takes, with its logits; 0 for a model that is not known."""
+        recomputes, liger = self.levels[-1] == WHOLE, self.args.ds.use_liger_kernel
+        return of_stock * peak_bytes(self.config, recomputes, True, liger) if is_known(self.config) else 0
+
+    def _fitting(self, room: float, level: str, keys_per_token: int, of_stock: int) -> int:
+        """Return how many tokens fit into so many bytes, or OpenRLHF's number for a model that is not known."""
+        if not is_known(self.config):
+            return of_stock
+        liger = self.args.ds.use_liger_kernel
+        return most_tokens(self.config, room, level == WHOLE, keys_per_token, BLOCK_ELEMENTS, liger)
 
     def set(self, level: str) -> None:
         """Let the passes that follow compute again what `level` says."""

@@ -75,6 +75,7 @@ class PassWeights:
     factors: Tensor  # (B, A), for the advantages
     updated: Tensor  # (B, A), nonzero on the tokens whose weight is not 0
     places: Tensor  # (N,) index of each of those in the flattened (B, A)
+    trained: Tensor | None = None  # (n,) which of the tokens that a forward computes these are, None for all
 
     @classmethod
     def of(cls, weights: Sequence[Weights], index: int) -> "PassWeights":
@@ -82,6 +83,10 @@ class PassWeights:
         factors = pad_sequence([own.factors[index] for own in weights], batch_first=True)
         updated = pad_sequence([own.updated[index] for own in weights], batch_first=True).long()
         return cls(factors, updated, updated.flatten().nonzero()[:, 0])
+
+    def among(self, computed: Tensor) -> "PassWeights":
+        """Return them with `trained`, for a forward of the tokens at these places (N,). All are on the CPU."""
+        return replace(self, trained=self.updated.flatten()[computed].nonzero()[:, 0])
 
 
 @dataclass(kw_only=True)
@@ -92,11 +97,12 @@ class MicroBatch(Experience):
     weights: PassWeights | None  # None if they follow from the log π_old that this forward gives
     selected: Tensor  # (B, A), nonzero on the tokens that the forward computes
     layout: PackedBatch  # how it does (`SelectiveActor.lay_out`)
+    plan: PackedBatch  # the layout on the CPU
     denominators: dict  # of the whole optimizer step (upstream's `get_loss_batch_info`)
     share: float  # of the optimizer step, which scales losses that are means over a micro-batch
 
     def to(self, device: torch.device | int) -> "MicroBatch":
-        """Return it on the device, in one copy. `info`, which only metrics read, and `samples` stay where they are."""
+        """Return it on the device, in one copy, but for `info`, which only metrics read, `samples` and `plan`."""
         parts = [self, self.layout, *([self.weights] if self.weights else [])]
         mine, layout, *weights = on_device(parts, device)
         return replace(mine, layout=layout, weights=weights[0] if weights else None)

@@ -97,7 +97,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         known = self.token_weights.knows_nothing
         if not (self.token_weights.methods and self.first_pass_gives_old_log_probs):
             if self.token_weights.needs_entropies:
-                old_log_probs.compute(self.actor, samples, self.args, self.ranks, with_distributions=True)
+                batches = self.planner.without_gradient(samples)
+                old_log_probs.compute(self.actor, batches, self.ranks, with_distributions=True)
             known = self.token_weights.learn(samples, self.ranks)
             self._weigh(samples, known)
 
@@ -135,8 +136,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         """Compute log π_old of all samples but those of the first mini-batch whose forward will give it."""
         given = [sample for sample in first.samples if not is_idle(sample.advantages, self.args)]
         others = [sample for sample in samples if not any(sample is own for own in given)]
-        with_entropies = self.token_weights.needs_entropies
-        old_log_probs.compute(self.actor, others, self.args, self.ranks, with_distributions=with_entropies)
+        batches = self.planner.without_gradient(others)
+        old_log_probs.compute(self.actor, batches, self.ranks, self.token_weights.needs_entropies)
         self._weigh(others, self.token_weights.knows_nothing)
 
     def _pass(
@@ -190,10 +191,11 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
                 old_log_probs.store(batch.samples, batch.action_log_probs, distributions)
                 self._weigh(batch.samples, self.token_weights.knows_nothing)
                 weights = PassWeights.of([sample.weights for sample in batch.samples], index)
-                (weights,) = on_device([weights], log_probs.device)
+                (weights,) = on_device([weights.among(batch.plan.places)], log_probs.device)
             elif is_first:
                 learned.append((batch.samples, batch.action_log_probs))
             # Loss of the tokens with a weight, what it does to them, and backward.
+            batch.layout.trained = weights.trained
             result = micro_batch_loss(batch, weights, log_probs, output, objective)
             if statistics is not None:
                 updates = token_updates(result, batch, weights, log_probs, output.statistics)

@@ -29,7 +29,7 @@ def reference(hidden, weight, targets, bias, temperature):
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("block_elements", [1, 2**24])
 def test_values_and_gradients(monkeypatch, with_bias, with_entropy, block_elements):
-    """One block and several, the last one short; the third row, without a gradient, is passed over."""
+    """One block and several, the last one short. The third row has no gradient."""
     monkeypatch.setattr(lm_head, "BLOCK_ELEMENTS", block_elements)
     generator = torch.Generator().manual_seed(0)
     rows, width, vocabulary = 7, 16, 2500
@@ -64,6 +64,29 @@ def test_values_and_gradients(monkeypatch, with_bias, with_entropy, block_elemen
         for a, b in zip(gradients(function, torch.float32), exact, strict=True):
             assert a.dtype == torch.float32
             assert (a.double() - b).norm() <= 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize("has_logits", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_only_tokens_that_are_trained_have_a_gradient(with_entropy, has_logits):
+    """Theirs are those of these tokens alone."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(7, 16, generator=generator), torch.randn(2500, 16, generator=generator)
+    targets, rows = torch.randint(0, 2500, (7,), generator=generator), torch.tensor([1, 2, 6])
+
+    def gradients(hidden, targets, **trained):
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        states = (inputs[0] @ inputs[1].T, None) if has_logits else inputs
+        log_probs, entropy, _ = selected_log_probs(*states, targets, with_entropy=with_entropy, **trained)
+        loss = log_probs.sum() + (3 * entropy.sum() if with_entropy else 0)
+        return torch.autograd.grad(loss, inputs)
+
+    of_all, of_weight = gradients(hidden, targets, trained=lambda: rows)
+    of_rows, alone = gradients(hidden[rows], targets[rows])
+    torch.testing.assert_close(of_all[rows], of_rows, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(of_weight, alone, rtol=1e-4, atol=1e-5)
+    others = torch.ones(7).bool().index_fill(0, rows, False)
+    assert not of_all[others].any() and of_all[rows].any()
 
 
 @pytest.mark.parametrize("block_elements", [1, 2**24])

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arlopti_openrlhf.activation_memory import layer_bytes
-from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+from arlopti_openrlhf.forward.selective_actor import SelectiveActor, Shortcuts
 from arlopti_openrlhf.update import plan
 from arlopti_openrlhf.update.plan import NONE, WHOLE, Planner, divide
 from arlopti_openrlhf.update.sample import Sample
@@ -242,6 +242,22 @@ def test_a_number_of_samples_gives_way_to_a_whole_prompt_in_stocks_memory():
     assert budget(10**9) == 10_000
 
 
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_forward_alone_takes_what_fits_into_stocks_memory(checks):
+    """Of a layer it keeps the inputs alone, for a moment. OpenRLHF's logits of one sample hold many."""
+    setter = Planner(policy(made(vocab_size=100_000)), flags(is_checkpointed=checks), Settings(), RANKS)
+    setter.actor.shortcuts, setter.args.rollout = Shortcuts(None, True), SimpleNamespace(micro_batch_size=1)
+    setter.args.actor.aux_loss_coef = 0
+    own = samples(64, 200, 300)
+    assert [len(batch) for batch in setter.without_gradient(own)] == [64]
+    assert max(len(batch) for batch in setter.without_gradient(samples(64, 20, 30))) == 1  # all in one block of logits
+    # Where prompts are not shared it is as upstream's, of so many samples or tokens.
+    setter.actor.shortcuts = Shortcuts("no", True)
+    assert {len(batch) for batch in setter.without_gradient(own)} == {1}
+    setter.args.train.dynamic_batch_enable, setter.args.rollout.max_tokens_per_gpu = True, 2000
+    assert {len(batch) for batch in setter.without_gradient(own)} == {4}
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(199, WHOLE), (201, NONE)])
 def test_the_longest_sample_needs_room(tokens, expected, monkeypatch):
     monkeypatch.setattr(plan, "_free_bytes", lambda *args: tokens * (4 * 1216 + 256))
@@ -266,7 +282,8 @@ def test_dynamic_batches_are_as_large_as_asked_for(free, expected, monkeypatch):
 )
 def test_openrlhf_pads_where_it_does_not_pack(packs, size, expected):
     setter = Planner(policy(made()), flags(micro_batch_size=size, packs=packs), Settings(), RANKS)
-    assert setter._tokens_of_stock([30, 25, 20, 10]) == expected
+    own = [samples(1, length - 5, 5)[0] for length in (10, 25, 30, 20)]
+    assert setter._tokens_of_stock(own) == expected
 
 
 @pytest.mark.parametrize(
