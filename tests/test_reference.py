@@ -16,6 +16,7 @@ from arlopti_testing.update_workers import (
     relative_distance,
 )
 from arlopti_testing.update_workers import cluster as cluster_of_workers
+from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from arlopti_openrlhf import token_method
 from arlopti_openrlhf.methods import built_in
@@ -172,3 +173,28 @@ def test_what_it_does_not_have_is_refused(tiny_model, asked, message):
     group = Group(flags(tiny_model))
     with pytest.raises(Exception, match=message):
         group.run(experiences(seed=29), NONE | asked)
+
+
+@pytest.fixture(scope="module")
+def experts(tiny_model, tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("experts"))
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_local_experts=4)
+    heads = dict(num_attention_heads=2, num_key_value_heads=2, sliding_window=None)
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, initializer_range=0.2)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("selective", [False, True], ids=["reference", "selective"])
+def test_experts_are_balanced_once(experts, selective):
+    """The gradients of Lopti's passes add up, the balancing loss's too."""
+    # One micro-batch: the balancing loss depends on which samples share one.
+    one = ["--train.micro_batch_size", str(SAMPLES // RANKS), "--actor.max_norm", "0"]
+    group = Group(flags(experts, "--actor.aux_loss_coef", "0.5", *one), selective=selective)
+    batch, ones = experiences(seed=2), NONE | {"algo.token_method": ["ar"], "algo.token_method_args": ["ar.alpha=0"]}
+    whole = group.run(batch, ones, near_policy=True).gradients[0]
+    without = group.run(batch, ones | {"actor.aux_loss_coef": 0.0}, near_policy=True).gradients[0]
+    low, high = group.run(batch, NONE | {"algo.lopti.eta": 0.003}, near_policy=True).gradients
+    assert relative_distance([a + b for a, b in zip(low, high, strict=True)], whole) < 1e-5
+    assert relative_distance(without, whole) > 1e-2
