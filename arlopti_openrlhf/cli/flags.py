@@ -16,8 +16,6 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.repairs import REPAIRS
 
 CONFIG = "--config"
-# Flags of earlier versions, with their defaults, which are constants now. Each kept configuration has them.
-GONE = {"alarm.grad_norm_factor": "10.0", "alarm.rollout_gap": "0.1"}
 
 
 class Change(Enum):

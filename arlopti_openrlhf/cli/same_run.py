@@ -59,9 +59,6 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
 
 
 def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
-    # A file of an earlier version may have flags that are gone, and lacks our newer ones, which had their defaults.
-    had = {key: value for key, value in had.items() if key not in flags.GONE}
-    had = {row.dest: str(row.settings["default"]) for row in flags.ours() if row.settings.get("default")} | had
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
     return [_difference(key, had, has, args) for key in keys if flags.of(key).change is not Change.IGNORED]

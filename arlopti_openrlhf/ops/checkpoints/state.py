@@ -80,10 +80,8 @@ def restore(checkpoint: Path, strategy: Any) -> None:
     saved = _load(checkpoint / RANK_FILE.format(dist.get_rank()))
     if strategy.averaged is not None:
         writer = _writer(strategy.averaged)
-        path, early = checkpoint / RANK_FILE.format(writer), checkpoint / f"averaged_rank_{writer}.pt"
-        if early.exists():  # where 0.1.0 kept the average at first
-            saved["averaged"] = _load(early)
-        elif writer != dist.get_rank():
+        path = checkpoint / RANK_FILE.format(writer)
+        if writer != dist.get_rank():
             saved["averaged"] = _load(path)["averaged"]
         if saved["averaged"] is None:
             ranks.say(f"{checkpoint} holds no moving average (--train.enable_ema): it starts anew")

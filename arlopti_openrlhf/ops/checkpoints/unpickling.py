@@ -21,7 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 # PyTorch's own switches. A user who trusts a checkpoint loads with the first what is not allowed here.
 OFF, _ON = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 # What DeepSpeed and, in a metric's number, NumPy leave in a checkpoint.
-_OTHERS = (
+_ALLOWED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -31,12 +31,6 @@ _OTHERS = (
     "numpy.dtypes.Float32DType",
     "numpy.dtypes.Float64DType",
 )
-# What 0.1.0 left in one until its manifest named the version: arrays, samples, and a class of ours for a list of them.
-_ARRAYS = ("numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtypes.UInt32DType")
-_EARLIER = (*_ARRAYS, "openrlhf.trainer.ppo_utils.experience.Experience")
-_LISTS = ("arlopti_openrlhf.ops.rollouts.prompts.Leftover", "arlopti_openrlhf.run.prompts.Leftover")
-# By the name in the file, what is called in its place.
-_ALLOWED = {name: name for name in _OTHERS + _EARLIER} | dict.fromkeys(_LISTS, "builtins.list")
 
 
 @contextmanager
@@ -47,7 +41,7 @@ def restricted() -> Iterator[None]:
         return
     os.environ[_ON] = "1"
     try:
-        with safe_globals([(_find(here), there) for there, here in _ALLOWED.items()]):
+        with safe_globals([(_find(name), name) for name in _ALLOWED]):
             yield
     finally:
         del os.environ[_ON]
@@ -58,7 +52,7 @@ def not_allowed(path: Path) -> list[str]:
     if os.environ.get(OFF):
         return []
     try:
-        return sorted(set(get_unsafe_globals_in_checkpoint(path)) - _ALLOWED.keys())
+        return sorted(set(get_unsafe_globals_in_checkpoint(path)) - set(_ALLOWED))
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
         return []
 
@@ -78,23 +72,8 @@ def packed(value: Any) -> Tensor:
 
 
 def unpacked(content: Tensor) -> Any:
-    """Return what `packed` was given, or what an earlier version packed, which was a plain pickle."""
-    buffer = io.BytesIO(content.numpy().tobytes())
-    if buffer.getvalue().startswith(b"PK"):
-        return torch.load(buffer, weights_only=True)
-    return _RandomState(buffer).load()
-
-
-class _RandomState(pickle.Unpickler):
-    """Unpickles what `state.random_state` returns."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full == "torch.storage._load_from_bytes":
-            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
-        if full in ("torch._utils._rebuild_tensor_v2", "collections.OrderedDict", "numpy.dtype", *_ARRAYS):
-            return _find(full)
-        raise pickle.UnpicklingError(f"{full} is not allowed in a random state")
+    """Return what `packed` was given."""
+    return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
 
 
 def _find(name: str) -> Any:

@@ -152,17 +152,15 @@ class Prompts:
         """
         if "drawn" not in state:
             raise ValueError("the checkpoint is of OpenRLHF's own command, whose place in the prompts is another kind")
-        if (state["of"], state.get("digest", self.digest)) != (len(self), self.digest):  # early ones have no digest
+        if (state["of"], state["digest"]) != (len(self), self.digest):
             what = f"the run that is resumed had other prompts or labels ({state['of']} then, {len(self)} now)"
             wrong = "in the rest of this episode, prompts may come again or not at all"
             if not self.may_change:
                 raise OtherPrompts(f"{what}; give the same data, or add --ckpt.load_changed: {wrong}")
             logger.warning(f"{what}: {wrong}")
         self._set_place(state["episode"], state["drawn"])
-        leftover = state["leftover"]
-        if isinstance(leftover, torch.Tensor):  # early ones hold the samples themselves
-            leftover = list(map(_sample, unpacked(leftover)))
-        if state.get("samples", self.samples) != self.samples:
+        leftover = list(map(_sample, unpacked(state["leftover"])))
+        if state["samples"] != self.samples:
             logger.warning(
                 f"{len(leftover)} samples that are left over in the checkpoint are not trained: a prompt has "
                 f"{self.samples} samples now, and had {state['samples']}"

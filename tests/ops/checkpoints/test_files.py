@@ -26,21 +26,12 @@ def write(folder: Path, tag: str, size: int = 100) -> Path:
 def test_a_published_checkpoint_is_whole_and_named_in_latest(tmp_path):
     checkpoint = write(tmp_path, "global_step2")
     assert files.problems(checkpoint) == []
-    as_earlier_versions(checkpoint / "mp_rank_00_model_states.pt")
-    assert files.problems(checkpoint) == []
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
 
 
 def cut(path: Path) -> None:
     os.truncate(path, 50)
-
-
-def as_earlier_versions(path: Path) -> None:
-    """Give each file in the manifest a hash, as versions before this one did. Only its size is compared."""
-    manifest = json.loads(path.with_name(files.MANIFEST).read_text())
-    manifest["files"] = {name: entry | {"sha256": "0" * 64} for name, entry in manifest["files"].items()}
-    path.with_name(files.MANIFEST).write_text(json.dumps(manifest))
 
 
 def rename_in_manifest(path: Path, name: str) -> None:
