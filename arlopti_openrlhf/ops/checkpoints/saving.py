@@ -53,7 +53,7 @@ class CheckpointStrategy(GuardedStrategy):
 
     1. A checkpoint is written under another name and renamed when all ranks' files are on the disk, with a manifest.
        Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole.
-    2. It also holds what `state.OF_RANK` lists.
+    2. It also holds what `state.save` lists.
     3. A run resumes from the newest whole checkpoint, and says which it passed over and why.
     4. Where a checkpoint cannot be written, a line says why, and the run continues. Where the final model cannot be
        written, the run fails.

@@ -6,7 +6,6 @@ writes itself needs none of that.
 """
 
 import importlib
-import io
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -14,22 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 # PyTorch's own switches. A user who trusts a checkpoint loads with the first what is not allowed here.
 OFF, _ON = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-# What DeepSpeed and, in a metric's number, NumPy leave in a checkpoint.
+# What DeepSpeed leaves in a checkpoint.
 _ALLOWED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
-    "numpy._core.multiarray.scalar",
-    "numpy.dtype",
-    "numpy.dtypes.Float32DType",
-    "numpy.dtypes.Float64DType",
 )
 
 
@@ -62,18 +55,6 @@ def refusal(names: Sequence[str]) -> tuple[str, str]:
     return f"on loading it would call {', '.join(names)}, which no run's checkpoint does", (
         f"give another path, or set {OFF}=1 if you trust where it comes from"
     )
-
-
-def packed(value: Any) -> Tensor:
-    """Return a value's bytes. Upstream prints a checkpoint's state when it is loaded, and a long tensor short."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def unpacked(content: Tensor) -> Any:
-    """Return what `packed` was given."""
-    return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
 
 
 def _find(name: str) -> Any:
