@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from torch import distributed as dist
 
 from arlopti_openrlhf import learning_rate
 from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
@@ -250,9 +251,13 @@ def newest_whole(folders: list[Path]) -> str | None:
     def problems(tag: str) -> list[str]:
         return [f"{folder.name}: {line}" for folder in folders for line in files.problems(folder / tag)]
 
+    def damages(tag: str) -> list[str]:
+        own = [(folder, unpickling.damages(folder / tag, dist.get_rank())) for folder in folders]
+        return [f"{folder.name}: {line}" for folder, lines in own for line in lines]
+
     passed_over = []
     for tag in on_rank_0(candidates):
-        found = on_rank_0(partial(problems, tag))
+        found = on_rank_0(partial(problems, tag)) or list(chain(*everywhere(partial(damages, tag))))
         if not found:
             say(f"resumes from {folders[0] / tag}")
             return tag

@@ -8,12 +8,16 @@ writes itself needs none of that.
 import importlib
 import os
 import pickle
+import re
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from arlopti_openrlhf import terminal
 
 # PyTorch's own switches. A user who trusts a checkpoint loads with the first what is not allowed here.
 OFF, _ON = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -48,6 +52,27 @@ def not_allowed(path: Path) -> list[str]:
         return sorted(set(get_unsafe_globals_in_checkpoint(path)) - set(_ALLOWED))
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
         return []
+
+
+def damages(checkpoint: Path, rank: int) -> list[str]:
+    """Return which of a rank's own files do not hold what was written, or nothing. Every byte of them is read.
+
+    `torch.save` writes a zip, with a checksum of each record. Files that belong to no rank are rank 0's.
+    """
+    reasons = []
+    for path in sorted(checkpoint.glob("*.pt")):
+        numbered = re.search(r"(?:zero_pp|process)_rank_(\d+)", path.name)
+        if int(numbered[1] if numbered else 0) != rank:
+            continue
+        try:
+            with zipfile.ZipFile(path) as file:
+                record = file.testzip()
+            if record:
+                reasons.append(f"{path.name} is damaged in {record}")
+            get_unsafe_globals_in_checkpoint(path)  # PyTorch's own reader, which looks at more of the zip's end
+        except Exception as error:  # zipfile raises errors of many kinds for what is no zip
+            reasons.append(f"{path.name} is damaged ({terminal.one_line(f'{type(error).__name__}: {error}')})")
+    return reasons
 
 
 def refusal(names: Sequence[str]) -> tuple[str, str]:
