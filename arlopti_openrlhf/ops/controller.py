@@ -32,7 +32,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     3. The trackers get the alarms (`ops.health.alarms`), and the log a line when one begins and when it ends.
     4. No checkpoint is saved after a bad step, and `--train.max_bad_steps` in a row stop the run.
     5. The trackers, and not the console, get the statistics by probability. A list in the status is a histogram.
-    6. A checkpoint is saved every `--ckpt.save_minutes` too, and before the run obeys a request to stop.
+    6. A checkpoint is saved before the run obeys a request to stop.
     7. The best checkpoint has the highest accuracy.
     8. It reports how far the run is (`ops.lifecycle.progress`).
     """
@@ -40,7 +40,6 @@ class Controller(ppo_trainer.BasePPOTrainer):
     last_step = resumed_step = 0
     last_client_states: dict | None = None
     saved_step = 0
-    saved_at: float  # time.monotonic() of the last checkpoint, in seconds
     evaluated_step: int | None = None
     best_eval_metric_key: str | None  # upstream's
     eval_dataloader: Any  # upstream's, or batches. None without --eval.dataset
@@ -78,7 +77,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
         self.last_step, self.last_client_states = step, dict(checkpoint_states)
         self.resumed_step = step
-        self.saved_step, self.saved_at = step, time.monotonic()
+        self.saved_step = step
 
     def _state(self) -> dict:
         """Return what `resume` takes up, besides upstream's states."""
@@ -131,10 +130,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         if len(self.bad_steps) >= self.args.train.max_bad_steps:
             raise stopping.Diverged(self._diagnosis())
         if global_step % save_steps == 0:
-            self.saved_step, self.saved_at = global_step, time.monotonic()
-        minutes = self.args.ckpt.save_minutes
-        if minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes:
-            self.save_last_step()
+            self.saved_step = global_step
         stopping.obey()
 
     def save_last_step(self) -> None:
@@ -145,7 +141,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         with replaced_attribute(self.args.ckpt, "save_steps", 1):
             with replaced_attribute(self.args.logger, "logging_steps", float("inf")):
                 super().save_logs_and_checkpoints(self.last_step, None, states)
-        self.saved_step, self.saved_at = self.last_step, time.monotonic()
+        self.saved_step = self.last_step
         logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
 
     def _diagnosis(self) -> str:
