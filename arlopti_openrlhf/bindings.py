@@ -89,7 +89,7 @@ TABLE = (
         Row(module, "prepare_datasets", REPLACES, "ops.rollouts.prompts:prepare_datasets", CARE,
             "draws prompts in the order of the seed, and resumes there"),
         Row(module, "SamplesGenerator", REPLACES, "ops.rollouts.samples:SamplesGenerator", CARE,
-            "keeps what a step leaves over, stops when asked, and samples each source as told",
+            "knows whose samples are left over, stops when asked, and samples each source as told",
             ("eval.sampling",)),
         Row(module, "compute_eval_metrics", REPLACES, "ops.rollouts.samples:compute_eval_metrics", CARE,
             "measures accuracy with intervals", ("eval.sampling",)),
@@ -98,7 +98,8 @@ TABLE = (
         "leads the run: alarms, checkpoints, evaluations, signals"),
     Row(_ASYNC, "PPOTrainerAsync", EXTENDS, "ops.controller:PPOTrainerAsync", CARE, "leads an asynchronous run"),
     Row(_ASYNC, "GenerateSamplesActor", EXTENDS, "ops.controller:GenerateSamplesActor", CARE, "leads its rollouts"),
-    Row(_ASYNC, "TrainingActor", EXTENDS, "ops.controller:TrainingActor", CARE, "leads its training"),
+    Row(_ASYNC, "TrainingActor", EXTENDS, "ops.controller:TrainingActor", CARE,
+        "leads its training, and evaluates between two steps"),
     # Its module binds the names above when it is imported.
     Row(_CLI, "RayActorGroup", EXTENDS, "ops.rollouts.experience_maker:without_reference", POLICY_IS_REFERENCE,
         "starts no reference: it is the policy without its adapter"),

@@ -29,12 +29,8 @@ RESTATED = (
     ("openrlhf.models.actor", "Actor.forward", "65d2a2a0e02aec9c", "forward.selective_actor.SelectiveActor.forward"),
     ("openrlhf.trainer.ppo_utils.experience", "balance_experiences", "5eb57a1163e6a539",
      "update.whole_prompts.balance_experiences"),
-    (_SAMPLES, "SamplesGenerator.generate_samples", "6d3b87ed46f633a0",
-     "ops.rollouts.samples.SamplesGenerator.generate_samples"),
     (_SAMPLES, "SamplesGenerator._generate_vllm", "a83606979701bc4b",
      "ops.rollouts.samples.SamplesGenerator._generate_vllm"),
-    (_SAMPLES, "SamplesGenerator._dispatch_prompts_to_vllm", "a5b0d5d17e1a1504",
-     "ops.rollouts.samples.SamplesGenerator._sampling_params"),
     (_STRATEGY, "DeepspeedStrategy.save_ckpt", "4b6663616894085f",
      "ops.checkpoints.saving.CheckpointStrategy.save_ckpt"),
 )

@@ -5,7 +5,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +19,6 @@ _NAMED = 3  # flags in a hint
 class Parser(argparse.ArgumentParser):
     """`ArgumentParser` with two changes: an error is one line, without the usage, and an unknown flag has a hint."""
 
-    renamed: Mapping[str, str] = {}  # flags of earlier versions, with what took their place
     _given: list[str] = []
 
     def parse_args(self, args=None, namespace=None):
@@ -38,8 +37,6 @@ class Parser(argparse.ArgumentParser):
     def hint(self, flag: str) -> str:
         """Return what an unknown flag may have meant, or nothing. It may have one dash in place of two."""
         flag = f"--{flag.lstrip('-')}"
-        if flag in self.renamed:
-            return f"now {self.renamed[flag]}"
         flags = list(self._option_string_actions)
         # Either the end of a flag, such as --eta, or its words, such as --max_ckpt_num, or one with a slip of the pen.
         near = [known for known in flags if known.rpartition(".")[2] == flag.removeprefix("--")]

@@ -21,8 +21,6 @@ from arlopti_openrlhf.upstream import find_source
 
 _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"
-# Flags of earlier versions of this package, with what took their place.
-_RENAMED = {f"--{name}": f"a constant, {value}: leave it out" for name, value in flags.GONE.items()}
 
 
 class _Parser(bad_input.Parser):
@@ -50,7 +48,7 @@ def make_parser() -> bad_input.Parser:
     for statement in block.parsing:
         _execute(statement, block.path, names)
     parser = names["args"]
-    parser.prog, parser.renamed = "arlopti train", _RENAMED
+    parser.prog = "arlopti train"
     flags.add(parser)
     help.arrange(parser)
     return parser

@@ -118,8 +118,6 @@ def _words(key: str, value: Any, parser: Parser) -> list[str]:
     Raises:
         ValueError: the key or the value's form is no flag's.
     """
-    if value == flags.GONE.get(key):
-        return []
     actions = {action.dest: action for action in parser._actions}
     action = actions.get(key)
     if action is None or key in ("help", "config"):

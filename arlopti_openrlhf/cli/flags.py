@@ -16,15 +16,11 @@ from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.repairs import REPAIRS
 
 CONFIG = "--config"
-# Flags of earlier versions, with their defaults, which are constants now. Each kept configuration has them.
-GONE = {"alarm.grad_norm_factor": "10.0", "alarm.rollout_gap": "0.1"}
 
 
 class Change(Enum):
-    """What another value of a flag means for a run that is resumed."""
+    """What another value of a flag means for a run that is resumed, if it cannot simply go on with that value."""
 
-    REPORTED = auto()  # the run goes on with it
-    IGNORED = auto()  # it is the same run: how it is started, where it writes, what it logs
     PLACE = auto()  # the place in the prompts, or in the learning rate's schedule, counts in it
     PASSES = auto()  # so it does if a mini-batch then takes another number of optimizer steps
     LAYOUT = auto()  # DeepSpeed loads no checkpoint of another
@@ -38,7 +34,7 @@ class Flag(NamedTuple):
     name: str  # of OpenRLHF's own, without dashes, and of several that are alike
     settings: dict[str, Any] = {}
     help: str = ""
-    change: Change = Change.REPORTED
+    change: Change | None = None
     path: Callable[[str], str] | None = None  # makes a relative path absolute. None for what is no path
 
     @property
@@ -180,7 +176,7 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
 ), "faults": (
     Flag("--dry-run", _SWITCH,
      "Check everything that can be checked beforehand, list all findings and exit: status 0 where the run can "
-     "start, 2 where it cannot. Nothing is started.", Change.IGNORED),
+     "start, 2 where it cannot. Nothing is started."),
     Flag("--train.deterministic", _SWITCH,
      "Samples enter the batch by prompt, each request to vLLM has its own seed, and each engine starts on its whole "
      "list at once. On the CPU of one machine, two runs of one seed are then equal bit for bit, and so is a run "
@@ -194,14 +190,11 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "with the last good checkpoint and without a final model (default: 3)."),
     Flag("--train.no_remote_code", _SWITCH,
      "Refuse models that bring Python code, which OpenRLHF and vLLM run when they load them, and those that are not "
-     "on this machine, whose code is not known. Without it such code is named before it runs.", Change.IGNORED),
+     "on this machine, whose code is not known. Without it such code is named before it runs."),
     Flag("--ckpt.load_changed", _SWITCH,
      "Resume although what a place in the prompts or in the learning rate's schedule counts in has changed: batch "
      "sizes, samples per prompt, epochs, the seed, Lopti's passes, or the prompts. Without it such a run is refused "
-     "(exit status 2).", Change.IGNORED),
-    Flag("--ckpt.save_minutes", _number("(0, inf)"),
-     "Save a checkpoint after the first step that ends so many minutes after the last one, beside "
-     "--ckpt.save_steps. Off by default."),
+     "(exit status 2)."),
     Flag("--reward.timeout_seconds", _number("(0, 604800]", 300.0),
      "Wall-clock limit of one call of a reward function. A call that takes longer is ended, and the run stops with "
      "its query (default: 300; a week at most)."),
@@ -210,10 +203,10 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
 ), "rewards, evaluation and logs": (
     Flag("--logger.probability_stats", _choice(["bins", "off"], None),
      "Log statistics of each update's tokens to wandb and TensorBoard, by probability in bins of 0.25. Default: bins "
-     "with the selective update, else off.", Change.IGNORED),
+     "with the selective update, else off."),
     Flag("--logger.console", _choice(["auto", "progress", "all"], "auto"),
      "What the run shows. progress: one line that says how far it is, with the output of Ray, vLLM and DeepSpeed in "
-     "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all.", Change.IGNORED),
+     "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all."),
     Flag("--reward.retry_minutes", _number("[0, inf]", 10.0),
      "How long a sample waits for a reward server that does not answer before the run stops (default: 10)."),
     Flag("--eval.sampling", _SAMPLING,
@@ -224,13 +217,11 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "count before the file's. A run keeps all its flags in config.yaml of --ckpt.path, which can be given here."),
 )}
 METHOD = next(iter(TABLES))  # the title of the method's own flags
-# OpenRLHF's own, if more is to be known of them than that a resumed run reports another value.
+# OpenRLHF's own, if we have more to say of them.
 _OPENRLHF = (
-    Flag("ckpt.path ckpt.output_dir logger.tensorboard_dir", change=Change.IGNORED, path=os.path.abspath),
-    Flag("ckpt.load_enable logger.logging_steps", change=Change.IGNORED),
-    Flag("logger.wandb.org logger.wandb.group logger.wandb.project logger.wandb.run_name", change=Change.IGNORED),
+    Flag("ckpt.path ckpt.output_dir logger.tensorboard_dir", path=os.path.abspath),
     Flag("logger.wandb.key", {},
-     "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere.", Change.IGNORED),
+     "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere."),
     Flag("rollout.batch_size rollout.n_samples_per_prompt train.batch_size train.max_epochs", change=Change.PLACE),
     Flag("train.seed", change=Change.PLACE),  # of the order of the prompts
     Flag("actor.num_nodes actor.num_gpus_per_node critic.num_nodes critic.num_gpus_per_node", change=Change.RANKS),

@@ -42,7 +42,7 @@ def check_checkpoint(args: SimpleNamespace) -> Iterator[Finding]:
 
 
 def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
-    """Return a finding for each flag that differs from what the run had.
+    """Return a finding for each flag that differs from what the run had, if the run cannot go on with the new value.
 
     Args:
         flat: the flags as the parser has returned them.
@@ -59,28 +59,24 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
 
 
 def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
-    # A file of an earlier version may have flags that are gone, and lacks our newer ones, which had their defaults.
-    had = {key: value for key, value in had.items() if key not in flags.GONE}
-    had = {row.dest: str(row.settings["default"]) for row in flags.ours() if row.settings.get("default")} | had
     has = config_file.read(config_file.text(flat))
     keys = sorted(key for key in had.keys() | has.keys() if _comparable(had.get(key)) != _comparable(has.get(key)))
-    return [_difference(key, had, has, args) for key in keys if flags.of(key).change is not Change.IGNORED]
+    return [finding for key in keys if (finding := _difference(key, had, has, args))]
 
 
-def _difference(key: str, had: _Values, has: _Values, args: SimpleNamespace) -> Finding:
-    before, now = _shown(had.get(key)), _shown(has.get(key))
-    problem, remedy, is_fatal = f"the run that is resumed had {before}", f"it goes on with {now}", False
+def _difference(key: str, had: _Values, has: _Values, args: SimpleNamespace) -> Finding | None:
+    flag, before, now = f"--{key}", _shown(had.get(key)), _shown(has.get(key))
+    problem = f"the run that is resumed had {before}"
     if _changes_layout(key, had, has) and not args.ds.use_universal_ckpt:
         problem += ", and DeepSpeed cannot load its checkpoints otherwise"
         remedy = f"give {before}, or convert one by DeepSpeed's ds_to_universal and add --ds.use_universal_ckpt"
-        is_fatal = True
-    elif _changes_place(key, had, has) and not args.ckpt.load_changed:
+        return Finding(flag, now, problem, remedy)
+    if _changes_place(key, had, has) and not args.ckpt.load_changed:
         problem += ", and its place in the prompts or in the learning rate's schedule counts in that"
-        remedy = f"give {before}, or add --ckpt.load_changed to go on with {now}"
-        is_fatal = True
-    elif flags.of(key).change is Change.STORED:
-        remedy = f"it goes on with {before}, which its checkpoints hold"
-    return Finding(f"--{key}", now, problem, remedy, is_fatal)
+        return Finding(flag, now, problem, f"give {before}, or add --ckpt.load_changed to go on with {now}")
+    if flags.of(key).change is Change.STORED:
+        return Finding(flag, now, problem, f"it goes on with {before}, which its checkpoints hold", is_fatal=False)
+    return None
 
 
 def _comparable(value: str | list | None) -> Any:

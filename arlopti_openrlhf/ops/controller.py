@@ -18,6 +18,7 @@ from arlopti_openrlhf.ops.checkpoints.files import newest_published
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
+from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator, compute_eval_metrics
 from arlopti_openrlhf.patching import Upstream, replaced_attribute
 
 logger = init_logger(__name__)
@@ -27,11 +28,11 @@ class Controller(ppo_trainer.BasePPOTrainer):
     """Changes what upstream's two trainers share.
 
     1. `ExperienceMaker` makes the experience.
-    2. A resumed run takes up what `state.OF_CONTROLLER` lists, and the trackers' curves.
+    2. A resumed run takes up the coefficient that `--algo.kl.target` moves, and the trackers' curves.
     3. The trackers get the alarms (`ops.health.alarms`), and the log a line when one begins and when it ends.
     4. No checkpoint is saved after a bad step, and `--train.max_bad_steps` in a row stop the run.
     5. The trackers, and not the console, get the statistics by probability. A list in the status is a histogram.
-    6. A checkpoint is saved every `--ckpt.save_minutes` too, and before the run obeys a request to stop.
+    6. A checkpoint is saved before the run obeys a request to stop.
     7. The best checkpoint has the highest accuracy.
     8. It reports how far the run is (`ops.lifecycle.progress`).
     """
@@ -39,9 +40,10 @@ class Controller(ppo_trainer.BasePPOTrainer):
     last_step = resumed_step = 0
     last_client_states: dict | None = None
     saved_step = 0
-    saved_at: float  # time.monotonic() of the last checkpoint, in seconds
     evaluated_step: int | None = None
     best_eval_metric_key: str | None  # upstream's
+    eval_dataloader: Any  # upstream's, or batches. None without --eval.dataset
+    generate_kwargs: dict[str, Any]  # upstream's, of the generation
 
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
         set_seed(strategy.args.train.seed)  # upstream seeds the models' processes alone
@@ -70,16 +72,16 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def resume(self, checkpoint_states: dict) -> None:
         """Take up the state of a checkpoint, or of a new run, which holds only counters. Call it before any step."""
         step = checkpoint_states["global_step"]
-        state.give(state.OF_CONTROLLER, self, checkpoint_states)
+        self.kl_ctl.value = checkpoint_states.get("kl_coefficient", self.kl_ctl.value)
         if self.tensorboard_logger and self.args.ckpt.load_enable:
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
         self.last_step, self.last_client_states = step, dict(checkpoint_states)
         self.resumed_step = step
-        self.saved_step, self.saved_at = step, time.monotonic()
+        self.saved_step = step
 
     def _state(self) -> dict:
         """Return what `resume` takes up, besides upstream's states."""
-        return state.take(state.OF_CONTROLLER, self)
+        return {"kl_coefficient": float(self.kl_ctl.value)}  # upstream's may be NumPy's, which is no plain number
 
     def _compute_rollout_stats(self, experiences) -> dict:
         group_size = self.args.rollout.n_samples_per_prompt
@@ -128,10 +130,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         if len(self.bad_steps) >= self.args.train.max_bad_steps:
             raise stopping.Diverged(self._diagnosis())
         if global_step % save_steps == 0:
-            self.saved_step, self.saved_at = global_step, time.monotonic()
-        minutes = self.args.ckpt.save_minutes
-        if minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes:
-            self.save_last_step()
+            self.saved_step = global_step
         stopping.obey()
 
     def save_last_step(self) -> None:
@@ -142,7 +141,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         with replaced_attribute(self.args.ckpt, "save_steps", 1):
             with replaced_attribute(self.args.logger, "logging_steps", float("inf")):
                 super().save_logs_and_checkpoints(self.last_step, None, states)
-        self.saved_step, self.saved_at = self.last_step, time.monotonic()
+        self.saved_step = self.last_step
         logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
 
     def _diagnosis(self) -> str:
@@ -176,6 +175,26 @@ class Controller(ppo_trainer.BasePPOTrainer):
             )
         if global_step and not self.bad_steps:
             super().save_best_checkpoint(eval_metrics, global_step, (client_states or {}) | self._state())
+
+    def evaluates(self) -> bool:
+        return self.eval_dataloader is not None and self.args.eval.steps != float("inf")
+
+    def evaluate_first(self) -> None:
+        """Evaluate before the first step, unless the run is resumed after one."""
+        if self.evaluates() and not self.last_step:
+            self.evaluate_and_save(0)
+
+    def evaluate_last(self) -> None:
+        """Evaluate the last step, unless that is done."""
+        if self.evaluates() and self.evaluated_step != self.last_step:
+            with self._saving_the_model():
+                self.evaluate_and_save(self.last_step)
+
+    def evaluate_and_save(self, global_step: int) -> None:
+        """Evaluate a step, and save its weights if they are the best."""
+        samples = self.args.eval.n_samples_per_prompt
+        metrics = self.evaluate(global_step, **self.generate_kwargs | {"n_samples_per_prompt": samples})
+        self.save_best_checkpoint(metrics, global_step, self.last_client_states)
 
     def _detect_eval_metric_key(self, eval_metrics) -> str | None:
         """Return upstream's choice, with `accuracy` as the default."""
@@ -231,10 +250,6 @@ def _refuse_without_a_step(trainer: Any) -> None:
     )
 
 
-def _evaluates(trainer: Any) -> bool:
-    return trainer.eval_dataloader is not None and trainer.args.eval.steps != float("inf")
-
-
 class PPOTrainer(Controller):
     """`PPOTrainer` with the changes of `Controller`. It also evaluates before the first step and after the last."""
 
@@ -244,50 +259,51 @@ class PPOTrainer(Controller):
             drawn = (self.last_client_states or {}).get("total_consumed_prompts", 0)
             total = len(self.prompts_dataloader) * self.args.train.num_episodes
             progress.say("prompts", progress.Prompts(total, drawn))
-            samples = self.generate_kwargs | {"n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
             with self.answering_signals():
-                if _evaluates(self) and not self.last_step:
-                    self.save_best_checkpoint(self.evaluate(0, **samples), 0)
+                self.evaluate_first()
                 super().fit(global_step)
                 _refuse_without_a_step(self)
-                if _evaluates(self) and self.evaluated_step != self.last_step:
-                    with self._saving_the_model():
-                        logs = self.evaluate(self.last_step, **samples)
-                        self.save_best_checkpoint(logs, self.last_step, self.last_client_states)
+                self.evaluate_last()
         finally:
             self.close_trackers()
 
 
 class GenerateSamplesActor(Upstream):
-    """`GenerateSamplesActor` that also evaluates before the first step, and on request."""
-
-    is_new = False  # the run, which has drawn no prompt yet
+    """`GenerateSamplesActor` that evaluates nothing. While it did, the training actor would train the next step."""
 
     def fit(self, episode: int, total_consumed_prompts: int) -> None:
         """Generate as upstream does, from an episode on, and after so many prompts of all episodes."""
-        self.is_new = total_consumed_prompts == 0
         total = len(self.prompts_dataloader) * self.args.train.num_episodes
         progress.say("prompts", progress.Prompts(total, total_consumed_prompts))
         super().fit(episode, total_consumed_prompts)
 
     def _should_eval(self, global_step: int) -> bool:
-        is_first = global_step == 0 and self._last_eval_step < 0 and self.is_new
-        return (is_first and _evaluates(self)) or super()._should_eval(global_step)
+        return False
 
-    def evaluates(self) -> bool:
-        return _evaluates(self)
-
-    def evaluate(self) -> dict[str, float]:
-        return self._run_eval()
+    def evaluation(self) -> tuple[list[tuple] | None, dict[str, Any]]:
+        """Return the batches to evaluate on, if there are some, and upstream's arguments of the generation."""
+        return None if self.eval_dataloader is None else list(self.eval_dataloader), self.generate_kwargs
 
 
 class TrainingActor(Controller):
-    """`TrainingActor` with the changes of `Controller`. Its trackers stay open until `finish`."""
+    """`TrainingActor` with the changes of `Controller`. Its trackers stay open until `finish`.
+
+    It evaluates, too, between two steps: so the weights that are saved as the best are those that were evaluated.
+    """
+
+    evaluation_seconds = 0.0  # after the last step
+
+    def prepare_evaluation(self, evaluation: tuple[list[tuple] | None, dict[str, Any]]) -> None:
+        """Take what `GenerateSamplesActor.evaluation` has returned. Call it before `fit`."""
+        self.eval_dataloader, self.generate_kwargs = evaluation
+        common = self.strategy, None, self.eval_dataloader, self.tokenizer, self.vllm_engines
+        self.samples_generator = SamplesGenerator(*common, sampling=self.args.eval.sampling)
 
     def fit(self, global_step: int = 0) -> None:
         try:
             self.resume(self.init_checkpoint_states())
             with self.answering_signals():
+                self.evaluate_first()
                 super().fit(global_step)
                 stopping.obey()  # the generator may have done so first
                 _refuse_without_a_step(self)
@@ -295,16 +311,34 @@ class TrainingActor(Controller):
             self.close_trackers()
             raise
 
-    def finish(self, generator=None) -> None:
-        """Evaluate the last step if that is not done and there is a generator to do it, and close the trackers."""
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict: dict, client_states: dict) -> None:
+        """Log and save after a step, and evaluate every `--eval.steps`. The next step's time is without that."""
+        logs_dict["timing/step_total"] -= self.evaluation_seconds
+        super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+        start = time.monotonic()
+        if self.evaluates() and global_step % self.args.eval.steps == 0:
+            self.evaluate_and_save(global_step)
+        self.evaluation_seconds = time.monotonic() - start
+
+    def evaluate(self, global_step: int, **generate_kwargs) -> dict[str, float]:
+        """Evaluate vLLM's weights, which are the last step's, while no samples are generated. Return the metrics."""
+        ray.get(self.vllm_lock.acquire.remote())
         try:
-            if generator is not None and self.evaluated_step != self.last_step:
-                with self._saving_the_model():
-                    eval_metrics = ray.get(generator.evaluate.remote())
-                    logger.info(f"Eval at step {self.last_step}: {eval_metrics}")
-                    for tracker in self._trackers():
-                        tracker.log_eval(self.last_step, eval_metrics)
-                    self.save_best_checkpoint(eval_metrics, self.last_step, self.last_client_states)
+            samples = self.samples_generator.generate_eval_samples(**generate_kwargs)
+        finally:
+            ray.get(self.vllm_lock.release.remote())
+        metrics = compute_eval_metrics(
+            self.eval_dataloader, samples, generate_kwargs["n_samples_per_prompt"], self.args.eval.sampling
+        )
+        logger.info(f"Eval at step {global_step}: {metrics}")
+        for tracker in self._trackers():
+            tracker.log_eval(global_step, metrics)
+        return metrics
+
+    def finish(self) -> None:
+        """Evaluate the last step if that is not done, and close the trackers."""
+        try:
+            self.evaluate_last()
         finally:
             self.close_trackers()
 
@@ -318,12 +352,12 @@ class PPOTrainerAsync(Upstream):
 
     def fit(self) -> None:
         try:
+            ray.get(self.trainer_actor.prepare_evaluation.remote(self.generator_actor.evaluation.remote()))
             super().fit()
         except Exception:
             self._end_training()
             raise
-        evaluates = ray.get(self.generator_actor.evaluates.remote())
-        ray.get(self.trainer_actor.finish.remote(self.generator_actor if evaluates else None))
+        ray.get(self.trainer_actor.finish.remote())
 
     def _end_training(self) -> None:
         """Let the training actor end its `fit`, in which it may wait for samples that will not come, and tidy up."""

@@ -112,12 +112,6 @@ def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
     assert not [name for name in topics if "." in name]
 
 
-def test_a_file_that_names_each_flag_in_full_still_counts(parse):
-    """As earlier versions kept it, with text for numbers."""
-    args = parse("actor.adam.lr: '1e-06'\nckpt.max_mem: 'inf'\nvllm.num_engines: '1'\n")
-    assert (args["actor.adam.lr"], args["ckpt.max_mem"], args["vllm.num_engines"]) == (1e-6, float("inf"), 1)
-
-
 def test_the_kept_file_gives_the_same_run_from_another_folder(tmp_path, monkeypatch):
     """Paths are absolute there. Names of the hub, of rewards and of methods stay names, also beside such a folder."""
     for name in ("model", "kk", "ar", "elsewhere"):

@@ -1,4 +1,4 @@
-"""A run that is resumed with other flags says so, one line for each, and is refused where its place would be wrong."""
+"""A run that is resumed with other flags is refused if its place would be wrong."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -36,27 +36,17 @@ def resumed(tmp_path):
     return of
 
 
-def test_the_same_run_says_nothing(resumed, tmp_path):
-    """Where it writes, what it logs and how it is started may differ. Its own file gives the same flags."""
-    assert resumed("--ckpt.output_dir x --logger.tensorboard_dir t --logger.wandb.run_name n --dry-run") == []
+def test_what_a_run_can_go_on_with_needs_no_line(resumed, tmp_path):
+    """Its own file gives the same flags."""
+    assert resumed("--ckpt.output_dir x --algo.ar.alpha 0.1 --train.num_episodes 5 --ds.packing_samples") == []
     again = flat(f"--config {tmp_path}/config.yaml")
     assert same_run.check(again, command_line.hierarchize(again)) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "flag", "text"),
-    [
-        ("--algo.ar.alpha 0.1", "--algo.ar.alpha", "0.1: the run that is resumed had 0.3; it goes on with 0.1"),
-        ("--train.num_episodes 5", "--train.num_episodes", "5: the run that is resumed had 1; it goes on with 5"),
-        ("--eval.dataset d.jsonl", "--eval.dataset", "d.jsonl: the run that is resumed had no value; it goes on with"),
-        ("--algo.token_method stapo", "--algo.token_method", "stapo: the run that is resumed had no value; it goes"),
-        ("--ds.packing_samples", "--ds.packing_samples", "true: the run that is resumed had false; it goes on with"),
-        ("--actor.adam.lr 1e-5", "--actor.adam.lr", "1.0e-05: the run that is resumed had 1.0e-06; it goes on with"),
-    ],
-)
-def test_a_difference_is_one_line(resumed, flags, flag, text):
-    (finding,) = resumed(flags)
-    assert finding.flag == flag and text in str(finding) and not finding.is_fatal
+def test_an_optimizers_value_is_the_checkpoints(resumed):
+    (finding,) = resumed("--actor.adam.lr 1e-5")
+    assert finding.flag == "--actor.adam.lr" and not finding.is_fatal
+    assert "1.0e-05: the run that is resumed had 1.0e-06; it goes on with 1.0e-06, which its chec" in str(finding)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +67,11 @@ def test_what_the_place_counts_in_is_refused_unless_it_is_asked_for(resumed, fla
     assert finding.is_fatal and finding.flag == flags.split()[0]
     assert "place in the prompts or in the learning rate's schedule" in finding.problem
     assert "or add --ckpt.load_changed" in finding.remedy
-    (finding,) = resumed(f"{flags} --ckpt.load_changed")
-    assert not finding.is_fatal and "it goes on with" in finding.remedy
+    assert resumed(f"{flags} --ckpt.load_changed") == []
 
 
 def test_another_threshold_of_lopti_takes_as_many_steps(resumed):
-    (finding,) = resumed("--algo.lopti.eta 0.3", f"{FLAGS} --algo.lopti.eta 0.5")
-    assert not finding.is_fatal
+    assert resumed("--algo.lopti.eta 0.3", f"{FLAGS} --algo.lopti.eta 0.5") == []
     groups, order = "--algo.lopti.groups low", "--algo.lopti.eta 0.5"
     (finding,) = resumed(groups, f"{FLAGS} {order}")
     assert finding.is_fatal and finding.flag == "--algo.lopti.groups"
@@ -98,12 +86,11 @@ def test_another_layout_needs_a_universal_checkpoint(resumed, flags):
         (finding,) = resumed(flags + more, had)
         assert finding.is_fatal and "DeepSpeed cannot load its checkpoints otherwise" in finding.problem
         assert "--ds.use_universal_ckpt" in finding.remedy
-    assert not any(finding.is_fatal for finding in resumed(f"{flags} --ds.use_universal_ckpt", had))
+    assert resumed(f"{flags} --ds.use_universal_ckpt", had) == []
 
 
 def test_as_many_ranks_on_other_nodes_are_the_same_layout(resumed):
-    findings = resumed("--actor.num_nodes 2 --actor.num_gpus_per_node 1 --critic.num_nodes 3")
-    assert [finding.is_fatal for finding in findings] == [False] * 3  # there is no critic
+    assert resumed("--actor.num_nodes 2 --actor.num_gpus_per_node 1 --critic.num_nodes 3") == []  # there is no critic
 
 
 def write_checkpoint(folder: Path, version: str, state: object) -> None:

@@ -130,17 +130,6 @@ def test_what_is_saved_is_not_saved_again(train):
     assert trainer.names() == ["global_step6"]
 
 
-def test_a_checkpoint_every_some_minutes(train, monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(controller.time, "monotonic", lambda: now)
-    trainer = train("--ckpt.save_steps", "9", "--ckpt.save_minutes", "1")
-    for step in range(5, 12):  # a step takes 25 s
-        now += 25
-        trainer.step(step)
-    # The third step ends 75 s after the beginning. Step 9 is saved by --ckpt.save_steps, and time counts from there.
-    assert trainer.names() == ["global_step7", "global_step9"]
-
-
 def test_kl_coefficient_and_random_numbers_come_back(train):
     trainer = train("--ckpt.save_steps", "2")
     trainer.kl_ctl.update(5.0, 10)

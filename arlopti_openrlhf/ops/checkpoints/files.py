@@ -90,7 +90,7 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def version_of(checkpoint: Path) -> Version | None:
-    """Return the version of this package that wrote a checkpoint. None where it did not say so, or cannot be read."""
+    """Return the version of this package that wrote a checkpoint, or None if its manifest cannot be read."""
     try:
         return Version(_manifest(checkpoint)["version"])
     except _UNREADABLE:

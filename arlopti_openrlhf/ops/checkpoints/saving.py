@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from torch import distributed as dist
 
 from arlopti_openrlhf import learning_rate
 from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
@@ -53,7 +54,7 @@ class CheckpointStrategy(GuardedStrategy):
 
     1. A checkpoint is written under another name and renamed when all ranks' files are on the disk, with a manifest.
        Only then are older ones removed, by upstream's rule. A model's files get their names when all are whole.
-    2. It also holds what `state.OF_RANK` lists.
+    2. It also holds what `state.save` lists.
     3. A run resumes from the newest whole checkpoint, and says which it passed over and why.
     4. Where a checkpoint cannot be written, a line says why, and the run continues. Where the final model cannot be
        written, the run fails.
@@ -250,9 +251,13 @@ def newest_whole(folders: list[Path]) -> str | None:
     def problems(tag: str) -> list[str]:
         return [f"{folder.name}: {line}" for folder in folders for line in files.problems(folder / tag)]
 
+    def damages(tag: str) -> list[str]:
+        own = [(folder, unpickling.damages(folder / tag, dist.get_rank())) for folder in folders]
+        return [f"{folder.name}: {line}" for folder, lines in own for line in lines]
+
     passed_over = []
     for tag in on_rank_0(candidates):
-        found = on_rank_0(partial(problems, tag))
+        found = on_rank_0(partial(problems, tag)) or list(chain(*everywhere(partial(damages, tag))))
         if not found:
             say(f"resumes from {folders[0] / tag}")
             return tag

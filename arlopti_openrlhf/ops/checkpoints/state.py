@@ -1,4 +1,4 @@
-"""Lists the parts of a run's state that neither DeepSpeed nor upstream saves: who saves each, and who restores it.
+"""Saves and restores the parts of a rank's state that neither DeepSpeed nor upstream saves.
 
 What is in no checkpoint starts anew, such as the medians of the alarms and vLLM's caches.
 """
@@ -8,9 +8,8 @@ import json
 import random
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,56 +18,30 @@ from torch import nn
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.ops.checkpoints import files, ranks
-from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.lifecycle.progress import RUN_FILE, kept_run
 
 _UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
 
 
-class Part(NamedTuple):
-    """A part that `take` saves and `give` restores."""
-
-    key: str
-    what: str
-    take: Callable[[Any], Any]  # returns the part, of its owner
-    give: Callable[[Any, Any], object]  # gives the owner what `take` has returned
-
-
-# In a file of each rank. The owner is the rank's `CheckpointStrategy`.
-OF_RANK = (
-    Part("random", "random numbers: Python's, NumPy's, PyTorch's and the GPU's",
-         lambda strategy: random_state(), lambda strategy, saved: set_random_state(saved)),
-    Part("time_steps", "upstream's counters of the moving average",
-         lambda strategy: dict(strategy.time_steps), lambda strategy, saved: strategy.time_steps.update(saved)),
-    Part("averaged", "the moving average (--train.enable_ema), or this rank's part of it",
-         lambda strategy: _average(strategy.averaged), lambda strategy, saved: _set_average(strategy.averaged, saved)),
-)  # fmt: skip
-# In upstream's client state. The owner is the `Controller`.
-OF_CONTROLLER = (
-    Part("kl_coefficient", "the coefficient that --algo.kl.target moves",
-         lambda controller: controller.kl_ctl.value,
-         lambda controller, saved: setattr(controller.kl_ctl, "value", saved)),
-    Part("controller_random", "the controller's random numbers",
-         lambda controller: packed(random_state()), lambda controller, saved: set_random_state(unpacked(saved))),
-)  # fmt: skip
 RANK_FILE = "process_rank_{}.pt"
 
 
-def take(parts: Sequence[Part], owner: Any) -> dict[str, Any]:
-    """Return the parts of an owner's state by their keys."""
-    return {part.key: part.take(owner) for part in parts}
-
-
-def give(parts: Sequence[Part], owner: Any, saved: Mapping[str, Any]) -> None:
-    """Give an owner what `take` has returned. A new run has nothing saved, and keeps what it has."""
-    for part in parts:
-        if part.key in saved:
-            part.give(owner, saved[part.key])
-
-
 def save(checkpoint: Path, strategy: Any) -> None:
-    """Write this rank's file to a checkpoint's folder, which is being written."""
-    torch.save(take(OF_RANK, strategy), checkpoint / RANK_FILE.format(dist.get_rank()))
+    """Write this rank's file to a checkpoint's folder, which is being written.
+
+    It has the random numbers of Python, NumPy, PyTorch and the GPU, upstream's counters of the moving average
+    (--train.enable_ema), and the average, or this rank's part of it.
+
+    Args:
+        checkpoint: the folder.
+        strategy: the rank's `CheckpointStrategy`.
+    """
+    own = {
+        "random": random_state(),
+        "time_steps": dict(strategy.time_steps),
+        "averaged": _average(strategy.averaged),
+    }
+    torch.save(own, checkpoint / RANK_FILE.format(dist.get_rank()))
 
 
 def restore(checkpoint: Path, strategy: Any) -> None:
@@ -80,16 +53,16 @@ def restore(checkpoint: Path, strategy: Any) -> None:
     saved = _load(checkpoint / RANK_FILE.format(dist.get_rank()))
     if strategy.averaged is not None:
         writer = _writer(strategy.averaged)
-        path, early = checkpoint / RANK_FILE.format(writer), checkpoint / f"averaged_rank_{writer}.pt"
-        if early.exists():  # where 0.1.0 kept the average at first
-            saved["averaged"] = _load(early)
-        elif writer != dist.get_rank():
+        path = checkpoint / RANK_FILE.format(writer)
+        if writer != dist.get_rank():
             saved["averaged"] = _load(path)["averaged"]
         if saved["averaged"] is None:
             ranks.say(f"{checkpoint} holds no moving average (--train.enable_ema): it starts anew")
         elif [tensor.shape for tensor in saved["averaged"]] != [own.shape for own in _memory(strategy.averaged)]:
             raise ValueError(f"{path}: the moving average (--train.enable_ema) is that of another model")
-    give(OF_RANK, strategy, saved)
+    set_random_state(saved["random"])
+    strategy.time_steps.update(saved["time_steps"])
+    _set_average(strategy.averaged, saved["averaged"])
 
 
 def _load(path: Path) -> Any:

@@ -6,37 +6,28 @@ writes itself needs none of that.
 """
 
 import importlib
-import io
 import os
 import pickle
+import re
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from arlopti_openrlhf import terminal
 
 # PyTorch's own switches. A user who trusts a checkpoint loads with the first what is not allowed here.
 OFF, _ON = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-# What DeepSpeed and, in a metric's number, NumPy leave in a checkpoint.
-_OTHERS = (
+# What DeepSpeed leaves in a checkpoint.
+_ALLOWED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
-    "numpy._core.multiarray.scalar",
-    "numpy.dtype",
-    "numpy.dtypes.Float32DType",
-    "numpy.dtypes.Float64DType",
 )
-# What 0.1.0 left in one until its manifest named the version: arrays, samples, and a class of ours for a list of them.
-_ARRAYS = ("numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtypes.UInt32DType")
-_EARLIER = (*_ARRAYS, "openrlhf.trainer.ppo_utils.experience.Experience")
-_LISTS = ("arlopti_openrlhf.ops.rollouts.prompts.Leftover", "arlopti_openrlhf.run.prompts.Leftover")
-# By the name in the file, what is called in its place.
-_ALLOWED = {name: name for name in _OTHERS + _EARLIER} | dict.fromkeys(_LISTS, "builtins.list")
 
 
 @contextmanager
@@ -47,7 +38,7 @@ def restricted() -> Iterator[None]:
         return
     os.environ[_ON] = "1"
     try:
-        with safe_globals([(_find(here), there) for there, here in _ALLOWED.items()]):
+        with safe_globals([(_find(name), name) for name in _ALLOWED]):
             yield
     finally:
         del os.environ[_ON]
@@ -58,9 +49,30 @@ def not_allowed(path: Path) -> list[str]:
     if os.environ.get(OFF):
         return []
     try:
-        return sorted(set(get_unsafe_globals_in_checkpoint(path)) - _ALLOWED.keys())
+        return sorted(set(get_unsafe_globals_in_checkpoint(path)) - set(_ALLOWED))
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
         return []
+
+
+def damages(checkpoint: Path, rank: int) -> list[str]:
+    """Return which of a rank's own files do not hold what was written, or nothing. Every byte of them is read.
+
+    `torch.save` writes a zip, with a checksum of each record. Files that belong to no rank are rank 0's.
+    """
+    reasons = []
+    for path in sorted(checkpoint.glob("*.pt")):
+        numbered = re.search(r"(?:zero_pp|process)_rank_(\d+)", path.name)
+        if int(numbered[1] if numbered else 0) != rank:
+            continue
+        try:
+            with zipfile.ZipFile(path) as file:
+                record = file.testzip()
+            if record:
+                reasons.append(f"{path.name} is damaged in {record}")
+            get_unsafe_globals_in_checkpoint(path)  # PyTorch's own reader, which looks at more of the zip's end
+        except Exception as error:  # zipfile raises errors of many kinds for what is no zip
+            reasons.append(f"{path.name} is damaged ({terminal.one_line(f'{type(error).__name__}: {error}')})")
+    return reasons
 
 
 def refusal(names: Sequence[str]) -> tuple[str, str]:
@@ -68,33 +80,6 @@ def refusal(names: Sequence[str]) -> tuple[str, str]:
     return f"on loading it would call {', '.join(names)}, which no run's checkpoint does", (
         f"give another path, or set {OFF}=1 if you trust where it comes from"
     )
-
-
-def packed(value: Any) -> Tensor:
-    """Return a value's bytes. Upstream prints a checkpoint's state when it is loaded, and a long tensor short."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def unpacked(content: Tensor) -> Any:
-    """Return what `packed` was given, or what an earlier version packed, which was a plain pickle."""
-    buffer = io.BytesIO(content.numpy().tobytes())
-    if buffer.getvalue().startswith(b"PK"):
-        return torch.load(buffer, weights_only=True)
-    return _RandomState(buffer).load()
-
-
-class _RandomState(pickle.Unpickler):
-    """Unpickles what `state.random_state` returns."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full == "torch.storage._load_from_bytes":
-            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
-        if full in ("torch._utils._rebuild_tensor_v2", "collections.OrderedDict", "numpy.dtype", *_ARRAYS):
-            return _find(full)
-        raise pickle.UnpicklingError(f"{full} is not allowed in a random state")
 
 
 def _find(name: str) -> Any:

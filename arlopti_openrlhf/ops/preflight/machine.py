@@ -61,7 +61,7 @@ def check_disk(args: SimpleNamespace) -> Iterator[Finding]:
         return  # the size of the model is unknown, or the disk is another machine's
     copies = _MODEL * (2 if args.train.enable_ema else 1) + (0 if args.ds.lora.rank else _OPTIMIZER)
     one, final = 0 if args.ckpt.disable_ds else copies * sum(parameters), _MODEL * parameters[0]
-    saves = args.ckpt.save_steps > 0 or args.ckpt.save_minutes is not None
+    saves = args.ckpt.save_steps > 0
     evaluates = args.eval.dataset and args.eval.steps != -1 and args.ckpt.best_metric_key != "none"
     # Without any asked for, a signal still saves one.
     number = max(1, (args.ckpt.max_num if saves else 0) + (1 if evaluates else 0))

@@ -23,9 +23,7 @@ class RolloutRayActor(Upstream):
         once.output_kind = RequestOutputKind.FINAL_ONLY
         return await super().generate(prompt_token_ids, once, multi_modal_data)
 
-    async def generate_in_order(
-        self, requests: Sequence[dict], sampling_params, max_length: int, hf_tokenizer
-    ) -> list[list[dict]]:
+    async def generate_in_order(self, requests: Sequence[dict]) -> list[list[dict]]:
         """Return the responses to each request, which do not depend on when anything arrives.
 
         vLLM's scheduler stands still until it has all requests, and has them in their order. From there on, what it
@@ -33,17 +31,16 @@ class RolloutRayActor(Upstream):
         is under way and the pause empties the prefix cache.
 
         Args:
-            requests: each with `prompt`, `label`, `images` and `seeds`, one for each sample.
+            requests: what upstream's `generate_responses` gets, with `seeds` for the samples in place of their number.
         """
         tasks = []
         await self.pause_generation()
         for request in requests:
             for seed in request["seeds"]:
-                seeded = copy(sampling_params)
-                seeded.seed = seed
-                prompt, label, images = request["prompt"], request["label"], request["images"]
-                sample = self.executor.execute(prompt, label, seeded, max_length, hf_tokenizer, self, images=images)
-                tasks.append(await self._admit(sample))
+                sampled = {name: value for name, value in request.items() if name != "seeds"}
+                sampled["sampling_params"] = copy(request["sampling_params"])
+                sampled["sampling_params"].seed = seed
+                tasks.append(await self._admit(self.executor.execute(**sampled, llm_engine=self)))
         await self.resume_generation()
         responses = iter(await asyncio.gather(*tasks))
         return [[next(responses) for _ in request["seeds"]] for request in requests]

@@ -6,18 +6,16 @@ prompt that it has yielded, whether a step has had the samples or not.
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from openrlhf.trainer import ppo_trainer
-from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 from torch.utils.data import DataLoader
 
-from arlopti_openrlhf.ops.checkpoints.unpickling import packed, unpacked
 from arlopti_openrlhf.ops.lifecycle.stopping import RunStopped
 from arlopti_openrlhf.ops.rollouts import prompt_text
 
@@ -71,40 +69,12 @@ def seed_of(*key: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
 
-class Numbered:
-    """Iterates over batches of one prompt each, and counts them.
-
-    Args:
-        name: what the prompts are for. Together with its number, it names a prompt.
-        batches: upstream's (sources, prompts, labels, images), each a list of one.
-        drawn: how many came before.
-    """
-
-    def __init__(self, name: tuple, batches: Iterable[tuple], drawn: int = 0) -> None:
-        self.name, self.drawn = name, drawn
-        self._batches = iter(batches)
-
-    def __iter__(self) -> "Numbered":
-        return self
-
-    def __next__(self) -> tuple:
-        batch = next(self._batches)
-        self.drawn += 1
-        return batch
-
-
-def _sample(fields: dict[str, Any]) -> Experience:
-    """Return the sample that had these attributes."""
-    sample = Experience()
-    vars(sample).update(fields)
-    return sample
-
-
 class Prompts:
     """Stands in for upstream's loader of the prompts to train on, with a place that a checkpoint can keep.
 
     Each episode has an order that follows from the seed and the number of the episode. So the place is that number,
-    how many prompts of the episode have been drawn, and the samples of those that no step has had yet.
+    how many prompts of the episode have been drawn, and the numbers of those that were drawn and not trained. A
+    resumed run draws these first.
 
     Args:
         loader: upstream's loader, one prompt per batch.
@@ -113,38 +83,44 @@ class Prompts:
     """
 
     def __init__(self, loader, digest: str, args: SimpleNamespace) -> None:
-        self.loader, self.digest = loader, digest
-        self.seed, self.samples = args.train.seed, args.rollout.n_samples_per_prompt
+        self.loader, self.digest, self.seed = loader, digest, args.train.seed
         self.may_change = args.ckpt.load_changed
-        self.leftover: list[Experience] = []  # samples for a later step
-        self._set_place(episode=0, drawn=0)
+        self.episode = self.drawn = 0
+        self.untrained: list[int] = []  # drawn, with samples for a later step
+        self._again: list[int] = []  # drawn before the resume, and not since
+        self._has_begun = False
 
     def __len__(self) -> int:
         return len(self.loader)
 
     @property
-    def is_drawn(self) -> bool:
-        """True where the episode has no further prompt."""
-        return self.rest.drawn >= len(self)
+    def drawn_in_all(self) -> int:
+        """The number of prompts of all episodes that have been drawn, each counted once."""
+        return self.episode * len(self) + self.drawn
 
-    def begin_next_episode(self) -> None:
-        self._set_place(self.episode + 1, drawn=0)
+    def __iter__(self) -> Iterator[tuple[tuple, tuple]]:
+        """Return the rest of the episode, or the next episode if that rest has been asked for before.
+
+        It yields prompts' places, as ("train", episode, number), and their batches, as upstream's loader has them.
+        """
+        if self._has_begun:
+            self.episode, self.drawn = self.episode + 1, 0
+        self._has_begun = True
+        return self._rest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place, in which every prompt drawn has been trained but those of the samples left over."""
+        """Return the place, in which every prompt drawn has been trained but the `untrained`."""
+        untrained = [*self.untrained, *self._again]
         return {
             "episode": self.episode,
-            "drawn": self.rest.drawn,
+            "drawn": self.drawn,
+            "untrained": untrained,
             "of": len(self),
             "digest": self.digest,
-            "samples": self.samples,
-            "leftover": packed([vars(sample) for sample in self.leftover]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the place that `state_dict` has returned.
-
-        Samples that it holds are left out where a prompt has another number of them now.
+        """Go to the place that `state_dict` has returned. Call it before any prompt is drawn.
 
         Raises:
             OtherPrompts: it is a place among other prompts, and that was not asked for.
@@ -152,36 +128,30 @@ class Prompts:
         """
         if "drawn" not in state:
             raise ValueError("the checkpoint is of OpenRLHF's own command, whose place in the prompts is another kind")
-        if (state["of"], state.get("digest", self.digest)) != (len(self), self.digest):  # early ones have no digest
+        if (state["of"], state["digest"]) != (len(self), self.digest):
             what = f"the run that is resumed had other prompts or labels ({state['of']} then, {len(self)} now)"
             wrong = "in the rest of this episode, prompts may come again or not at all"
             if not self.may_change:
                 raise OtherPrompts(f"{what}; give the same data, or add --ckpt.load_changed: {wrong}")
             logger.warning(f"{what}: {wrong}")
-        self._set_place(state["episode"], state["drawn"])
-        leftover = state["leftover"]
-        if isinstance(leftover, torch.Tensor):  # early ones hold the samples themselves
-            leftover = list(map(_sample, unpacked(leftover)))
-        if state.get("samples", self.samples) != self.samples:
-            logger.warning(
-                f"{len(leftover)} samples that are left over in the checkpoint are not trained: a prompt has "
-                f"{self.samples} samples now, and had {state['samples']}"
-            )
-            return
-        self.leftover = leftover
+        self.episode, self.drawn = state["episode"], min(state["drawn"], len(self))
+        self._again = sorted(number for number in state["untrained"] if number < len(self))
 
-    def _set_place(self, episode: int, drawn: int) -> None:
-        self.episode = episode
-        self.rest = Numbered(("train", episode), self._batches(episode, drawn), drawn)
-
-    def _batches(self, episode: int, drawn: int) -> Iterator[tuple]:
-        generator = torch.Generator().manual_seed(seed_of(self.seed, "order", episode))
+    def _rest(self) -> Iterator[tuple[tuple, tuple]]:
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "order", self.episode))
         order = torch.randperm(len(self), generator=generator).tolist()
-        yield from DataLoader(
+        numbers = [*self._again, *range(self.drawn, len(self))]
+        batches = DataLoader(
             self.loader.dataset,
             batch_size=1,
-            sampler=order[drawn:],
+            sampler=[order[number] for number in numbers],
             collate_fn=self.loader.collate_fn,
             num_workers=self.loader.num_workers,
             generator=generator,  # otherwise a resumed run would draw once more than others from the process's own
         )
+        for number, batch in zip(numbers, batches, strict=True):
+            if self._again:
+                self._again.pop(0)
+            else:
+                self.drawn += 1
+            yield ("train", self.episode, number), batch

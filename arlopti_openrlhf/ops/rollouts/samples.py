@@ -2,34 +2,32 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import ray
-import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch
-from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import init_logger
 from tqdm import tqdm
-from vllm import SamplingParams
 
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
 from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
 from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.lifecycle.progress import Phase, say
-from arlopti_openrlhf.ops.rollouts.prompts import Numbered, Prompts, seed_of
+from arlopti_openrlhf.ops.rollouts.prompts import Prompts, seed_of
 from arlopti_openrlhf.ops.rollouts.reward_client import SCORES_ARE_REWARDS
+from arlopti_openrlhf.patching import replaced_attribute
 
 logger = init_logger(__name__)
 
 
 class SamplesGenerator(samples_generator.SamplesGenerator):
-    """Restates upstream's loops, with five changes.
+    """Restates upstream's loop over the answers, with five changes.
 
-    1. `Prompts` keeps the samples that a step leaves over, so a checkpoint knows which prompts have been trained.
+    1. A sample knows the place of its prompt, so a checkpoint knows which prompts have been trained.
     2. A request to stop ends the wait for samples, as `stopping.Interrupted`.
     3. Under `--train.deterministic` the samples come in the order of their prompts. Each has a seed that follows from
        `--train.seed` and the place of its prompt. Each engine gets its whole list at once, because what it computes
@@ -39,39 +37,24 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     """
 
     prompts_dataloader: Prompts
-    _has_ended = False  # the caller knows that the episode is over
 
     def __init__(self, *args, sampling: Sequence[Sampling], **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.sampling = sampling
 
-    @torch.no_grad()
     def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
-        """Return the samples of a step, the pass rate in %, how many prompts were drawn, and whether the episode ends.
+        """Return upstream's samples of a step, the pass rate in %, a number of prompts, and whether the episode ends.
+
+        The number counts the prompts that were drawn for the first time. A resumed run draws some again.
 
         Raises:
-            Interrupted: a request to stop. The prompts drawn are then neither trained nor left over.
+            Interrupted: a request to stop.
         """
-        prompts, rollout = self.prompts_dataloader, self.args.rollout
-        if self._has_ended:
-            prompts.begin_next_episode()
-        size = rollout.batch_size * rollout.n_samples_per_prompt
-        pass_rate, drawn = None, 0
-        if len(prompts.leftover) < size and not prompts.is_drawn:
-            is_filtered = self.args.algo.dynamic_filtering_enable
-            if self.args.vllm.enable_sleep:
-                batch_vllm_engine_call(self.vllm_engines, "wake_up")
-            samples, drawn, _ = self._generate_vllm(
-                prompts.rest, rollout.vllm_generate_batch_size or rollout.batch_size, is_filtered, **generate_kwargs
-            )
-            if self.args.vllm.enable_sleep:
-                batch_vllm_engine_call(self.vllm_engines, "sleep")
-            if is_filtered and drawn:
-                pass_rate = len(samples) / drawn * 100
-            prompts.leftover += samples
-        of_step, prompts.leftover = prompts.leftover[:size], prompts.leftover[size:]
-        self._has_ended = prompts.is_drawn and not prompts.leftover
-        return of_step, pass_rate, drawn, self._has_ended
+        prompts = self.prompts_dataloader
+        before = prompts.drawn_in_all
+        samples, pass_rate, _, has_ended = super().generate_samples(**generate_kwargs)
+        prompts.untrained = list(dict.fromkeys(sample.place[-1] for sample in self._sample_buffer))
+        return samples, pass_rate, prompts.drawn_in_all - before, has_ended
 
     def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
         """Return upstream's samples with their `datasource`, ordered by source and then by problem.
@@ -85,7 +68,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         samples = []
         for source, batches in problems.items():
             how = sampling_of(source, self.sampling)
-            self._eval_dataloader_iter = Numbered(("eval", source), batches)
+            self._eval_dataloader_iter = ((("eval", source, i), batch) for i, batch in enumerate(batches))
             own = {"n_samples_per_prompt": how.n, "temperature": how.temperature}
             of_source = super().generate_eval_samples(**generate_kwargs | own)
             for sample in of_source:
@@ -94,23 +77,24 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         return samples
 
     def _generate_vllm(
-        self, dataloader_iter: Numbered, num_prompts: int, dynamic_filtering: bool, **generate_kwargs
+        self, dataloader_iter: Iterator[tuple[tuple, tuple]], num_prompts: int, dynamic_filtering: bool, **kwargs
     ) -> tuple[list[Experience], int, bool]:
         """Return the samples of the next prompts, how many were drawn for them, and whether there are no others.
 
         Under dynamic filtering another prompt is drawn for each one that is filtered out.
         """
         accepted: list[Experience] = []
-        pending, drawn, is_exhausted = self._draw(dataloader_iter, num_prompts, **generate_kwargs)
+        pending, drawn, is_exhausted = self._draw(dataloader_iter, num_prompts, **kwargs)
         progress = tqdm(total=drawn, desc="Generate samples", disable=not drawn)
         finished = 0
         while pending:
             say("phase", Phase("rollouts", finished))
-            groups, pending = self._receive(pending)
-            finished += sum(map(len, groups))
             rejected = 0
-            for responses in groups:
-                group = [self._process_response_into_experience(response, **generate_kwargs) for response in responses]
+            for place, responses in self._receive(pending):
+                finished += len(responses)
+                group = [self._process_response_into_experience(response, **kwargs) for response in responses]
+                for sample in group:
+                    sample.place = place
                 if dynamic_filtering and not self._passes(group):
                     rejected += 1
                     continue
@@ -118,21 +102,53 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 progress.set_postfix({"prompts_consumed": drawn})
                 progress.update()
             if rejected:
-                others, count, is_exhausted = self._draw(dataloader_iter, rejected, **generate_kwargs)
-                pending, drawn = pending + others, drawn + count
+                others, count, is_exhausted = self._draw(dataloader_iter, rejected, **kwargs)
+                pending, drawn = pending | others, drawn + count
         return accepted, drawn, is_exhausted
 
-    def _draw(self, dataloader_iter: Numbered, count: int, **generate_kwargs) -> tuple[list[ray.ObjectRef], int, bool]:
-        """Send the next prompts to vLLM. Return the calls, how many prompts, and whether there are no others."""
-        place = (*dataloader_iter.name, dataloader_iter.drawn)
-        prompts, labels, images, is_exhausted = _collect_prompt_batch(dataloader_iter, count)
+    def _draw(
+        self, dataloader_iter: Iterator[tuple[tuple, tuple]], count: int, **kwargs
+    ) -> tuple[dict[ray.ObjectRef, list[tuple]], int, bool]:
+        """Send the next prompts to vLLM. Return each call with its prompts' places, their number, and upstream's flag.
+
+        The flag says that fewer were left than were asked for.
+        """
+        prompts = list(itertools.islice(dataloader_iter, count))
         if not prompts:
-            return [], 0, is_exhausted
-        if self.args.train.deterministic:
-            refs = self._dispatch_in_order(place, prompts, labels, images, **generate_kwargs)
-        else:
-            refs = self._dispatch_prompts_to_vllm(prompts, labels, images=images, **generate_kwargs)
-        return refs, len(prompts), is_exhausted
+            return {}, 0, True
+        places, batches = zip(*prompts, strict=True)
+        _, *columns = ([value for (value,) in column] for column in zip(*batches, strict=True))
+        dispatch = self._dispatch_in_order if self.args.train.deterministic else self._dispatch
+        return dispatch(places, *columns, **kwargs), len(prompts), len(prompts) < count
+
+    def _dispatch(self, places: Sequence[tuple], prompts: list, labels: list, images: list, **kwargs) -> dict:
+        """Send each prompt to an engine, as upstream does."""
+        refs = self._dispatch_prompts_to_vllm(prompts, labels, images=images, **kwargs)
+        return {ref: [place] for ref, place in zip(refs, places, strict=True)}
+
+    def _dispatch_in_order(self, places: Sequence[tuple], prompts: list, labels: list, images: list, **kwargs) -> dict:
+        """Give each engine the prompts that upstream would send it, all in one call, with a seed for each sample."""
+        next_place = iter(places).__next__
+        requests: list[dict[tuple, dict]] = [{} for _ in self.vllm_engines]  # by place, for each engine
+
+        def stand_in(of_engine: dict[tuple, dict]) -> SimpleNamespace:
+            def note(num_samples: int, **request) -> None:
+                place = next_place()
+                seeds = [seed_of(self.args.train.seed, *place, sample) for sample in range(num_samples)]
+                of_engine[place] = request | {"seeds": seeds}
+
+            return SimpleNamespace(
+                generate_responses=SimpleNamespace(remote=note),
+                get_num_unfinished_requests=SimpleNamespace(remote=lambda: ray.put(0)),
+            )
+
+        with replaced_attribute(self, "vllm_engines", [stand_in(of_engine) for of_engine in requests]):
+            self._dispatch_prompts_to_vllm(prompts, labels, images=images, **kwargs)
+        return {
+            engine.generate_in_order.remote(list(of_engine.values())): list(of_engine)
+            for engine, of_engine in zip(self.vllm_engines, requests, strict=True)
+            if of_engine
+        }
 
     def _passes(self, group: Sequence[Experience]) -> bool:
         """Return whether the mean score of a prompt's samples is in the range of dynamic filtering."""
@@ -146,61 +162,24 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         logger.info(f"filtered out: mean score {mean:.2f} not in ({low:.2f}, {high:.2f}), of {scores}")
         return False
 
-    def _receive(self, pending: Sequence[ray.ObjectRef]) -> tuple[list[list[dict]], list[ray.ObjectRef]]:
-        """Wait, and return responses by prompt, and what is still pending. All waiting for samples happens here.
+    def _receive(self, pending: dict[ray.ObjectRef, list[tuple]]) -> list[tuple[tuple, list[dict]]]:
+        """Wait, and return places with their responses, whose calls go from `pending`. All waiting happens here.
 
         Raises:
             Interrupted: a request to stop.
         """
         if self.args.train.deterministic:
-            by_engine = stopping.wait(pending)
-            # Prompt i is with engine i mod the number of engines.
-            engines, count = len(by_engine), sum(map(len, by_engine))
-            return [by_engine[i % engines][i // engines] for i in range(count)], []
+            places, by_engine = itertools.chain(*pending.values()), stopping.wait(list(pending))
+            groups = list(zip(places, itertools.chain(*by_engine), strict=True))
+            pending.clear()
+            return sorted(groups, key=lambda group: group[0])
         while True:
-            ready, waiting = ray.wait(list(pending), num_returns=1, timeout=1.0)
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=1.0)
             stopping.obey()
             if ready:
-                return ray.get(ready), waiting
-
-    def _dispatch_in_order(
-        self, place: tuple, prompts: list[str], labels: list, images: list, **generate_kwargs
-    ) -> list[ray.ObjectRef]:
-        """Give each engine every so many-th prompt, all in one call, and return the calls.
-
-        Args:
-            place: what the prompts are for, and the number of the first.
-            prompts, labels, images: one entry per prompt.
-        """
-        *name, first = place
-        samples = generate_kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
-        requests = [
-            {
-                "prompt": prompt,
-                "label": label,
-                "images": image,
-                "seeds": [seed_of(self.args.train.seed, *name, first + i, sample) for sample in range(samples)],
-            }
-            for i, (prompt, label, image) in enumerate(zip(prompts, labels, images, strict=True))
-        ]
-        engines = self.vllm_engines[: len(requests)]
-        parameters, max_length = self._sampling_params(**generate_kwargs), generate_kwargs.get("max_len", 2048)
-        return [
-            engine.generate_in_order.remote(requests[i :: len(engines)], parameters, max_length, self.tokenizer)
-            for i, engine in enumerate(engines)
-        ]
-
-    def _sampling_params(self, **generate_kwargs) -> SamplingParams:
-        """Return upstream's parameters."""
-        return SamplingParams(
-            temperature=generate_kwargs.get("temperature", 1.0),
-            top_p=generate_kwargs.get("top_p", 1.0),
-            top_k=generate_kwargs.get("top_k", -1),
-            max_tokens=generate_kwargs.get("max_new_tokens"),
-            min_tokens=generate_kwargs.get("min_new_tokens", 1),
-            skip_special_tokens=generate_kwargs.get("skip_special_tokens", False),
-            logprobs=1 if self.args.algo.advantage.is_correction_level != "off" else None,
-        )
+                (ref,) = ready
+                (place,) = pending.pop(ref)
+                return [(place, ray.get(ref))]
 
     def _process_response_into_experience(self, response, **generate_kwargs) -> Experience:
         experience = super()._process_response_into_experience(response, **generate_kwargs)

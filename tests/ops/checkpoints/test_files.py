@@ -3,30 +3,32 @@
 import errno
 import json
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import distributed as dist
 
-from arlopti_openrlhf.ops.checkpoints import files
+from arlopti_openrlhf.ops.checkpoints import files, unpickling
 from arlopti_openrlhf.ops.checkpoints.saving import NoWholeCheckpoint, folders_of, newest_whole
 
 
-def write(folder: Path, tag: str, size: int = 100) -> Path:
+def write(folder: Path, tag: str, size: int = 100, is_zip: bool = False) -> Path:
     """Write a whole checkpoint."""
     writing = folder / f"{files.WRITING}{tag}"
     files.begin(writing, print)
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         (writing / name).write_bytes(bytes(size))
+        if is_zip:
+            torch.save(0, writing / name)
     files.publish(writing)
     return folder / tag
 
 
 def test_a_published_checkpoint_is_whole_and_named_in_latest(tmp_path):
     checkpoint = write(tmp_path, "global_step2")
-    assert files.problems(checkpoint) == []
-    as_earlier_versions(checkpoint / "mp_rank_00_model_states.pt")
     assert files.problems(checkpoint) == []
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
@@ -36,11 +38,44 @@ def cut(path: Path) -> None:
     os.truncate(path, 50)
 
 
-def as_earlier_versions(path: Path) -> None:
-    """Give each file in the manifest a hash, as versions before this one did. Only its size is compared."""
-    manifest = json.loads(path.with_name(files.MANIFEST).read_text())
-    manifest["files"] = {name: entry | {"sha256": "0" * 64} for name, entry in manifest["files"].items()}
-    path.with_name(files.MANIFEST).write_text(json.dumps(manifest))
+def flip(path: Path, bit: int) -> None:
+    """Flip a bit of a file, whose size stays."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_single_flipped_bit_is_found_by_the_rank_whose_file_it_is(tmp_path):
+    """Of a zip some bytes mean nothing, such as dates and what fills it up. There the content is what it was."""
+    names = ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "process_rank_1.pt")
+    state = {"weights": torch.arange(100.0), "step": 3, "names": ["a", "b"]}
+    for name in names:
+        torch.save(state, tmp_path / name)
+    assert unpickling.damages(tmp_path, 0) == unpickling.damages(tmp_path, 1) == []
+    bits, found = random.Random(0), 0
+    for i in range(300):
+        path = tmp_path / names[i % 3]
+        whole = path.read_bytes()
+        flip(path, bits.randrange(8 * len(whole)))
+        damages = [unpickling.damages(tmp_path, rank) for rank in (0, 1)]
+        assert damages[i % 3 == 0] == []  # the other rank's
+        if damages[i % 3 != 0]:
+            found += 1
+            assert path.name in damages[i % 3 != 0][0]
+        else:
+            again = torch.load(path, weights_only=True)
+            assert str(again) == str(state) and torch.equal(again["weights"], state["weights"])
+        path.write_bytes(whole)
+    assert found > 200
+
+
+def test_a_hole_of_zeros_is_found(tmp_path):
+    path = tmp_path / "process_rank_0.pt"
+    torch.save(torch.ones(100_000), path)
+    with path.open("r+b") as file:
+        file.seek(200_000)
+        file.write(bytes(1 << 16))
+    assert unpickling.damages(tmp_path, 0) == ["process_rank_0.pt is damaged in process_rank_0/data/0"]
 
 
 def rename_in_manifest(path: Path, name: str) -> None:
@@ -96,17 +131,20 @@ def test_actor_and_critic_resume_from_the_newest_that_is_whole_in_both(one_rank,
     model = SimpleNamespace(model_name_or_path="model")
     actor, critic = folders = folders_of(tmp_path / "_critic", SimpleNamespace(critic=model))
     assert newest_whole(folders) is None
-    for step in (2, 4, 6, 8):
+    for step in (2, 3, 4, 6, 8):
         for folder in folders[: 1 if step == 8 else 2]:
-            write(folder, f"global_step{step}")
+            write(folder, f"global_step{step}", is_zip=True)
     cut(critic / "global_step6" / "mp_rank_00_model_states.pt")
+    optimizer = critic / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    flip(optimizer, 8 * optimizer.read_bytes().index(b"\x80\x02K\0"))  # the pickled number
     capsys.readouterr()
-    assert newest_whole(folders) == "global_step4"
-    passed_over, also, chosen = capsys.readouterr().out.splitlines()
+    assert newest_whole(folders) == "global_step3"
+    passed_over, also, damaged, chosen = capsys.readouterr().out.splitlines()
     assert passed_over.endswith("passed over checkpoint global_step8 is not whole (_critic: it is not there)")
-    assert "global_step6 is not whole (_critic: mp_rank_00_model_states.pt had 100 bytes" in also
-    assert "resumes from" in chosen and "_actor/global_step4" in chosen
-    for step in (2, 4):
+    assert "global_step6 is not whole (_critic: mp_rank_00_model_states.pt had " in also
+    assert "global_step4 is not whole (_critic: zero_pp_rank_0_mp_rank_00_optim_states.pt is damaged in " in damaged
+    assert "resumes from" in chosen and "_actor/global_step3" in chosen
+    for step in (2, 3):
         (actor / f"global_step{step}" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(NoWholeCheckpoint, match=r"global_step2 is not whole \(_actor: .* is missing\)"):
         newest_whole(folders)

@@ -136,7 +136,10 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     )
 
     # The newest is damaged: the one before it is loaded. Both are: the run does not start anew in silence.
-    cut(folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    damaged = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    with damaged.open("r+b") as file:  # as large as before
+        file.seek(damaged.stat().st_size // 2)
+        file.write(bytes(1 << 16))
     group.start()
     assert [states["global_step"] for states in actor(group, "get_checkpoint_states")] == [2, 2]
     assert all(map(torch.equal, everything(group), at_checkpoint))

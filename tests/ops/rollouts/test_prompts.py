@@ -1,5 +1,6 @@
 """The prompts come in the order of the seed, and their place survives a checkpoint."""
 
+import itertools
 import json
 import logging
 from datetime import datetime
@@ -7,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.config import hierarchize
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
@@ -20,49 +20,56 @@ def arguments(*flags: object) -> SimpleNamespace:
     return hierarchize(parse(["--actor.model_name_or_path", "m", *map(str, flags)]))
 
 
-def prompts(seed: int = 1, count: int = 40, samples: int = 4, digest: str = "", more: tuple = ()) -> Prompts:
+def prompts(seed: int = 1, count: int = 40, digest: str = "", more: tuple = ()) -> Prompts:
     loader = DataLoader(list(range(count)), batch_size=1, collate_fn=list)
-    args = arguments("--train.seed", seed, "--rollout.n_samples_per_prompt", samples, *more)
-    return Prompts(loader, digest or f"of {count}", args)
+    return Prompts(loader, digest or f"of {count}", arguments("--train.seed", seed, *more))
+
+
+def of_episode(found: Prompts) -> list[int]:
+    return [item for _, batch in found for item in batch]
 
 
 def test_the_order_follows_from_the_seed_and_the_episode():
-    first = [item for batch in prompts().rest for item in batch]
+    one = prompts()
+    first = of_episode(one)
     torch.rand(1)  # what else the process draws does not matter
     state = torch.get_rng_state()
-    assert [item for batch in prompts().rest for item in batch] == first
+    assert of_episode(prompts()) == first
     assert sorted(first) == list(range(40)) != first
-    assert [item for batch in prompts(seed=2).rest for item in batch] != first
+    assert of_episode(prompts(seed=2)) != first
     assert torch.equal(torch.get_rng_state(), state)
-    later = prompts()
-    later.begin_next_episode()
-    assert later.rest.name == ("train", 1) and sorted(second := [i for b in later.rest for i in b]) == sorted(first)
-    assert second != first
+    assert one.drawn_in_all == 40
+    places = [place for place, _ in one]
+    assert places == [("train", 1, number) for number in range(40)] and one.drawn_in_all == 80
+    assert sorted(second := of_episode(one)) == sorted(first) and second != first
 
 
-def test_a_place_is_that_of_a_moment_and_can_be_gone_to(tmp_path):
-    whole, resumed = prompts(), prompts()
-    whole.begin_next_episode()
-    for _ in range(17):
-        next(whole.rest)
-    sample = Experience(prompts=["a prompt"], rewards=torch.ones(1), info={"length": torch.ones(1)})
-    sample.scores_are_rewards = True
-    whole.leftover.append(sample)
-    state = whole.state_dict()
-    assert len(str(state)) < 300  # upstream logs it
-    torch.save(state, path := tmp_path / "state.pt")
-    state = torch.load(path, weights_only=True)
-    following = list(whole.rest)
-    whole.leftover.clear()
+def test_a_resumed_run_draws_first_what_was_drawn_and_not_trained():
+    whole = prompts()
+    of_episode(whole)
+    drawn = dict(itertools.islice(rest := iter(whole), 17))
+    whole.untrained = [15, 9, 16]
+    state = json.loads(json.dumps(whole.state_dict()))
+    assert state == {"episode": 1, "drawn": 17, "untrained": [15, 9, 16], "of": 40, "digest": "of 40"}
+    resumed = prompts()
     resumed.load_state_dict(state)
-    (same,) = resumed.leftover
-    assert (
-        type(same) is Experience
-        and str(vars(same)) == str(vars(sample))
-        and resumed.rest.drawn == 17
-        and not resumed.is_drawn
-    )
-    assert list(resumed.rest) == following and resumed.is_drawn
+    again = dict(itertools.islice(iter(resumed), 2))
+    assert again == {("train", 1, number): drawn["train", 1, number] for number in (9, 15)}
+    assert resumed.drawn_in_all == whole.drawn_in_all == 57
+    # Stopped anew before the rest of these was drawn. None of the two has been trained.
+    resumed.untrained = [9, 15]
+    third = prompts()
+    third.load_state_dict(resumed.state_dict())
+    assert dict(third) == {("train", 1, number): drawn["train", 1, number] for number in (9, 15, 16)} | dict(rest)
+    assert third.drawn_in_all == 80
+
+
+def test_a_run_that_is_resumed_at_the_end_of_an_episode_has_no_prompts_until_the_next_one():
+    whole = prompts()
+    first = of_episode(whole)
+    resumed = prompts()
+    resumed.load_state_dict(whole.state_dict())
+    assert of_episode(resumed) == [] and of_episode(resumed) == of_episode(whole) != first
 
 
 @pytest.fixture
@@ -81,13 +88,13 @@ def test_a_place_among_other_prompts_is_refused_unless_it_is_asked_for(other, wa
     assert "had other prompts or labels (40 then, " in warnings.text
 
 
-def test_samples_that_are_left_over_go_only_to_prompts_with_as_many(warnings):
-    """Two samples of one prompt and two of the next would be one group of four."""
-    whole = prompts(samples=2)
-    whole.leftover += [Experience(), Experience()]
-    resumed = prompts(samples=4)
-    resumed.load_state_dict(whole.state_dict())
-    assert resumed.leftover == [] and "2 samples that are left over in the checkpoint are not trained" in warnings.text
+def test_of_fewer_prompts_those_that_are_there_are_drawn():
+    whole = prompts()
+    of_episode(whole)
+    whole.untrained = [7, 39]
+    fewer = prompts(count=20, more=("--ckpt.load_changed",))
+    fewer.load_state_dict(whole.state_dict())
+    assert [place for place, _ in fewer] == [("train", 0, 7)] and fewer.drawn_in_all == 20
 
 
 def test_a_place_that_upstreams_loader_has_kept():

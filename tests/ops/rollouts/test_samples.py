@@ -1,6 +1,7 @@
 """No prompt is lost or comes twice, whatever step a run is stopped after."""
 
 import copy
+import itertools
 import pickle
 import random
 from collections import Counter
@@ -11,7 +12,6 @@ import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ppo_utils.samples_generator import _collect_prompt_batch
 from openrlhf.utils.config import hierarchize
 from torch.utils.data import DataLoader
 
@@ -26,8 +26,14 @@ from arlopti_openrlhf.patching import plain_class
 N = 2  # samples per prompt
 
 
+class Ref(tuple):
+    """A call's answer, which stands for its ref. No two are equal."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
 class Engine:
-    """Answers a prompt, which is a number, with its rest by 3 as the score. A call's ref is its answer."""
+    """Answers a prompt, which is a number, with its rest by 3 as the score."""
 
     def __init__(self) -> None:
         self.generate_responses = SimpleNamespace(remote=self._responses)
@@ -38,11 +44,11 @@ class Engine:
     def _responses(self, prompt, label, num_samples, **kwargs) -> tuple:
         answer = {"prompt": prompt, "label": label, "observation_tokens": [1, 2, 3], "action_ranges": [(1, 3)]}
         answer |= {"reward": float(prompt), "scores": float(prompt) % 3 / 2, "rollout_log_probs": None}
-        return tuple(answer for _ in range(num_samples))
+        return Ref(answer for _ in range(num_samples))
 
-    def _in_order(self, requests, *args) -> list:
+    def _in_order(self, requests) -> Ref:
         self.asked += requests
-        return [self._responses(request["prompt"], request["label"], len(request["seeds"])) for request in requests]
+        return Ref(self._responses(request["prompt"], request["label"], len(request["seeds"])) for request in requests)
 
 
 class FakeRay:
@@ -57,6 +63,9 @@ class FakeRay:
 
     def get(self, refs):
         return refs
+
+    def put(self, value):
+        return value
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +184,8 @@ def test_stopped_after_any_step(runner, count, together, filtering, deterministi
             assert trained == [step for step, _ in whole.steps]
         assert Counter(prompt for step in trained for prompt in step) == Counter(2 * N * good)
         assert len(trained) == len(whole.steps)
+        if not filtering and resumed.steps:
+            assert resumed.steps[-1][1]["total_consumed_prompts"] == 2 * count  # each counts once
 
 
 @pytest.mark.parametrize("filtering", [False, True])
@@ -182,7 +193,7 @@ def test_without_the_flag_samples_are_upstreams(filtering, fake_ray):
     """Upstream's generator, with prompts of the same order, gives the same samples at each arrival."""
     args = arguments(*FILTERING * filtering)
     ours, upstream = generator(args, 18), generator(args, 18, upstream=True)
-    order = [batch for batch in generator(args, 18).prompts_dataloader.rest]
+    order = [batch for _, batch in generator(args, 18).prompts_dataloader]
     upstream.prompts_dataloader = order
     for _ in range(2 if filtering else 5):  # one episode
         found = []
@@ -196,7 +207,7 @@ def test_without_the_flag_samples_are_upstreams(filtering, fake_ray):
 def test_deterministic_samples_are_by_prompt_with_seeds_of_their_own():
     args = arguments(DETERMINISTIC, *FILTERING)
     one = generator(args, 18)
-    order = [prompts[0] for _, prompts, *_ in generator(args, 18).prompts_dataloader.rest]
+    order = [prompts[0] for _, (_, prompts, *_) in generator(args, 18).prompts_dataloader]
     rollout, *_ = one.generate_samples(max_len=8)
     accepted = [prompt for prompt in order if prompt % 3 == 1][:4]
     assert Counter(sample.prompts[0] for sample in rollout) == Counter(N * accepted)
@@ -232,16 +243,18 @@ def test_a_request_to_stop_ends_the_wait(monkeypatch, fake_ray):
         generator(arguments(), 18).generate_samples(max_len=8)
 
 
-def test_the_sampling_parameters_are_upstreams():
-    args = arguments()
-    one, sent = generator(args, 18), []
-    for engine in one.vllm_engines:
-        engine.generate_responses.remote = lambda sampling_params, **kwargs: sent.append(sampling_params)
+def test_in_order_each_request_is_upstreams():
+    """Upstream sends it alone. Here an engine gets all of its own, with upstream's parameters."""
     chosen = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 5, "max_len": 8, "do_sample": True}
-    for level, kwargs in (("off", {}), ("token", chosen)):
-        args.algo.advantage.is_correction_level = level
-        one._dispatch_prompts_to_vllm(["a"], ["b"], images=[None], **kwargs)
-        assert one._sampling_params(**kwargs) == sent.pop()
+    sent = []
+    for flags in ([], [DETERMINISTIC]):
+        one = generator(arguments("--algo.advantage.is_correction_level", "token", *flags), 18)
+        for engine in one.vllm_engines:
+            engine.generate_responses.remote = lambda sampling_params, **_: sent.append(sampling_params) or Ref()
+        one._draw(iter(one.prompts_dataloader), 3, **chosen)
+    in_order = [request["sampling_params"] for engine in one.vllm_engines for request in engine.asked]
+    assert [len(engine.asked) for engine in one.vllm_engines] == [2, 1]
+    assert len(sent) == 3 and in_order == sent and sent[0].logprobs == 1 and sent[0].top_p == 0.9
 
 
 # Batches of sources, prompts, labels, images. One problem occurs in two sources, once with a list of labels.
@@ -296,10 +309,15 @@ def test_samples_are_drawn_as_each_source_says(monkeypatch):
     calls = []
 
     def generate(self, dataloader_iter, num_prompts, dynamic_filtering, **kwargs):
-        prompts, labels, _, exhausted = _collect_prompt_batch(dataloader_iter, num_prompts)
+        batches = [batch for _, batch in itertools.islice(dataloader_iter, num_prompts)]
+        prompts, labels = ([value for batch in batches for value in batch[column]] for column in (1, 2))
         calls.append((prompts, kwargs["n_samples_per_prompt"], kwargs["temperature"], kwargs["top_p"]))
         n = kwargs["n_samples_per_prompt"]
-        return [sample(p, a, 0.0) for p, a in zip(prompts, labels, strict=True) for _ in range(n)], 0, exhausted
+        return (
+            [sample(p, a, 0.0) for p, a in zip(prompts, labels, strict=True) for _ in range(n)],
+            0,
+            len(batches) < num_prompts,
+        )
 
     monkeypatch.setattr(SamplesGenerator, "_generate_vllm", generate)
     args = SimpleNamespace(vllm=SimpleNamespace(enable_sleep=False), rollout=SimpleNamespace(batch_size=16))
