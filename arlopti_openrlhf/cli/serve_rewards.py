@@ -96,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         server.start()
     except RuntimeError as error:
-        parser.error(f"argument --grader: {error}")
+        problem, _, its_traceback = str(error).partition("\n")
+        print(its_traceback, file=sys.stderr)
+        parser.error(f"argument --grader: {problem}")
     serve(server, args.host, args.port)
 
 

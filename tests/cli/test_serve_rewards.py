@@ -352,7 +352,7 @@ def test_a_reward_file_that_cannot_be_imported(tmp_path):
     *traceback, line = result.stderr.splitlines()
     assert result.returncode == 2 and "No module named 'nowhere'" in traceback[-1]
     assert result.stderr.count("Traceback") == 1 and not [entry for entry in traceback if entry.startswith("{")]
-    assert f"error: argument --grader: {path}:reward_func could not be loaded" in line
+    assert f"error: argument --grader: {path}: its import fails: ModuleNotFoundError" in line
 
 
 @pytest.mark.parametrize(

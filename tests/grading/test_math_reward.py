@@ -12,7 +12,7 @@ import torch
 
 from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.grading.math_reward import grade, last_box, reward_func
-from arlopti_openrlhf.grading.worker_pool import Died, TimedOut, WorkerPool
+from arlopti_openrlhf.grading.runner import Died, TimedOut, WorkerPool
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "math"
 REWARD_FILES = [math_reward.__file__, str(Path(__file__).parents[2] / "rewards" / "math_reward.py")]

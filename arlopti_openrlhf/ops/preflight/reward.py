@@ -45,7 +45,7 @@ def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
     limit = args.reward.timeout_seconds
     rows, tokenizer = data.first_prompts(args, _PROBE_ROWS)
     try:
-        process = RewardProcess(path, limit, import_timeout=_IMPORT_SECONDS, is_quiet=True)
+        process = RewardProcess(path, limit, import_seconds=_IMPORT_SECONDS, is_quiet=True)
     except TimeoutError as error:
         yield Finding(_FLAG, path, f"{error}, so no reward was tried", "make sure that it ends", is_fatal=False)
         return
