@@ -3,8 +3,7 @@
     arlopti serve --grader kk --grader math --port 5000
 
 Each grader answers at /NAME/get_reward, and the first one at /get_reward too. The token, if any, comes from a file or
-from ARLOPTI_REWARD_TOKEN. OpenRLHF's client sends no headers, so give it http://host:port/TOKEN/get_reward then, where
-'${NAME}' may stand for the token in an environment variable.
+from ARLOPTI_REWARD_TOKEN. A run that has this variable sends it as a bearer token. With `--ops off` it sends none.
 """
 
 from arlopti_openrlhf import interrupts
@@ -80,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             token = Path(args.token_file).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:  # the latter for what is no text
             parser.error(f"argument --token-file: {error}")
-    if token is not None and (not token or not token.replace("-", "").replace("_", "").isalnum()):
-        parser.error("the token must be letters, digits, - and _, because it can be part of a URL")
+    if token is not None and (not token or not token.isascii() or not token.isprintable() or " " in token):
+        parser.error("the token must be visible ASCII, because it is sent in a header")
     if not 0 <= args.port < 2**16:  # uvicorn would listen on another one
         parser.error(f"argument --port: {args.port} is no port")
     if token is None and not _is_this_machine(args.host):
@@ -96,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         server.start()
     except RuntimeError as error:
-        parser.error(f"argument --grader: {error}")
+        problem, _, its_traceback = str(error).partition("\n")
+        print(its_traceback.rstrip(), file=sys.stderr)
+        parser.error(f"argument --grader: {problem}")
     serve(server, args.host, args.port)
 
 

@@ -54,5 +54,6 @@ class Reward(NamedTuple):
 _ROWS = (
     Reward("kk", 20_000, sources="kk_"),
     Reward("math", 100, package="math-verify", label_module="math_labels", has_workers=True),
+    Reward("math_boxed", 100, "math_boxed_", package="math-verify", label_module="math_labels", has_workers=True),
 )
 REWARDS = {row.name: row for row in _ROWS}

@@ -3,14 +3,14 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.grading.reward_answers import normalise
-from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+from arlopti_openrlhf.grading.runner import Died, Raised, TimedOut, WorkerPool
 
 # Queries of several requests that one call grades. The way to a worker and back costs more than grading. Shared, a
 # request of 4,096 tokens takes 0.4 ms of processor time, else 0.85 (two busy cores, 64 connections, medians of three).
@@ -61,12 +61,12 @@ class Grader:
         reward = REWARDS.get(source)
         if reward and reward.has_workers:  # with a limit for each answer
             self.pool = reward.module.worker_pool(workers)
-            threads = ThreadPoolExecutor(workers, source)
-            self.call: Callable[..., Future] = partial(threads.submit, reward.module.reward_func)
+            self.call: Callable = reward.module.reward_func
         else:
             path = Path(reward.path if reward else source).resolve()
             self.pool = WorkerPool(f"{path}:reward_func", workers, limits.grading_seconds)
-            self.call = self.pool.submit
+            self.call = self.pool.call
+        self.threads = ThreadPoolExecutor(workers, source)
         self.free = workers  # calls that may start
         self.waiting: deque[_Job] = deque()
         self.queued = 0  # queries in `waiting`
@@ -102,7 +102,7 @@ class Grader:
     def _start_call(self, jobs: list[_Job]) -> None:
         self.free -= 1
         lists: list[list] = [[value for job in jobs for value in job.columns[i]] for i in range(3)]
-        call = asyncio.wrap_future(self.call(*lists))
+        call = asyncio.wrap_future(self.threads.submit(self.call, *lists))
         call.add_done_callback(partial(self._answer, jobs))
 
     def _answer(self, jobs: list[_Job], call: asyncio.Future) -> None:
@@ -149,5 +149,5 @@ def _as_refusal(error: Exception) -> Refused:
     if isinstance(error, Died):
         return Refused(500, f"the reward function's process died: {error}")
     if isinstance(error, Raised):
-        return Refused(422, f"the reward function raised: {str(error).strip().splitlines()[-1][:500]}")
+        return Refused(422, f"the reward function raised: {str(error).splitlines()[0][:500]}")
     return Refused(422 if isinstance(error, ValueError) else 500, str(error)[:500] or type(error).__name__)

@@ -2,7 +2,7 @@ r"""Rewards math with math-verify: 1 where the final answer equals the label, el
 
 The final answer is what the last `\boxed{}` outside of thoughts holds. Without a box, it is what math-verify
 extracts. To compare two answers is symbolic mathematics, and an answer such as `9^{9^{9^9}}` can keep it busy for
-hours. So it runs in worker processes with a limit of time and one of memory (`grading.worker_pool`), and an answer
+hours. So it runs in worker processes with a limit of time and one of memory (`grading.runner`), and an answer
 that meets either is wrong.
 """
 
@@ -23,7 +23,7 @@ import torch
 
 from arlopti_openrlhf.grading.kk_reward import assistant_turns
 from arlopti_openrlhf.grading.math_text import final_answer, leaves_work, numbers, plain, repeats
-from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+from arlopti_openrlhf.grading.runner import Died, Raised, TimedOut, WorkerPool
 
 TIMEOUT = float(os.environ.get("ARLOPTI_MATH_TIMEOUT", "2"))  # seconds of processor time per answer
 _PATIENCE = 3  # times as long by the clock, for a busy machine must not make right answers wrong
@@ -246,4 +246,4 @@ def _finished(answer: str, labels: tuple[str, ...], boxed: bool, question: tuple
     try:
         return Grade(float(worker_pool().call(answer, labels, boxed, question)), boxed, timed_out=False)
     except Raised as error:  # what math-verify lets through comes from the answer, such as deep recursion
-        return Grade(0.0, boxed, timed_out="MemoryError" in str(error))
+        return Grade(0.0, boxed, timed_out="MemoryError" in str(error.__cause__))

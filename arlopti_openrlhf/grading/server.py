@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect
 
 from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
+from arlopti_openrlhf.grading.http_protocol import BoundedProtocol
 from arlopti_openrlhf.grading.reward_answers import SERVER
 
 log = logging.getLogger("arlopti_openrlhf.rewards")
@@ -73,7 +74,7 @@ class RewardServer:
             /get_reward too.
         workers: grader processes, per grader.
         limits: what the server takes on.
-        token: clients must send it as `Authorization: Bearer TOKEN` or as the first segment of the path. None for all.
+        token: clients must send it as `Authorization: Bearer TOKEN`. None for all.
     """
 
     def __init__(self, sources: dict[str, str], workers: int, limits: Limits, token: str | None) -> None:
@@ -115,11 +116,10 @@ class RewardServer:
         app = FastAPI(lifespan=self.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
         app.add_exception_handler(Refused, _refusal)
         # Plain routes take the request itself. FastAPI's own take as long as the grading, to work out arguments.
-        for prefix in [""] if self.token is None else ["", "/{token}"]:
-            app.add_route(f"{prefix}/get_reward", partial(self.get_reward, next(iter(self.graders))), methods=["POST"])
-            for name in self.graders:
-                app.add_route(f"{prefix}/{name}/get_reward", partial(self.get_reward, name), methods=["POST"])
-            app.add_route(f"{prefix}/health", self.get_health)
+        app.add_route("/get_reward", partial(self.get_reward, next(iter(self.graders))), methods=["POST"])
+        for name in self.graders:
+            app.add_route(f"/{name}/get_reward", partial(self.get_reward, name), methods=["POST"])
+        app.add_route("/health", self.get_health)
         app.add_route("/ready", self.get_ready)
         app.add_route("/metrics", self.get_metrics)
         return app
@@ -154,7 +154,6 @@ class RewardServer:
         fields = {"grader": name, "status": response.status_code, "queries": count, "ms": round(seconds * 1e3, 2)}
         if refused:
             fields["error"] = refused.message
-        # The request's path is never logged: it may hold the token.
         log.log(logging.WARNING if refused else logging.INFO, "request", extra={"fields": fields})
         return response
 
@@ -167,8 +166,7 @@ class RewardServer:
         if self.token is None:
             return
         scheme, _, header = request.headers.get("authorization", "").partition(" ")
-        given = request.path_params.get("token") or (header if scheme.lower() == "bearer" else "")
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(header.encode(), self.token.encode()):
             raise Refused(401, "the token is missing or wrong")
 
     async def _read_body(self, request: Request) -> bytearray:
@@ -176,15 +174,16 @@ class RewardServer:
         async for part in request.stream():
             # Read what is too much, and drop it. A client that is cut off while it sends never sees the answer.
             is_too_large = is_too_large or len(body) + len(part) > self.limits.body_bytes
-            body = bytearray() if is_too_large else body + part
+            if is_too_large:
+                body.clear()
+            else:
+                body += part
         if is_too_large:
             raise Refused(413, f"the body is larger than {self.limits.body_bytes} bytes")
         return body
 
     async def get_health(self, request: Request) -> Response:
-        """Answer a GET: the process runs, and where it grades. A token in the path is compared."""
-        if request.path_params:
-            self._authorize(request)
+        """Answer a GET: the process runs, and where it grades."""
         paths = ["/get_reward", *(f"/{name}/get_reward" for name in self.graders)]
         return _json({"status": "ok", "server": SERVER, "serves": paths})
 
@@ -257,7 +256,8 @@ def serve(server: RewardServer, host: str, port: int) -> None:
         server.app(),
         host=host,
         port=port,
-        access_log=False,  # it would log paths, which may hold the token
+        http=BoundedProtocol,
+        access_log=False,  # `get_reward` logs requests
         log_config=None,
         timeout_graceful_shutdown=math.ceil(server.limits.seconds) + 5,
         backlog=4096,

@@ -123,7 +123,10 @@ def refused(place, monkeypatch, capsys):
         ("serve_rewards -grader kk", "unrecognized arguments: -grader: did you mean --grader?"),
         ("prepare_data --out o", "one of the arguments --generate --from --dataset is required"),
         ("prepare_data --from binary.jsonl --out o.jsonl", "binary.jsonl: 'utf-8' codec can't decode byte 0xff in"),
-        ("serve_rewards --grader no.py", "argument --grader: no.py is not kk, math or a Python file that exists"),
+        (
+            "serve_rewards --grader no.py",
+            "argument --grader: no.py is not kk, math, math_boxed or a Python file that exists",
+        ),
         ("serve_rewards --grader kk --port 99999", "argument --port: 99999 is no port"),
         ("serve_rewards --grader kk --token-file no", "argument --token-file: "),
         ("serve_rewards --grader kk --token-file binary.jsonl", "argument --token-file: 'utf-8' codec can't decode"),

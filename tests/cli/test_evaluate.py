@@ -125,7 +125,12 @@ def test_an_own_reward_grades_as_in_a_training(scores, measure, run, tmp_path, c
         ("gone.py", 2, "argument --reward: {}/gone.py: its import fails: FileNotFoundError: there is no such file: "),
         ("torn.py", 2, "argument --reward: {}/torn.py: its import fails: SyntaxError: invalid syntax (torn.py"),
         ("other.py", 2, "argument --reward: {}/other.py: its import fails: ModuleNotFoundError: No module"),
-        ("reward", 2, "argument --reward: {}/reward is no source of rewards; give kk, math, one Python file, or URLs"),
+        (
+            "reward",
+            2,
+            "argument --reward: {}/reward is no source of rewards; give kk, math, math_boxed, one Python file, or "
+            "URLs",
+        ),
     ],
 )
 def test_a_reward_that_cannot_grade(source, status, said, run, tmp_path, capsys):

@@ -4,7 +4,7 @@ import pytest
 from arlopti_testing.preflight_command import FITTING, arguments, findings
 
 from arlopti_openrlhf.cli import method_checks
-from arlopti_openrlhf.grading.worker_pool import WorkerPool
+from arlopti_openrlhf.grading.runner import WorkerPool
 from arlopti_openrlhf.ops.preflight import probe
 
 WEIGH = "import torch\ndef weigh(tokens, *, x=1):\n    "

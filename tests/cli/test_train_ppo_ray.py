@@ -54,7 +54,7 @@ def nested(argv: list[str]):
         ("--algo.token_method_args alpha=1", ["--algo.token_method_args", "alpha=1", "NAME.KEY=VALUE"]),
         ("--algo.token_method ar --algo.token_method_args ar.alpha=", ["ar.alpha=", "NAME.KEY=VALUE"]),
         ("--algo.token_method_normalize", ["--algo.token_method_normalize", "give --algo.token_method"]),
-        ("--reward.remote_url KK", ["--reward.remote_url", "KK", "kk, math"]),
+        ("--reward.remote_url KK", ["--reward.remote_url", "KK", "kk, math, math_boxed"]),
         ("--reward.remote_url kk,math", ["--reward.remote_url", "kk,math", "one Python file"]),
         ("--reward.remote_url r.py,http://a/b", ["--reward.remote_url", "r.py,http://a/b", "one Python file"]),
         ("--reward.remote_url http://a/b,kk", ["--reward.remote_url", "http://a/b,kk", "URLs"]),
@@ -214,7 +214,7 @@ def test_the_help_has_our_flags_first_with_defaults_and_an_example_that_parses(c
     places = [text.index(f"\n{topic}") for topic in topics]
     assert exit.value.code == 0 and places == sorted(places)
     assert all(flag in text for flag in ("--algo.advantage.estimator", "--vllm.num_engines", "--algo.lopti.eta"))
-    assert "--reward.remote_url kk|math|PATH.py|URL,..." in text
+    assert "--reward.remote_url kk|math|math_boxed|PATH.py|URL,..." in text
     assert re.search(r"--rollout\.n_samples_per_prompt \S+\s.+?\(default: 1\)", text, re.S)
     command = help.EXAMPLE.replace("\\\n", " ").split("arlopti train ")[1].split("\n\n")[0]
     args = vars(train_ppo_ray.parse(command.split()))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from arlopti_openrlhf.grading.worker_pool import WorkerPool
+from arlopti_openrlhf.grading.runner import WorkerPool
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardProcess
 
 REWARD = """

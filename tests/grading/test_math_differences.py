@@ -14,7 +14,7 @@ import pytest
 
 from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.grading.math_reward import WORKERS, grade
-from arlopti_openrlhf.grading.worker_pool import WorkerPool
+from arlopti_openrlhf.grading.runner import WorkerPool
 
 HERE = Path(__file__).parent
 # A folder of published sets, verl-style parquet files. None is in the repository.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.grading.math_reward import grade
-from arlopti_openrlhf.grading.worker_pool import WorkerPool
+from arlopti_openrlhf.grading.runner import WorkerPool
 
 # ruff: noqa: E501, UP031
 # Relations, words, commas, arrows and what else may stand between two values.

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from arlopti_openrlhf.grading import math_reward
+from arlopti_openrlhf.grading import math_boxed_reward, math_reward
 from arlopti_openrlhf.grading.math_reward import grade, last_box, reward_func
-from arlopti_openrlhf.grading.worker_pool import Died, TimedOut, WorkerPool
+from arlopti_openrlhf.grading.runner import Died, TimedOut, WorkerPool
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "math"
 REWARD_FILES = [math_reward.__file__, str(Path(__file__).parents[2] / "rewards" / "math_reward.py")]
@@ -369,3 +369,11 @@ def test_arithmetic_that_is_left_to_do_is_no_answer(question, label, answer, sco
     prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     graded = reward_func([f"{prompt}{answer}<|im_end|>"], [prompt], [label])
     assert graded["scores"].tolist() == [score]
+
+
+def test_math_boxed_gives_nothing_without_a_box():
+    queries = ["\\boxed{42}", "The answer is 42.", "\\boxed{41}"]
+    answer = math_boxed_reward.reward_func(queries, [None] * 3, ["42"] * 3)
+    assert answer["rewards"].tolist() == answer["scores"].tolist() == [1, 0, 0]
+    assert answer["extra_logs"]["well_formed"].tolist() == [1, 0, 1]
+    assert math_reward.reward_func(queries, [None] * 3, ["42"] * 3)["rewards"].tolist() == [1, 1, 0]

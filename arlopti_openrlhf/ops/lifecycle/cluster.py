@@ -1,7 +1,9 @@
 """Starts a run's own Ray cluster, which no other user can enter."""
 
+import fcntl
 import functools
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ from arlopti_openrlhf.ray_address import starts_cluster
 
 # Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
 SESSIONS = "ray"
+_PREFIX, _LOCK, _KEPT = "arlopti-", "run.lock", 2
 _LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}  # where gloo and vLLM's own group listen
 
 
@@ -31,8 +34,28 @@ def of_run(run: Any, args: SimpleNamespace) -> None:
 
 
 def make_folder() -> Path:
-    """Return a new folder for a run's temporary files, which only this user can enter."""
-    return Path(tempfile.mkdtemp(prefix="arlopti-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))  # sockets: short paths
+    """Return a new folder for a run's temporary files, which only this user can enter. Remove those of older runs.
+
+    A run holds a lock in its folder until its process ends. The last two folders that nobody holds stay.
+    """
+    place = os.environ.get("RAY_TMPDIR", "/tmp")  # sockets: short paths
+    ended = [folder for folder in Path(place).glob(f"{_PREFIX}*") if _has_ended(folder)]
+    for folder in sorted(ended, key=lambda folder: folder.stat().st_mtime)[:-_KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+    fcntl.flock(os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600), fcntl.LOCK_EX)
+    return folder
+
+
+def _has_ended(folder: Path) -> bool:
+    try:
+        if folder.lstat().st_uid != os.getuid():
+            return False
+        with open(folder / _LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:  # it runs, or is none of ours
+        return False
 
 
 def wrap_init(folder: Path, secrets: dict[str, str]) -> None:

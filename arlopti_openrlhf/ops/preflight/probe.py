@@ -1,15 +1,14 @@
-"""Asks a function, or our graders about labels, in a process that can be killed (`grading.worker_pool`)."""
+"""Asks a function, or our graders about labels, in a process that can be killed (`grading.runner`)."""
 
-import base64
-import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 from arlopti_openrlhf.grading import REWARDS
-from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+from arlopti_openrlhf.grading.runner import Died, TimedOut, WorkerPool
 
-NO_ANSWER = (TimedOut, Died, Raised, RuntimeError)  # RuntimeError: the function cannot be loaded
+NO_ANSWER = RuntimeError
 _UNLIMITED = 2.0**20  # GiB
 
 Labels = Sequence[tuple[str, Any]]  # where each stands, and the label
@@ -19,13 +18,10 @@ def ask(function: str, *args: Any, seconds: float) -> Any:
     """Return the result of a function "package.module:name" in a process of its own, which ends with the call.
 
     Raises:
-        TimedOut, Died, Raised, RuntimeError: there is none (`NO_ANSWER`).
+        RuntimeError: there is none (`NO_ANSWER`).
     """
-    pool = WorkerPool(function, 1, seconds, memory_gib=_UNLIMITED)
-    try:
+    with closing(WorkerPool(function, 1, seconds, memory_gib=_UNLIMITED)) as pool:
         return pool.call(*args)
-    finally:  # after a Ctrl-C, too. Otherwise Python would wait for the call before it ends
-        pool.close()
 
 
 def reason(error: Exception) -> str:
@@ -39,17 +35,11 @@ def ask_about_labels(grader: str, labels: Labels, seconds: float) -> list[tuple[
     """Return `unreadable_labels`. One that starts processes is asked in one of its own, with which they end.
 
     Raises:
-        TimedOut, Died, Raised, RuntimeError: there is no answer.
+        RuntimeError: there is no answer.
     """
     if not REWARDS[grader].has_workers:
         return unreadable_labels(grader, labels)
-    pickled = base64.b64encode(pickle.dumps(labels)).decode()  # as in a run, where labels need not be JSON
-    return ask(f"{__name__}:unreadable_pickled_labels", grader, pickled, seconds=seconds)
-
-
-def unreadable_pickled_labels(grader: str, pickled: str) -> list[tuple[str, str, bool]]:
-    """Return `unreadable_labels` of labels as `ask_about_labels` hands them on."""
-    return unreadable_labels(grader, pickle.loads(base64.b64decode(pickled)))
+    return ask(f"{__name__}:unreadable_labels", grader, labels, seconds=seconds)
 
 
 def unreadable_labels(grader: str, labels: Labels) -> list[tuple[str, str, bool]]:

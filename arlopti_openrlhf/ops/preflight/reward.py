@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import re
 import threading
 import time
@@ -22,7 +23,7 @@ _PROBE_ROWS = 4
 _IMPORT_SECONDS, _PROBE_SECONDS = 60.0, 8.0  # for the import of a reward file, and for its answers to the rows
 _SERVER_SECONDS = 60.0  # for an answer of our own server
 _CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
-_HEALTH_SECONDS = 2.0  # for a part of an answer
+_HEALTH_SECONDS, _HEALTH_BYTES = 2.0, 2**16  # for a part of an answer, and twice as long for all of it
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
@@ -45,7 +46,7 @@ def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
     limit = args.reward.timeout_seconds
     rows, tokenizer = data.first_prompts(args, _PROBE_ROWS)
     try:
-        process = RewardProcess(path, limit, import_timeout=_IMPORT_SECONDS, is_quiet=True)
+        process = RewardProcess(path, limit, import_seconds=_IMPORT_SECONDS, is_quiet=True)
     except TimeoutError as error:
         yield Finding(_FLAG, path, f"{error}, so no reward was tried", "make sure that it ends", is_fatal=False)
         return
@@ -159,12 +160,25 @@ def _is_ours(base: str) -> bool:
     """
     import httpx
 
-    # The run asks without a proxy, too, and follows no server to another.
-    with httpx.Client(timeout=_HEALTH_SECONDS, trust_env=False) as client:
-        answer = client.get(f"{credentials.expand(base)}/health")
+    async def whole_answer() -> bytes:
+        body = b""
+        # The run asks without a proxy, too, and follows no server to another.
+        async with (
+            asyncio.timeout(2 * _HEALTH_SECONDS),
+            httpx.AsyncClient(timeout=_HEALTH_SECONDS, trust_env=False) as client,
+            client.stream(
+                "GET", f"{credentials.expand(base)}/health", headers={"Accept-Encoding": "identity"}
+            ) as answer,
+        ):
+            async for part in answer.aiter_raw():
+                body += part
+                if len(body) > _HEALTH_BYTES:
+                    break
+        return body
+
     try:
-        said = answer.json()
-    except ValueError:
+        said = json.loads(asyncio.run(whole_answer()))
+    except (TimeoutError, ValueError, RecursionError):  # something answers, without end or in other words
         return False
     return isinstance(said, dict) and said.get("server") == SERVER
 

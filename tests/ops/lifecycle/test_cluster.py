@@ -95,3 +95,19 @@ def test_nothing_is_left_of_a_killed_run(driver):
     assert len(children) > 5
     process.send_signal(signal.SIGKILL)
     assert not psutil.wait_procs(children, timeout=60)[1]
+
+
+def test_folders_of_ended_runs_are_removed_but_for_the_last_two(tmp_path, monkeypatch):
+    """One that runs stays, however old."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    code = "import sys; from arlopti_openrlhf.ops.lifecycle import cluster; print(cluster.make_folder(), flush=True)"
+    running = subprocess.Popen([sys.executable, "-c", f"{code}; sys.stdin.read()"], stdin=-1, stdout=-1, text=True)
+    kept = [Path(running.stdout.readline().strip())]
+    (tmp_path / "arlopti-of-others").mkdir()
+    for age in range(4, 0, -1):
+        folder = Path(subprocess.run([sys.executable, "-c", code], stdout=-1, text=True).stdout.strip())
+        os.utime(folder, (1e9 - age, 1e9 - age))
+        kept.append(folder)
+    new = cluster.make_folder()
+    assert set(tmp_path.iterdir()) == {kept[0], *kept[-2:], new, tmp_path / "arlopti-of-others"}
+    running.communicate()

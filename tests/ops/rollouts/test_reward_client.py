@@ -213,7 +213,7 @@ def test_a_reward_function_that_takes_too_long(tmp_path, body):
     assert time.monotonic() - start < 10 and "label: slow\nquery: prompt answer" in str(error.value)
     assert 'r.py", line 4 in reward_func' in str(error.value)
     with pytest.raises(ProcessLookupError):
-        os.kill(executor._process._process.pid, 0)
+        os.kill(executor._process.pid, 0)
 
 
 def test_samples_that_were_graded_beside_the_slow_one_name_it(tmp_path):
@@ -402,7 +402,7 @@ def test_the_process_ends_with_its_engine(tmp_path):
     code = f"""if True:
         from arlopti_openrlhf.ops.rollouts.reward_process import RewardProcess
         process = RewardProcess({path!r}, 10)
-        print(process.call("", "", ""), process._process.pid, flush=True)
+        print(process.call("", "", ""), process.pid, flush=True)
         __import__("os").kill(__import__("os").getpid(), 9)
     """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100).stdout.split()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from arlopti_testing.processes import wait_until
 
-from arlopti_openrlhf.grading.worker_pool import Died, Raised, TimedOut, WorkerPool
+from arlopti_openrlhf.grading.runner import Died, Raised, TimedOut, WorkerPool
 
 FUNCTIONS = """
 import os, signal, sys, time
@@ -110,13 +110,14 @@ def test_a_process_that_gets_no_processor_has_more_time(functions, patience):
     """Halted for longer than the limit, as on a busy machine."""
     pool = WorkerPool(functions, workers=1, timeout=1, patience=patience)
     worker = pool.call("pid")
-    call = pool.submit("sleep", 0.5)
-    time.sleep(0.2)
-    os.kill(worker, signal.SIGSTOP)
-    time.sleep(1.5)
-    with contextlib.suppress(ProcessLookupError):  # it is killed at its limit
-        os.kill(worker, signal.SIGCONT)
-    assert (call.exception() is None) == (patience > 1)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(pool.call, "sleep", 0.5)
+        time.sleep(0.2)
+        os.kill(worker, signal.SIGSTOP)
+        time.sleep(1.5)
+        with contextlib.suppress(ProcessLookupError):  # it is killed at its limit
+            os.kill(worker, signal.SIGCONT)
+        assert (call.exception() is None) == (patience > 1)
     start = time.monotonic()
     with pytest.raises(TimedOut):
         pool.call("busy in C")
@@ -146,10 +147,10 @@ def test_a_functions_own_alarm_is_its_own(pool):
 def test_a_caller_that_is_killed_leaves_no_worker(functions):
     code = f"""if True:
         import os, threading, time
-        from arlopti_openrlhf.grading.worker_pool import WorkerPool
+        from arlopti_openrlhf.grading.runner import WorkerPool
         pool = WorkerPool({functions!r}, workers=2, timeout=99)
         print(pool.call("pid"), flush=True)
-        pool.submit("busy in C")
+        threading.Thread(target=pool.call, args=["busy in C"]).start()
         time.sleep(0.5)
         os.kill(os.getpid(), 9)
     """
@@ -164,7 +165,7 @@ def test_a_caller_that_is_killed_leaves_no_worker(functions):
 def test_what_the_function_raises_comes_with_its_traceback(pool, what, name):
     with pytest.raises(Raised, match=name) as error:
         pool.call(what, "from here")
-    assert "in answer" in str(error.value)
+    assert "in answer" in str(error.value.__cause__)
 
 
 def test_a_process_that_ends_is_tried_twice(pool, tmp_path):
@@ -183,7 +184,7 @@ def test_killed_processes_lose_no_call(pool):
             for i in range(12):
                 time.sleep(0.15)
                 with contextlib.suppress(ProcessLookupError, Died):
-                    os.kill(pool.start().process.pid if i % 4 == 3 else pool.call("pid"), signal.SIGKILL)
+                    os.kill(pool.start().pid if i % 4 == 3 else pool.call("pid"), signal.SIGKILL)
         finally:
             stop.set()
 
@@ -212,12 +213,11 @@ def test_as_many_calls_at_a_time_as_workers(pool):
     assert 2 <= time.monotonic() - start < 4
 
 
-def test_a_function_that_cannot_be_loaded(tmp_path, capfd):
+def test_a_function_that_cannot_be_loaded(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     pool = WorkerPool(f"{tmp_path}/broken.py:answer", workers=1, timeout=1)
-    with pytest.raises(RuntimeError, match="broken.py:answer could not be loaded"):
+    with pytest.raises(RuntimeError, match=r"broken.py: its import fails: ZeroDivisionError.*\(line 1\)\nTraceback"):
         pool.call()
-    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_modules_are_found_where_the_caller_finds_them(tmp_path):
@@ -229,7 +229,7 @@ def test_modules_are_found_where_the_caller_finds_them(tmp_path):
     (tmp_path / "added" / "a_function.py").write_text("def double(value): return 2 * value")
     script.write_text(f"""
 import sys
-from arlopti_openrlhf.grading.worker_pool import WorkerPool
+from arlopti_openrlhf.grading.runner import WorkerPool
 sys.path.append({str(tmp_path / "added")!r})
 print(WorkerPool("a_function:double", 1, timeout=5).call(21))
 """)
@@ -239,8 +239,8 @@ print(WorkerPool("a_function:double", 1, timeout=5).call(21))
 
 def test_nothing_is_left_behind(pool):
     pool.call("echo", 0)
-    process = pool.start().process
+    process = pool.start()
     pool.close()
-    assert process.poll() is not None
+    assert not process.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         pool.call("echo", 0)
