@@ -86,9 +86,10 @@ def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[st
     """Refuse models on this machine that could not be loaded. What is odd with others is printed on standard error."""
     for name in models:
         folder = local_folder(name)
-        if folder is None or model_code.code_of(folder):  # loading it would run the code that it brings
+        if folder and model_code.code_of(folder):  # loading it would run the code that it brings
             continue
         for finding in model.check_model(flag, name):
             if finding.is_fatal:
                 parser.error(f"argument {finding}")
-            print(f"{parser.prog}: warning: {finding}", file=sys.stderr)
+            if folder:  # what is on the hub is loaded soon
+                print(f"{parser.prog}: warning: {finding}", file=sys.stderr)

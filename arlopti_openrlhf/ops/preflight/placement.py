@@ -20,8 +20,8 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if train.colocate_all and not train.colocate_critic_reward:
         has = {"critic": args.critic.model_name_or_path, "reward": not args.reward.remote_url}
         for name in filter(has.get, has):
-            if _gpus(args, name) > (actor := _gpus(args, "actor")):
-                problem = f"with --train.colocate_all, it has {_gpus(args, name)} ranks on the actor's GPUs"
+            if gpus_of(args, name) > (actor := gpus_of(args, "actor")):
+                problem = f"with --train.colocate_all, it has {gpus_of(args, name)} ranks on the actor's GPUs"
                 yield Finding.of(args, f"{name}.num_gpus_per_node", problem, f"give {actor} at most")
     from arlopti_openrlhf import cpu  # imports PyTorch
 
@@ -43,19 +43,19 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
 
 def gpus_placed(args: SimpleNamespace) -> int:
     """Return how many GPUs a run asks Ray for with these arguments."""
-    actor, engines = _gpus(args, "actor"), (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
+    actor, engines = gpus_of(args, "actor"), (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
     if args.train.colocate_all:
         # OpenRLHF places a critic that shares a reward model's GPUs beside all others even so.
-        critic = _gpus(args, "critic") if args.critic.model_name_or_path and args.train.colocate_critic_reward else 0
+        critic = gpus_of(args, "critic") if args.critic.model_name_or_path and args.train.colocate_critic_reward else 0
         return actor + critic + (engines if args.train.async_enable else 0)
-    reference = _gpus(args, "ref") if loads_reference(args) and not args.train.colocate_actor_ref else 0
-    critic = _gpus(args, "critic") if args.algo.advantage.estimator == "gae" else 0
+    reference = gpus_of(args, "ref") if loads_reference(args) and not args.train.colocate_actor_ref else 0
+    critic = gpus_of(args, "critic") if args.algo.advantage.estimator == "gae" else 0
     shares = args.train.colocate_critic_reward and critic
     asks_model = not (args.reward.remote_url or args.train.agent_func_path)
-    return max(1, engines + actor + reference + critic + (_gpus(args, "reward") if asks_model and not shares else 0))
+    return max(1, engines + actor + reference + critic + (gpus_of(args, "reward") if asks_model and not shares else 0))
 
 
-def _gpus(args: SimpleNamespace, name: str) -> int:
+def gpus_of(args: SimpleNamespace, name: str) -> int:
     group = vars(args)[name]
     return group.num_nodes * group.num_gpus_per_node
 
@@ -116,7 +116,7 @@ def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
     }
     by_ranks: dict[int, list[str]] = {}
     for name in filter(is_loaded.get, is_loaded):
-        by_ranks.setdefault(_gpus(args, name), []).append(name)
+        by_ranks.setdefault(gpus_of(args, name), []).append(name)
     return by_ranks
 
 

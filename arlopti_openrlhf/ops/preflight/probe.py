@@ -1,7 +1,5 @@
-"""Asks a function, or our graders about labels, in a process that can be killed (`grading.worker_pool`)."""
+"""Asks a function in a process that can be killed (`grading.worker_pool`), and our graders about labels."""
 
-import base64
-import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,23 +31,6 @@ def reason(error: Exception) -> str:
     if isinstance(error, Died):
         return "its process ends"
     return f"{error}, imports included" if isinstance(error, TimedOut) else f"cannot be asked: {str(error)[-200:]}"
-
-
-def ask_about_labels(grader: str, labels: Labels, seconds: float) -> list[tuple[str, str, bool]]:
-    """Return `unreadable_labels`. One that starts processes is asked in one of its own, with which they end.
-
-    Raises:
-        TimedOut, Died, Raised, RuntimeError: there is no answer.
-    """
-    if not REWARDS[grader].has_workers:
-        return unreadable_labels(grader, labels)
-    pickled = base64.b64encode(pickle.dumps(labels)).decode()  # as in a run, where labels need not be JSON
-    return ask(f"{__name__}:unreadable_pickled_labels", grader, pickled, seconds=seconds)
-
-
-def unreadable_pickled_labels(grader: str, pickled: str) -> list[tuple[str, str, bool]]:
-    """Return `unreadable_labels` of labels as `ask_about_labels` hands them on."""
-    return unreadable_labels(grader, pickle.loads(base64.b64decode(pickled)))
 
 
 def unreadable_labels(grader: str, labels: Labels) -> list[tuple[str, str, bool]]:

@@ -136,14 +136,24 @@ def check_combinations(args: SimpleNamespace) -> Iterator[Finding]:
         value = attrgetter(other)(args)
         if attrgetter(flag)(args) and value != off:
             yield Finding.of(args, flag, f"cannot go with --{other} {value}: {why}", "leave one of the two out")
-    # OpenRLHF would leave this template out. `check` looks at the others.
     template = args.data.input_template
-    if template and "{}" not in template and not args.data.apply_chat_template:
-        problem = "it has no {}, so OpenRLHF would leave it out"
-        remedy = "put {} where the prompt belongs, or leave the flag out"
-        yield Finding("--data.input_template", repr(template), problem, remedy)
+    if template and not args.data.apply_chat_template:
+        yield from _check_template(template)
     yield from _check_reward_source(args)
     yield from _check_evaluation(args)
+
+
+def _check_template(template: str) -> Iterator[Finding]:
+    """Refuse a template that OpenRLHF leaves out, and one in which `str.format` finds other braces than {}."""
+    if "{}" not in template:
+        remedy = "put {} where the prompt belongs, or leave the flag out"
+        yield Finding("--data.input_template", repr(template), "it has no {}, so OpenRLHF would leave it out", remedy)
+        return
+    try:
+        template.format("")
+    except (ValueError, LookupError, AttributeError) as error:
+        problem = f"it has other braces than one {{}} for the prompt ({type(error).__name__}: {error})"
+        yield Finding("--data.input_template", repr(template), problem, "write {{ and }} for braces that stay")
 
 
 def loads_reference(args: SimpleNamespace) -> bool:
