@@ -44,7 +44,11 @@ def run(
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
-    found = [*findings, *upstream_findings, *values.check(args)]
+    found = list(values.check_ranges(args))
+    refuse_if_fatal(found)
+    found += [*findings, *values.check(args)]
+    named = {finding.flag for finding in found if finding.is_fatal}
+    found += [finding for finding in upstream_findings if finding.flag not in named]
     refuse_if_fatal(found)
     checks: list[Check] = [partial(placement.check_batches, update=update), *THOROUGH, *own_checks]
     answers = list(rehearsal.run(checks, args))

@@ -24,9 +24,6 @@ _Item = TypeVar("_Item")
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the data sets of training and evaluation."""
-    if not args.data.prompt_dataset:
-        yield Finding(TRAINING, None, "there is no data", "name a file with prompts")
-        return
     training, total, found = read(TRAINING, args)
     evaluation, _, of_evaluation = read(EVALUATION, args)
     yield from found + of_evaluation

@@ -1,10 +1,12 @@
 """Values that no run can use or that would train something else, and flags that cannot go together."""
 
+import os
 from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 
 from arlopti_openrlhf.grading import REWARDS
+from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.repairs import is_made
 
@@ -53,8 +55,8 @@ def contains(range_: str, value: float) -> bool:
     return is_above and is_below
 
 
-def check(args: SimpleNamespace) -> Iterator[Finding]:
-    """Yield the values that are out of range."""
+def check_ranges(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield the numbers that are out of range. Other checks would find their consequences."""
     yield from _check_ranges(args, _RANGES)
     for flag in ("ckpt.save_steps", "eval.steps"):
         if attrgetter(flag)(args) != -1:  # which is never
@@ -63,6 +65,15 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield from _check_ranges(args, _RANGES_OF_AN_OPTIMIZER, f"{model}.")
         for optimizer in dict.fromkeys(("adam", vars(args)[model].optim)):
             yield from _check_rate(args, f"{model}.{optimizer}.lr")
+
+
+def check(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield values that go wrong late or in silence."""
+    if not args.actor.model_name_or_path:
+        remedy = "name a folder, or a model on the hub"
+        yield Finding.of(args, "actor.model_name_or_path", "there is no model", remedy)
+    if not args.data.prompt_dataset:
+        yield Finding.of(args, "data.prompt_dataset", "there is no data", "name a file with prompts")
     if bool(args.eval.dataset) != (args.eval.steps != -1):
         flag, other = ("steps", "dataset") if args.eval.dataset else ("dataset", "steps")
         problem = f"nothing is evaluated during training without --eval.{flag}"
@@ -87,6 +98,9 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if args.data.input_template and args.data.apply_chat_template:
         problem, remedy = "unused with --data.apply_chat_template", "leave one of the two flags out"
         yield Finding("--data.input_template", repr(args.data.input_template), problem, remedy, is_fatal=False)
+    if args.logger.wandb.key == credentials.WANDB and not os.environ.get(credentials.WANDB):
+        problem = "the variable is not set, so wandb has no key"
+        yield Finding.of(args, "logger.wandb.key", problem, "set it, or leave the flag out", is_fatal=False)
     yield from _check_late(args)
 
 

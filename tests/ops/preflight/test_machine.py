@@ -141,6 +141,13 @@ def test_folders_that_cannot_be_written(tmp_path, flag, place):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
+def test_curves_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    folders = f"--ckpt.path {tmp_path} --ckpt.output_dir {tmp_path} --logger.tensorboard_dir {tmp_path}/file/x"
+    (finding,) = machine.check(arguments(folders))
+    assert not finding.is_fatal and finding.flag == "--logger.tensorboard_dir" and "nothing can be" in finding.problem
+
+
 def test_more_gpus_than_there_are(monkeypatch):
     import torch
 
