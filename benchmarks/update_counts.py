@@ -16,7 +16,6 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arlopti_openrlhf import cpu

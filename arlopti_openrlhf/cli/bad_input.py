@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +26,8 @@ class Parser(argparse.ArgumentParser):
         self._given = sys.argv[1:] if args is None else list(args)
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {'; '.join(self._unknown(unknown) or unknown)}")
+            named = [*self._unknown(unknown), *self._valueless(unknown)]
+            self.error(f"unrecognized arguments: {'; '.join(named or unknown)}")
         return known
 
     def _unknown(self, words: Iterable[str]) -> list[str]:
@@ -33,6 +35,12 @@ class Parser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in words if re.match(r"-+[^-\d]", word)]
         unknown = [flag for flag in flags if flag not in self._option_string_actions]
         return [f"{flag}: {hint}" if (hint := self.hint(flag)) else flag for flag in unknown]
+
+    def _valueless(self, words: Iterable[str]) -> list[str]:
+        """Return the words that follow a flag without a value, as in `--train.colocate_all true`."""
+        known = self._option_string_actions
+        pairs = [pair for pair in pairwise(self._given) if pair[1] in words and pair[0] in known]
+        return [f"{word}: {flag} takes no value" for flag, word in pairs if known[flag].nargs == 0]
 
     def hint(self, flag: str) -> str:
         """Return what an unknown flag may have meant, or nothing. It may have one dash in place of two."""
@@ -83,9 +91,10 @@ def check_models(parser: argparse.ArgumentParser, flag: str, models: Iterable[st
     """Refuse models on this machine that could not be loaded. What is odd with others is printed on standard error."""
     for name in models:
         folder = local_folder(name)
-        if folder is None or model_code.code_of(folder):  # loading it would run the code that it brings
+        if folder and model_code.code_of(folder):  # loading it would run the code that it brings
             continue
         for finding in model.check_model(flag, name):
             if finding.is_fatal:
                 parser.error(f"argument {finding}")
-            print(f"{parser.prog}: warning: {finding}", file=sys.stderr)
+            if folder:  # what is on the hub is loaded soon
+                print(f"{parser.prog}: warning: {finding}", file=sys.stderr)

@@ -5,7 +5,6 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 from arlopti_openrlhf import bindings, methods
-from arlopti_openrlhf.activation_memory import peak_bytes
 from arlopti_openrlhf.ops.preflight import probe
 from arlopti_openrlhf.ops.preflight.finding import Finding, Update
 from arlopti_openrlhf.ops.preflight.prompt import is_vision_language
@@ -58,7 +57,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
 
 def describe_update(args: SimpleNamespace) -> Update:
     """Return what the other checks have to know of the run's update."""
-    return Update(bool(of_update(args)), not is_selective(args), peak_bytes)
+    return Update(takes_whole_steps=bool(of_update(args)))
 
 
 def describe_methods(args: SimpleNamespace) -> str:

@@ -128,6 +128,9 @@ def _hook_ray_workers(on_cpu: bool, message: str, settings: dict[str, str]) -> N
         runtime_env = {"worker_process_setup_hook": _HOOK} | (kwargs.get("runtime_env") or {})
         kwargs["runtime_env"] = runtime_env | {"env_vars": variables | runtime_env.get("env_vars", {})}
         if on_cpu and starts:
+            # With its GPUs hidden, Ray declares no logical ones. The workers stay on the CPU all the same.
+            if os.environ.pop("CUDA_VISIBLE_DEVICES", None) is not None and "ARLOPTI_DEVICE" not in os.environ:
+                kwargs["runtime_env"]["env_vars"]["ARLOPTI_DEVICE"] = "cpu"
             gpus = int(os.environ.get(_LOGICAL_GPUS, "8"))
             # Each logical GPU's bundle asks for a CPU too, and each controller (up to four in async mode) for one.
             kwargs = {"num_gpus": gpus, "num_cpus": max(os.cpu_count() or 1, gpus + 4)} | kwargs

@@ -20,7 +20,7 @@ class Estimate(NamedTuple):
 class Response(NamedTuple):
     """What the measures need of one graded response."""
 
-    score: float  # 1 right, 0 wrong
+    score: float  # 1 right, 0 wrong, unless it is a grade of another range
     # Has the form that the prompt asks for (K&K's tags, a boxed answer). None where it is not known.
     well_formed: bool | None
     length: int  # tokens
@@ -70,14 +70,17 @@ def estimate_source(problems: Sequence[Sequence[Response]]) -> dict[str, Estimat
         problems: the n responses to each problem.
 
     Returns:
-        `accuracy` (which is avg@n), `pass@k` for k = 2, 4, 8, ... and n, `well_formed` (where it is known),
-        `truncated`, and `response_length` in tokens.
+        `accuracy` (which is avg@n), `pass@k` for k = 2, 4, 8, ... and n, `well_formed` (if it is known), `truncated`,
+        and `response_length` in tokens. Scores outside [0, 1], as a judge's from 1 to 5, do not say what is right:
+        their mean is `score`, in the place of the first two.
     """
     n = len(problems[0])
-    estimates = {"accuracy": estimate_mean([fmean(r.score for r in problem) for problem in problems])}
+    are_rates = all(0 <= r.score <= 1 for problem in problems for r in problem)
+    mean = estimate_mean([fmean(r.score for r in problem) for problem in problems], bounded=are_rates)
+    estimates = {"accuracy" if are_rates else "score": mean}
     right = [sum(r.score == 1 for r in problem) for problem in problems]
     powers = [2**i for i in range(1, n.bit_length()) if 2**i <= n]
-    for k in dict.fromkeys([*powers, n]):
+    for k in dict.fromkeys([*powers, n]) if are_rates else ():
         if k > 1:
             estimates[f"pass@{k}"] = estimate_mean([pass_at_k(n, c, k) for c in right])
     form = [[r.well_formed for r in problem if r.well_formed is not None] for problem in problems]

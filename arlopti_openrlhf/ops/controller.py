@@ -50,7 +50,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         credentials.receive()  # the trackers are built next
         with trackers.resumable(state.identify(strategy.args)):
             super().__init__(pretrain, strategy, *args, **kwargs)
-        self.alarms = alarms.Alarms(self.args.alarm.flat_reward_steps)
+        self.alarms = alarms.Alarms(self.args)
         self.bad_steps: list[str] = []  # what was bad about each of the last steps in a row
         # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
         self.experience_maker = ExperienceMaker(
@@ -198,8 +198,8 @@ class Controller(ppo_trainer.BasePPOTrainer):
 
     def _detect_eval_metric_key(self, eval_metrics) -> str | None:
         """Return upstream's choice, with `accuracy` as the default."""
-        if not self.best_eval_metric_key and "accuracy" in eval_metrics:
-            self.best_eval_metric_key = "accuracy"
+        if not self.args.ckpt.best_metric_key:  # scores that are no rates have no accuracy
+            self.best_eval_metric_key = "accuracy" if "accuracy" in eval_metrics else ""
         return super()._detect_eval_metric_key(eval_metrics)
 
     @contextmanager

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Knights and Knaves on one GPU or two, of 24 GB each: a model of 0.5B to 1.5B parameters, which vLLM, the policy and the
 # reference share (the hybrid engine). Prompts are easier and answers shorter than in the paper. No GPU has run it yet: the
-# memory is the pre-flight's estimate (--dry-run).
+# memory is an estimate.
 #
 #   bash examples/scripts/train_kk_small.sh
 #   GPUS=2 MODEL=Qwen/Qwen2.5-1.5B-Instruct bash examples/scripts/train_kk_small.sh

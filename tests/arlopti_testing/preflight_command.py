@@ -48,6 +48,7 @@ def findings(argv: list[str]) -> list[Finding]:
         *values.check_combinations(given),
         *method_checks.check_flags(given),
         *checked.findings,
+        *values.check_ranges(checked.args),
         *values.check(checked.args),
     ]
     if any(finding.is_fatal for finding in found):

@@ -119,6 +119,9 @@ def test_a_folder_in_use_is_refused_with_its_process_and_host(run_that_goes_on, 
         (f"{model}model {path}elsewhere --ckpt.load_enable", f"{model}model"),
         (f"{model}other {path}path", f"{path}path"),
     ):
+        assert any(
+            "a run that goes on writes there" in str(finding) for finding in run_folders.check(arguments(flags))
+        )
         with pytest.raises(SystemExit) as refused, run_folders.held(arguments(flags)):
             pass
         by = f"a run that goes on writes there, process {first.pid} on {socket.gethostname()}"

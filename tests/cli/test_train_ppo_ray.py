@@ -51,6 +51,7 @@ def nested(argv: list[str]):
         ("--train_batch_size 8", ["--train_batch_size: did you mean --train.batch_size?"]),
         ("--lr 1e-6", ["did you mean --actor.muon.lr or --actor.adam.lr or "]),
         ("--model x", ["unrecognized arguments: --model\n"]),
+        ("--train.colocate_all true", ["unrecognized arguments: true: --train.colocate_all takes no value\n"]),
         ("--algo.token_method_args alpha=1", ["--algo.token_method_args", "alpha=1", "NAME.KEY=VALUE"]),
         ("--algo.token_method ar --algo.token_method_args ar.alpha=", ["ar.alpha=", "NAME.KEY=VALUE"]),
         ("--algo.token_method_normalize", ["--algo.token_method_normalize", "give --algo.token_method"]),

@@ -267,6 +267,14 @@ def test_a_cluster_that_the_driver_joins_is_told_nothing_about_the_driver(told, 
     assert keywords == arguments | {"runtime_env": {"worker_process_setup_hook": HOOK, "env_vars": {}}}
 
 
+@pytest.mark.parametrize("hidden", ["", "NoDevFiles"])
+def test_hidden_gpus_stay_hidden_and_ray_declares_logical_ones(told, hidden, tmp_path):
+    """Ray refuses to declare more GPUs than the variable names. Slurm writes NoDevFiles for a job without a GPU."""
+    _, keywords = told({}, {"CUDA_VISIBLE_DEVICES": hidden, "RAY_TMPDIR": str(tmp_path)})
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ and keywords["num_gpus"] == 3
+    assert keywords["runtime_env"]["env_vars"]["ARLOPTI_DEVICE"] == "cpu"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_the_user_has_set_reaches_the_workers_of_a_cluster(told, device):
     user = {"ARLOPTI_DEVICE": device, "VLLM_CPU_KVCACHE_SPACE": "7"}

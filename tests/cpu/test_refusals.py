@@ -18,7 +18,7 @@ from arlopti_openrlhf.patching import plain_class
         (True, "nccl", "sdpa", False, None, None),
         (True, "gloo", "sdpa", False, ["engine"], None),
         (True, "gloo", "flex_attention", False, ["engine"], "--ds.attn_implementation flex_attention: .*; give sdpa"),
-        (True, "gloo", "sdpa", True, ["engine"], "--ds.use_liger_kernel: .*; leave it out"),
+        (True, "gloo", "sdpa", True, ["engine"], "--ds.use_liger_kernel True: .*; leave it out"),
         (False, "nccl", "flex_attention", True, ["engine"], None),
     ],
 )

@@ -107,3 +107,11 @@ def test_every_measure_of_a_source_lies_in_its_interval(problems):
         assert name == "response_length" or 0 <= estimate.low and estimate.high <= 1
     n = len(problems[0])
     assert n == 1 or estimates[f"pass@{n}"].value >= estimates["accuracy"].value - 1e-12
+
+
+def test_grades_of_another_range_have_a_mean_and_say_not_what_is_right():
+    """A judge's 1 to 5: (5 + 1) / 2 = 3 and (4 + 2) / 2 = 3, with a spread of 0 between problems."""
+    answers = [[Response(score, None, 7, False) for score in problem] for problem in ((5.0, 1.0), (4.0, 2.0))]
+    estimates = estimate_source(answers)
+    assert list(estimates) == ["score", "truncated", "response_length"] and estimates["score"][:3] == (3.0, 3.0, 3.0)
+    assert list(estimate_source([[Response(0.5, None, 7, False)]]))[0] == "accuracy"  # partial credit

@@ -44,7 +44,7 @@ def test_training_takes_it_by_name(tmp_path, monkeypatch):
 
 def test_its_labels_are_read_before_a_run():
     labels = [(f"row {i}", row["label"]) for i, row in enumerate(ROWS)]
-    assert probe.ask_about_labels("toy", labels, 60) == [("row 1", "a label is text", True)]
+    assert probe.unreadable_labels("toy", labels) == [("row 1", "a label is text", True)]
 
 
 def test_the_package_that_it_needs_is_looked_for(monkeypatch):

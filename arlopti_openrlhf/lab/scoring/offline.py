@@ -104,11 +104,15 @@ def _estimates(records: Sequence[tuple[Job, dict]], settings: Settings) -> dict[
         result[source] = {"n": len(sampled), "samples": spec.n, "temperature": spec.temperature}
         measures = estimate_source(sampled)
         if source in without_scores:  # rewards do not say what is right
-            rest = {name: e for name, e in measures.items() if name != "accuracy" and not name.startswith("pass@")}
-            measures = {"reward": measures["accuracy"]} | rest
+            rest = {
+                name: e
+                for name, e in measures.items()
+                if name not in ("accuracy", "score") and not name.startswith("pass@")
+            }
+            measures = {"reward": next(iter(measures.values()))} | rest
         result[source] |= {name: e._asdict() for name, e in measures.items()}
         if (source, True) in groups:
-            result[source]["greedy"] = estimate_source(groups[source, True])["accuracy"]._asdict()
+            result[source]["greedy"] = next(iter(estimate_source(groups[source, True]).values()))._asdict()
     return result
 
 

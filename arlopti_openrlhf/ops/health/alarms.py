@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -20,11 +21,15 @@ class Alarms:
     """Compares each step's figures with the limits. It knows the steps since the process began.
 
     Args:
-        flat_reward_steps: `--alarm.flat_reward_steps`.
+        args: the nested arguments.
     """
 
-    def __init__(self, flat_reward_steps: int) -> None:
-        self.flat_reward_steps = flat_reward_steps
+    def __init__(self, args: Any) -> None:
+        self.flat_reward_steps: int = args.alarm.flat_reward_steps
+        self.penalty: float | None = args.reward.stop_properly_penalty_coef
+        # vLLM's log-probs, if importance sampling asks for them, are those among the tokens that top_p leaves.
+        is_corrected = args.algo.advantage.is_correction_level != "off"
+        self.top_p: float = args.rollout.top_p if is_corrected else 1.0
         self._active: set[str] = set()
         self._lowest_reward = math.inf
         self._flat_steps = 0
@@ -51,8 +56,9 @@ class Alarms:
             "flat_reward": self._flat_reward(status),
             "rollout_gap": not self._gap <= _ROLLOUT_GAP
             and f"the log-probs of vLLM and of the actor differ by {self._gap:.3g} nats per token on average, "
-            f"more than {_ROLLOUT_GAP:g}",
+            f"more than {_ROLLOUT_GAP:g}{self._of_top_p()}",
             "grad_norm": self._grad_norm(status),
+            "penalty": self._penalty(status.get("rollout/reward_min", 0.0)),
             "truncated": not status.get("rollout/truncated_rate", 0.0) < 1
             and "every response was cut off at its greatest length",
         }
@@ -71,6 +77,17 @@ class Alarms:
         if self._flat_steps < self.flat_reward_steps:
             return None
         return f"{self._flat_steps} steps in a row without a reward above the lowest one, {self._lowest_reward:g}"
+
+    def _of_top_p(self) -> str:
+        if self.top_p == 1:
+            return ""
+        return f"; --rollout.top_p {self.top_p:g} alone makes up to {-math.log(self.top_p):.3g} of it, so give 1"
+
+    def _penalty(self, lowest: float) -> str | None:
+        if self.penalty is None or not 0 <= self.penalty < 1 or lowest >= 0:
+            return None
+        flag = f"--reward.stop_properly_penalty_coef {self.penalty:g}"
+        return f"a reward is {lowest:g}, and {flag} would raise it if its answer were cut off: give a negative one"
 
     def _grad_norm(self, status: Mapping[str, float]) -> str | None:
         cause = None

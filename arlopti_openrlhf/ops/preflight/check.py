@@ -1,23 +1,24 @@
-"""Runs the checks, and prints what they find in one list. Where a check fails itself, that is a finding too."""
+"""Runs the checks, and prints what they find in one list."""
 
 import sys
-import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 
-from arlopti_openrlhf.ops.preflight import data, machine, memory, model, placement, reward, values
+from arlopti_openrlhf.ops.preflight import data, machine, memory, model, placement, rehearsal, reward, values
 from arlopti_openrlhf.ops.preflight.finding import Check, Finding, Update
 from arlopti_openrlhf.terminal import say
 
-# These look at files and at the machine, ask the reward function, and may import PyTorch.
+# These look at files and at the machine, load and grade data as the run does, and import PyTorch.
 THOROUGH: tuple[Check, ...] = (
     placement.check,
     placement.check_cluster,
     machine.check,
     machine.check_disk,
+    memory.check,
     model.check,
     data.check,
+    data.describe,
     reward.check,
 )
 
@@ -38,24 +39,27 @@ def run(
         findings: what is known to be wrong with them already.
         upstream_findings: what upstream's own checks say against them.
         update: how the update is computed.
-        own_checks: the caller's own thorough checks.
+        own_checks: the caller's own thorough checks. Each can be pickled by its name.
 
     Raises:
         SystemExit: with status 2 where the run cannot start, and after `--dry-run` with status 0 where it can.
     """
-    found = [*findings, *upstream_findings, *_run(values.check, args)]
+    found = list(values.check_ranges(args))
     refuse_if_fatal(found)
-    of_update: list[Check] = [partial(check, update=update) for check in (placement.check_batches, memory.check)]
-    for check in [*of_update, *THOROUGH, *own_checks]:
-        found += _run(check, args)
+    found += [*findings, *values.check(args)]
+    named = {finding.flag for finding in found if finding.is_fatal}
+    found += [finding for finding in upstream_findings if finding.flag not in named]
+    refuse_if_fatal(found)
+    checks: list[Check] = [partial(placement.check_batches, update=update), *THOROUGH, *own_checks]
+    answers = list(rehearsal.run(checks, args))
+    found += [answer for answer in answers if isinstance(answer, Finding)]
     refuse_if_fatal(found)
     if found:
         say(*listed(found), file=sys.stderr)
-    if first := data.describe(args):
-        say(*first.split("\n"))
+    for text in answers:
+        if isinstance(text, str):
+            say(*text.split("\n"))
     if args.dry_run:
-        if estimate := memory.describe(args, update):
-            say(*estimate.split("\n"))
         say("the run can start. Nothing has been started.")
         sys.exit(0)
 
@@ -74,13 +78,3 @@ def listed(findings: list[Finding]) -> list[str]:
     head = f"the run {'cannot' if errors else 'can'} start: {counts}"
     ordered = sorted(findings, key=lambda finding: not finding.is_fatal)
     return [head, *(f"  {'error' if f.is_fatal else 'warning'}: {f}" for f in ordered)]
-
-
-def _run(check: Check, args: SimpleNamespace) -> Iterator[Finding]:
-    try:
-        yield from check(args)
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        problem = f"a check failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        remedy = "the run may end at what it would have found; please report it"
-        yield Finding("", "", problem, remedy, is_fatal=False)

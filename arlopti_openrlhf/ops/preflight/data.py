@@ -6,138 +6,86 @@ import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.ops.preflight import probe, prompt, repeats
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer, local_folder
-from arlopti_openrlhf.ops.preflight.rows import NotChecked, Row, Unreadable, blend
+from arlopti_openrlhf.ops.preflight.rows import EVALUATION, TRAINING, DataSet, Row, read
 from arlopti_openrlhf.ops.rollouts import prompt_text
 
 if TYPE_CHECKING:
-    from datasets import Features
     from transformers import PreTrainedTokenizerBase
 
-_TRAINING, _EVALUATION = "--data.prompt_dataset", "--eval.dataset"
-_ALL = 10**8  # rows that upstream takes of each data set to evaluate on
-# Rows whose prompts are rendered and counted, drawn by a seed. They take about a second.
-_COUNTED = 2000
-_READ = 100_000  # rows that are looked at, in a few seconds
-_LABELS_SECONDS = 60.0  # a bound, not a budget: most of it is the import of PyTorch
-
+_RENDERED = 10_000  # rows of a data set whose prompts are rendered and counted, drawn by a seed. They take seconds
 _Item = TypeVar("_Item")
-
-
-class _Data(NamedTuple):
-    """What was read of one data set."""
-
-    flag: str  # where it was named
-    name: str
-    rows: list[Row]  # the first is row 1
-    types: "Features"  # of the columns
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the data sets of training and evaluation."""
-    if not args.data.prompt_dataset:
-        yield Finding(_TRAINING, None, "there is no data", "name a file with prompts")
-        return
-    most = args.data.max_samples
-    training, prompts = yield from _blend(_TRAINING, args.data.prompt_dataset, args.data.prompt_split, most, args)
-    evaluation: list[_Data] = []
-    if args.eval.dataset:
-        evaluation, _ = yield from _blend(_EVALUATION, args.eval.dataset, args.eval.split, _ALL, args)
-    read = training + evaluation
-    yield from _check_labels(read, args)
-    yield from _check_all_prompts(read, args)
-    if prompts is not None:
-        yield from _check_count(min(prompts, most), args)
-    yield from _check_sampling(read, args)
+    training, total, found = read(TRAINING, args)
+    evaluation, _, of_evaluation = read(EVALUATION, args)
+    yield from found + of_evaluation
+    yield from _check_labels(training + evaluation, args)
+    yield from _check_all_prompts(training + evaluation, args)
+    if total is not None:
+        yield from _check_count(total, args)
+    yield from _check_sampling(evaluation, args)
     if not args.data.max_images_per_prompt:  # otherwise one question may be asked of many images
-        of_each = (_prompts(read, flag, args.data.input_key) for flag in (_TRAINING, _EVALUATION))
-        yield from repeats.check(args, *of_each)
+        yield from repeats.check(args, *(_prompts(sets, args.data.input_key) for sets in (training, evaluation)))
 
 
-def _prompts(sets: Sequence[_Data], flag: str, key: str) -> list[Any]:
-    rows = (row for data in sets if data.flag == flag for row in data.rows)
-    return [row[key] for row in rows if not _is_empty(row.get(key))]
+def _prompts(sets: Sequence[DataSet], key: str) -> list[Any]:
+    return [row[key] for data in sets for row in data.rows if not _is_empty(row.get(key))]
 
 
 def first_prompts(args: SimpleNamespace, n: int) -> "tuple[list[tuple[str, Any]], PreTrainedTokenizerBase | None]":
-    """Return the first `n` prompts, as they are sent to vLLM, with their labels, and the policy's tokenizer.
+    """Return the first `n` prompts, and the first with each other kind of label, and the policy's tokenizer.
 
-    The list is empty if they cannot be had, and the tokenizer None.
+    Prompts are as they are sent to vLLM, each with its label. The list is empty if they cannot be had, and the
+    tokenizer None.
     """
-    tokenizer = _load_tokenizer(args)
+    tokenizer, key, label_key = _load_tokenizer(args), args.data.input_key, args.data.label_key
+    chosen: list[tuple[str, Any]] = []
+    kinds = set()
     try:
-        name, key, label_key = args.data.prompt_dataset.split(",")[0], args.data.input_key, args.data.label_key
-        rows = blend(name.strip(), args.data.prompt_split, n)
         as_text = prompt.renderer(args, _template(args, tokenizer))
         if args.data.apply_chat_template and not tokenizer:  # the run downloads it
             as_text = itemgetter(key)
-        prompts = [(as_text(row), row[label_key] if label_key else "") for row in rows]
-        return [(text, label) for text, label in prompts if isinstance(text, str)], tokenizer
+        for row in (row for flag in (TRAINING, EVALUATION) for data in read(flag, args)[0] for row in data.rows):
+            label = row[label_key] if label_key else ""
+            kind = type(label), _is_empty(label)
+            if len(chosen) < n or kind not in kinds:
+                chosen.append((as_text(row), label))
+                kinds.add(kind)
+        return [(text, label) for text, label in chosen if isinstance(text, str)], tokenizer
     except Exception:  # whatever it is, `check` has said it
         return [], tokenizer
 
 
-def describe(args: SimpleNamespace) -> str | None:
-    """Return the first prompt as the model gets it, or None where it cannot be had."""
+def describe(args: SimpleNamespace) -> Iterator[str]:
+    """Yield the first prompt as the model gets it, if it can be had."""
     rows, tokenizer = first_prompts(args, 1)
-    if not rows or not tokenizer:
-        return None
-    but = ", without its images" if args.data.max_images_per_prompt else ""
-    but += ", unless the agent changes it" if args.train.agent_func_path else ""
-    return f"the first prompt as the model gets it{but}: {prompt_text.shown(rows[0][0], tokenizer)}"
-
-
-def _blend(
-    flag: str, names: str, split: str, most: int, args: SimpleNamespace
-) -> Generator[Finding, None, tuple[list[_Data], int | None]]:
-    """Read data sets one by one, and as the run joins them.
-
-    Return them, and how many rows they make, or None if that is not known.
-    """
-    sets = []
-    for name in names.split(","):
-        sets.append((yield from _read(flag, name.strip(), split, most)))
-    read = [data for data in sets if data]
-    if len(read) < len(sets):
-        return read, None
-    probabilities = args.data.prompt_probs if flag == _TRAINING else None
-    try:
-        return read, len(blend(names, split, most, probabilities, args.train.seed))
-    except Unreadable as error:
-        remedy = "give each column one type in all of them, and a probability for each if for any"
-        yield Finding(flag, names, f"the data sets cannot be joined: {error}", remedy)
-        return read, None
-
-
-def _read(flag: str, name: str, split: str, most: int) -> Generator[Finding, None, _Data | None]:
-    """Return the data set, or None after a finding that says why not."""
-    try:
-        blended = blend(name, split, most)
-        rows: Any = list(blended.select(range(min(_READ, len(blended)))))
-        return _Data(flag, name, rows, blended.features)
-    except NotChecked as error:
-        yield Finding(flag, name, f"not checked: {error}", "look at its first rows yourself", is_fatal=False)
-    except Exception as error:  # of a row, `datasets` raises anything
-        yield Finding(flag, name, f"{(str(error).splitlines() or [''])[0]}", "correct the path or the data")
-    return None
+    if rows and tokenizer:
+        but = ", without its images" if args.data.max_images_per_prompt else ""
+        but += ", unless the agent changes it" if args.train.agent_func_path else ""
+        yield f"the first prompt as the model gets it{but}: {prompt_text.shown(rows[0][0], tokenizer)}"
 
 
 def _check_key(
-    data: _Data, args: SimpleNamespace, flag: str, is_empty: Callable[[Any], bool], is_fatal: bool = True
+    data: DataSet, args: SimpleNamespace, flag: str, is_empty: Callable[[Any], bool], is_fatal: bool = True
 ) -> Iterator[Finding]:
-    """Report rows that have no value under a key. It is always fatal where no row has one."""
+    """Report rows that have no value under a key. It is always fatal if no row has one."""
     key = vars(args.data)[flag.removeprefix("data.")]
     bad = [number for number, row in enumerate(data.rows, start=1) if is_empty(row.get(key))]
-    if bad:
-        problem = f"{len(bad)} of {len(data.rows)} rows have no value there, first {data.name}, row {bad[0]}"
-        keys = ", ".join(sorted({name for row in data.rows[:1000] for name in row}))
-        remedy = f"leave these rows out, or complete them: the keys are {keys}"
-        yield Finding.of(args, flag, problem, remedy, is_fatal or len(bad) == len(data.rows))
+    if not bad:
+        return
+    problem = f"{len(bad)} of {len(data.rows)} rows have no value there, first {data.name}, row {bad[0]}"
+    is_whole = len(bad) == len(data.rows)
+    keys = ", ".join(sorted({name for row in data.rows[:1000] for name in row}))
+    remedy = f"{'give the right key' if is_whole else 'leave these rows out, or complete them'}: the keys are {keys}"
+    yield Finding.of(args, flag, problem, remedy, is_fatal or is_whole)
 
 
 def _is_empty(value: Any) -> bool:
@@ -163,7 +111,7 @@ def _draw(items: Sequence[_Item], n: int) -> Sequence[_Item]:
 # --- labels ----------------------------------------------------------------------------------------------------------
 
 
-def _check_labels(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Finding]:
+def _check_labels(sets: Sequence[DataSet], args: SimpleNamespace) -> Iterator[Finding]:
     """Report labels that are missing, or that the package's grader of the run cannot read."""
     flag, key = "data.label_key", args.data.label_key
     grader = (args.reward.remote_url or [""])[0]
@@ -191,12 +139,7 @@ def _check_labels(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Find
             labels += _draw(given, REWARDS[grader].labels_per_second)
     if not labels:
         return
-    try:
-        bad = probe.ask_about_labels(grader, labels, _LABELS_SECONDS)
-    except probe.NO_ANSWER as error:
-        problem = f"{grader} has not read the labels: {probe.reason(error)}"
-        yield Finding.of(args, flag, problem, "look at them yourself", is_fatal=False)
-        return
+    bad = probe.unreadable_labels(grader, labels)
     if bad:
         bad.sort(key=lambda label: not label[2])  # first those at which the grader raises, which ends the run
         where, (_, problem, is_fatal) = first_of([each[0] for each in bad]), bad[0]
@@ -220,7 +163,7 @@ def _template(args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None"
     return tokenizer.apply_chat_template if tokenizer and args.data.apply_chat_template else None
 
 
-def _check_all_prompts(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Finding]:
+def _check_all_prompts(sets: Sequence[DataSet], args: SimpleNamespace) -> Iterator[Finding]:
     """Report prompts that are missing, cannot be rendered, are too long, or not what the model was made for."""
     tokenizer = _load_tokenizer(args)
     where: list[tuple[str, Row]] = []
@@ -234,7 +177,7 @@ def _check_all_prompts(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator
 
 
 def _check_prompts(
-    data: _Data, args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None"
+    data: DataSet, args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> Generator[Finding, None, list[tuple[str, Row, str]]]:
     """Report prompts of one data set, and return some as they are rendered: place, row, text."""
     key, as_chat = args.data.input_key, args.data.apply_chat_template
@@ -247,7 +190,7 @@ def _check_prompts(
     rendered = []
     if not bad and (tokenizer or not as_chat):
         as_text = prompt.renderer(args, _template(args, tokenizer))
-        for where, row in _draw(rows, _COUNTED):
+        for where, row in _draw(rows, _RENDERED):
             try:
                 rendered.append((where, row, as_text(row)))
             except Exception as error:  # a template raises what it likes
@@ -277,7 +220,7 @@ def _is_prompt(value: Any, as_chat: bool) -> bool:
     )
 
 
-def _check_images(data: _Data, args: SimpleNamespace) -> Iterator[Finding]:
+def _check_images(data: DataSet, args: SimpleNamespace) -> Iterator[Finding]:
     """Report images that nobody looks at."""
     key, most, flag = args.data.image_key, args.data.max_images_per_prompt, "data.max_images_per_prompt"
     of_rows = [images for row in data.rows if (images := _images(row.get(key)))]
@@ -296,7 +239,7 @@ def _images(value: Any) -> list:
     return [image for image in (value if isinstance(value, list) else [value]) if image is not None and image != ""]
 
 
-def _check_lengths(data: _Data, lengths: Sequence[int], args: SimpleNamespace) -> Iterator[Finding]:
+def _check_lengths(data: DataSet, lengths: Sequence[int], args: SimpleNamespace) -> Iterator[Finding]:
     """Compare the prompts' lengths in tokens with what upstream's `SingleTurnAgentExecutor` keeps of them."""
     reserved = args.rollout.max_new_tokens
     limit = args.data.max_len - (1 if reserved is None else reserved)
@@ -326,11 +269,10 @@ def _check_count(prompts: int, args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding.of(args, "rollout.batch_size", problem, remedy, is_fatal=False)
 
 
-def _check_sampling(sets: Sequence[_Data], args: SimpleNamespace) -> Iterator[Finding]:
-    """Report patterns of --eval.sampling that match no source of the evaluation's rows."""
-    rows = [row for data in sets if data.flag == _EVALUATION for row in data.rows]
-    sources = sorted({str(row.get("datasource", "default")) for row in rows})
+def _check_sampling(evaluation: Sequence[DataSet], args: SimpleNamespace) -> Iterator[Finding]:
+    """Report patterns of --eval.sampling that match no source of the rows that are evaluated."""
+    sources = sorted({str(row.get("datasource", "default")) for data in evaluation for row in data.rows})
     for spec in args.eval.sampling if sources else ():
         if not fnmatch.filter(sources, spec.pattern):
             problem, remedy = "it matches no source of the evaluation", f"the sources are {', '.join(sources)}"
-            yield Finding("--eval.sampling", spec.pattern, problem, remedy, is_fatal=False)
+            yield Finding("--eval.sampling", spec.pattern, problem, remedy)

@@ -4,12 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from arlopti_openrlhf import terminal
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,6 @@ class Update(NamedTuple):
     # Each rollout batch is trained in whole optimizer steps, and DeepSpeed is told where each of them ends. OpenRLHF's
     # own loop carries a rest over to the next rollout batch.
     takes_whole_steps: bool
-    keeps_logits: bool  # of a micro-batch, for its backward pass
-    # From the model's configuration, and whether gradients are checkpointed, logits are kept and Liger's kernels run:
-    # the bytes that training has in memory per token of a micro-batch.
-    bytes_per_token: Callable[["PreTrainedConfig", bool, bool, bool], float]
 
 
 def first_of(problems: Sequence[str], others: str = "more") -> str:
@@ -54,5 +47,6 @@ def in_words(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-# A check looks at upstream's nested arguments, as its `train` gets them.
-Check = Callable[[SimpleNamespace], Iterable[Finding]]
+# A check looks at upstream's nested arguments, as its `train` gets them. Text is for the user of a run that can start.
+Answer = Finding | str
+Check = Callable[[SimpleNamespace], Iterable[Answer]]

@@ -25,6 +25,10 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         if problem := _why_not_writable(Path(vars(args.ckpt)[name])):
             remedy = "give a folder that this user can write to"
             yield Finding.of(args, f"ckpt.{name}", problem, remedy, is_fatal=starts_cluster())
+    folder = args.logger.tensorboard_dir
+    if folder and (problem := _why_not_writable(Path(folder))):
+        remedy = "give another folder, or train without curves"
+        yield Finding.of(args, "logger.tensorboard_dir", problem, remedy, is_fatal=False)
     if starts_cluster():
         yield from _check_shared_memory()
 

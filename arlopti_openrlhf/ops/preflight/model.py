@@ -1,8 +1,11 @@
 """Loads the models that are on this machine as the run does, without the content of their weights."""
 
 import contextlib
+import difflib
 import functools
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +41,18 @@ def local_folder(model: str | None) -> Path | None:
     except HFValidationError:
         return None
     return Path(config).parent if isinstance(config, str) else None
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether a name that is not here may be the hub's: not if it is a path, or a slip of the pen for one."""
+    return bool(re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)) and not _nearly(name)
+
+
+def _nearly(name: str) -> list[str]:
+    """Return what lies here with nearly the same name."""
+    path = Path(name)
+    there = os.listdir(path.parent) if path.parent.is_dir() else []
+    return [str(path.parent / each) for each in difflib.get_close_matches(path.name, there, n=1, cutoff=0.8)]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -136,8 +151,11 @@ def check_model(flag: str, model: str, is_policy: bool = True, reward_head: str 
     """
     folder, is_folder = local_folder(model), Path(model).is_dir()
     if folder is None:
-        problem = "it is neither a folder nor in the hub's cache, so it is not checked"
-        yield Finding(flag, model, problem, "download it first, for a check and a faster start", is_fatal=False)
+        problem, remedy = "there is no such folder", " or ".join(["correct the path", *_nearly(model)])
+        if may_come := is_on_hub(model):
+            problem = "it is neither a folder nor in the hub's cache, so it is not checked"
+            remedy = "download it first, for a check and a faster start"
+        yield Finding(flag, model, problem, remedy, is_fatal=not may_come)
         return
     part = "configuration"
     try:

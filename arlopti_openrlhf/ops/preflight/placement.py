@@ -4,6 +4,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator
+from operator import attrgetter
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -20,13 +21,20 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if train.colocate_all and not train.colocate_critic_reward:
         has = {"critic": args.critic.model_name_or_path, "reward": not args.reward.remote_url}
         for name in filter(has.get, has):
-            if _gpus(args, name) > (actor := _gpus(args, "actor")):
-                problem = f"with --train.colocate_all, it has {_gpus(args, name)} ranks on the actor's GPUs"
+            if gpus_of(args, name) > (actor := gpus_of(args, "actor")):
+                problem = f"with --train.colocate_all, it has {gpus_of(args, name)} ranks on the actor's GPUs"
                 yield Finding.of(args, f"{name}.num_gpus_per_node", problem, f"give {actor} at most")
+    yield from _check_shared_groups(args)
     from arlopti_openrlhf import cpu  # imports PyTorch
+    from arlopti_openrlhf.cpu import refusals
 
-    if not starts_cluster() or cpu.uses_cpu():
-        return  # another cluster's policy says it itself, and a CPU counts as many GPUs as are asked for
+    if not starts_cluster():
+        return  # another cluster's policy says it itself
+    for flag, value, problem, remedy in refusals.problems(args, syncs=True):
+        remedy += ", or start it on a machine with a GPU"  # as a dry run on a login node may mean
+        yield Finding(f"--{flag}", value, problem, remedy, is_fatal=not args.dry_run)
+    if cpu.uses_cpu():
+        return  # it counts as many GPUs as are asked for
     import torch
 
     gpus, requested = torch.cuda.device_count(), gpus_placed(args)
@@ -41,21 +49,42 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding.of(args, "vllm.sync_backend", problem, remedy)
 
 
+def _check_shared_groups(args: SimpleNamespace) -> Iterator[Finding]:
+    """Report models that share GPUs and are not on equally many, which OpenRLHF refuses after Ray has started."""
+    train, engines = args.train, (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
+    if (train.colocate_all or train.colocate_actor_ref) and args.algo.kl.init_coef > 0:
+        yield from _check_equal(args, "ref", "actor")
+    if train.colocate_critic_reward and args.critic.model_name_or_path:
+        yield from _check_equal(args, "reward", "critic")
+    if train.colocate_all and not train.async_enable and engines != gpus_of(args, "actor"):
+        problem = f"the engines have {engines} GPUs, and with --train.colocate_all they share the actor's"
+        remedy = f"let it be {gpus_of(args, 'actor')}, times --vllm.tensor_parallel_size"
+        yield Finding.of(args, "vllm.num_engines", problem, remedy)
+
+
+def _check_equal(args: SimpleNamespace, name: str, other: str) -> Iterator[Finding]:
+    for flag in ("num_nodes", "num_gpus_per_node"):
+        wanted = attrgetter(f"{other}.{flag}")(args)
+        if attrgetter(f"{name}.{flag}")(args) != wanted:
+            problem = f"it shares GPUs with the {other}, which has --{other}.{flag} {wanted}"
+            yield Finding.of(args, f"{name}.{flag}", problem, f"give {wanted}")
+
+
 def gpus_placed(args: SimpleNamespace) -> int:
     """Return how many GPUs a run asks Ray for with these arguments."""
-    actor, engines = _gpus(args, "actor"), (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
+    actor, engines = gpus_of(args, "actor"), (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
     if args.train.colocate_all:
         # OpenRLHF places a critic that shares a reward model's GPUs beside all others even so.
-        critic = _gpus(args, "critic") if args.critic.model_name_or_path and args.train.colocate_critic_reward else 0
+        critic = gpus_of(args, "critic") if args.critic.model_name_or_path and args.train.colocate_critic_reward else 0
         return actor + critic + (engines if args.train.async_enable else 0)
-    reference = _gpus(args, "ref") if loads_reference(args) and not args.train.colocate_actor_ref else 0
-    critic = _gpus(args, "critic") if args.algo.advantage.estimator == "gae" else 0
+    reference = gpus_of(args, "ref") if loads_reference(args) and not args.train.colocate_actor_ref else 0
+    critic = gpus_of(args, "critic") if args.algo.advantage.estimator == "gae" else 0
     shares = args.train.colocate_critic_reward and critic
     asks_model = not (args.reward.remote_url or args.train.agent_func_path)
-    return max(1, engines + actor + reference + critic + (_gpus(args, "reward") if asks_model and not shares else 0))
+    return max(1, engines + actor + reference + critic + (gpus_of(args, "reward") if asks_model and not shares else 0))
 
 
-def _gpus(args: SimpleNamespace, name: str) -> int:
+def gpus_of(args: SimpleNamespace, name: str) -> int:
     group = vars(args)[name]
     return group.num_nodes * group.num_gpus_per_node
 
@@ -93,8 +122,10 @@ def check_batches(args: SimpleNamespace, update: Update) -> Iterator[Finding]:
         if ranks % model_parallel:  # where DeepSpeed ends without a message
             problem = f"{ranks} ranks are not divided by --ds.ring_attn_size x --ds.tensor_parallel_size"
             yield Finding.of(args, f"{names[0]}.num_gpus_per_node", problem, f"give a multiple of {model_parallel}")
-        elif ranks and not is_dynamic:
-            yield from _check_shares(args, update, names, ranks // model_parallel)
+        elif ranks:
+            yield from _check_deepspeed(args, names, ranks // model_parallel)
+            if not is_dynamic:
+                yield from _check_shares(args, update, names, ranks // model_parallel)
     if samples % batch and not update.takes_whole_steps:
         # Gradients of the rest are carried over to the next rollout batch.
         problem = f"does not divide the rollout batch of {samples} samples, so steps mix two rollout batches"
@@ -116,8 +147,18 @@ def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
     }
     by_ranks: dict[int, list[str]] = {}
     for name in filter(is_loaded.get, is_loaded):
-        by_ranks.setdefault(_gpus(args, name), []).append(name)
+        by_ranks.setdefault(gpus_of(args, name), []).append(name)
     return by_ranks
+
+
+def _check_deepspeed(args: SimpleNamespace, names: list[str], ranks: int) -> Iterator[Finding]:
+    """Report a batch that DeepSpeed cannot divide. Under dynamic batches it divides those of frozen models alone."""
+    if args.train.dynamic_batch_enable:
+        names = [name for name in names if name not in ("actor", "critic")]
+    if names and args.train.batch_size % (args.train.micro_batch_size * ranks):
+        problem = f"DeepSpeed divides it into micro-batches of {args.train.micro_batch_size} on {ranks} ranks of "
+        remedy = f"give a multiple of {args.train.micro_batch_size * ranks}, or change --train.micro_batch_size"
+        yield Finding.of(args, "train.batch_size", problem + ", ".join(names), remedy)
 
 
 def _check_shares(args: SimpleNamespace, update: Update, names: list[str], ranks: int) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Asks a function, or our graders about labels, in a process that can be killed (`grading.runner`)."""
+"""Asks a function in a process that can be killed (`grading.runner`), and our graders about labels."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,17 +29,6 @@ def reason(error: Exception) -> str:
     if isinstance(error, Died):
         return "its process ends"
     return f"{error}, imports included" if isinstance(error, TimedOut) else f"cannot be asked: {str(error)[-200:]}"
-
-
-def ask_about_labels(grader: str, labels: Labels, seconds: float) -> list[tuple[str, str, bool]]:
-    """Return `unreadable_labels`. One that starts processes is asked in one of its own, with which they end.
-
-    Raises:
-        RuntimeError: there is no answer.
-    """
-    if not REWARDS[grader].has_workers:
-        return unreadable_labels(grader, labels)
-    return ask(f"{__name__}:unreadable_labels", grader, labels, seconds=seconds)
 
 
 def unreadable_labels(grader: str, labels: Labels) -> list[tuple[str, str, bool]]:

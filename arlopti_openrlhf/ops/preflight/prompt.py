@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import local_folder, read_json
-from arlopti_openrlhf.ops.preflight.rows import Row, upstream_names
+from arlopti_openrlhf.ops.preflight.rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,8 @@ def renderer(args: SimpleNamespace, template: Callable[..., Any] | None) -> Call
 
     `template` takes the messages, if the run has a chat template.
     """
-    preprocess_data = upstream_names("openrlhf.datasets.prompts_dataset")["preprocess_data"]
+    from openrlhf.datasets.prompts_dataset import preprocess_data
+
     return lambda row: preprocess_data(row, args.data.input_template, args.data.input_key, None, template)[0]
 
 

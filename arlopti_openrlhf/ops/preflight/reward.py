@@ -7,11 +7,13 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from arlopti_openrlhf.grading import REWARDS
-from arlopti_openrlhf.grading.reward_answers import SERVER
+from arlopti_openrlhf.grading.reward_answers import SERVER, Grade
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight import data, right_answers
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -23,22 +25,57 @@ _PROBE_ROWS = 4
 _IMPORT_SECONDS, _PROBE_SECONDS = 60.0, 8.0  # for the import of a reward file, and for its answers to the rows
 _SERVER_SECONDS = 60.0  # for an answer of our own server
 _CONTRACT = "the file needs reward_func(queries, prompts, labels), whose queries are prompts with their answers"
-_HEALTH_SECONDS, _HEALTH_BYTES = 2.0, 2**16  # for a part of an answer, and twice as long for all of it
+_HEALTH_SECONDS, _HEALTH_BYTES = 2.0, 2**16  # for a connection, and twice that for the answer, of this size at most
 
 
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the source of rewards. `values` looks whether there is one."""
     sources = args.reward.remote_url or [""]
     ours = REWARDS.get(sources[0])
-    if args.train.agent_func_path:
-        return  # vLLM's engines load it when they start, and say what is wrong with it
-    if ours:  # `data.check` asks it about the labels
+    if agent := args.train.agent_func_path:  # vLLM's engines load it when they start, and say what is wrong with it
+        if not Path(agent).is_file():
+            yield Finding.of(args, "train.agent_func_path", "there is no such file", "correct the path")
+        return
+    if ours:
         if ours.package and not importlib.util.find_spec(ours.package.replace("-", "_")):
             yield Finding(_FLAG, ours.name, f"{ours.package} is not installed", f"pip install {ours.package}")
+            return
+        rows, tokenizer = data.first_prompts(args, _PROBE_ROWS)
+        reward_func = ours.module.reward_func
+        with suppress(Refused):  # for a label that it cannot read, which `data.check` reports
+            trial = right_answers.try_out(lambda *sample: reward_func(*([part] for part in sample)), rows, tokenizer)
+            yield from check_grades(trial.grades, args)
     elif sources[0].endswith(".py"):
         yield from _check_function(sources[0], args)
     elif sources[0]:
         yield from _check_servers(sources, args)
+
+
+def check_grades(grades: list[Grade], args: SimpleNamespace) -> Iterator[Finding]:
+    """Refuse flags that do not go with what right and wrong answers earned."""
+    if not grades:
+        return
+    coefficient, lowest = args.reward.stop_properly_penalty_coef, min(grade.reward for grade in grades)
+    if coefficient is not None and 0 <= coefficient < 1 and lowest < 0:
+        scaled = coefficient * lowest + 0.0  # no -0
+        problem = f"it multiplies: a wrong answer that earned {lowest:g} would earn {scaled:g} if it were cut off"
+        remedy = f"give what such an answer is to earn, as {lowest:g}"
+        yield Finding.of(args, "reward.stop_properly_penalty_coef", problem, remedy)
+    if not args.algo.dynamic_filtering_enable:
+        return
+    scores = [right_answers.value(grade) for grade in grades]
+    low, high = min(scores), max(scores)
+    least, most = args.algo.dynamic_filtering_range
+    flag, remedy = "algo.dynamic_filtering_range", f"give {low:g} {high:g}"
+    if low == high and least < low < most:
+        problem = f"all answers scored {low:g}, so every prompt is kept, though nothing is learned from equal rewards"
+        yield Finding.of(args, flag, problem, "give the lowest and the highest score", is_fatal=False)
+    elif (least, most) == (0, 1) and (low < least or most < high):  # another range may be meant so
+        problem = f"answers scored from {low:g} to {high:g}, so prompts with right and wrong ones are left out"
+        yield Finding.of(args, flag, problem, remedy)
+    elif low < high and (least < low or high < most):
+        problem = f"answers scored from {low:g} to {high:g}, so prompts whose answers are all wrong or right are kept"
+        yield Finding.of(args, flag, problem, remedy, is_fatal=False)
 
 
 def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
@@ -60,8 +97,10 @@ def _check_function(path: str, args: SimpleNamespace) -> Iterator[Finding]:
     end = threading.Timer(_PROBE_SECONDS, process.kill)  # a call's own limit does not bound calls one after another
     end.start()
     try:
-        problem = right_answers.unrewarded(_asking(process), rows, tokenizer)
-        is_fatal, remedy = False, "look at what the function reads of an answer, and at the labels"
+        trial = right_answers.try_out(_asking(process), rows, tokenizer)
+        problem, is_fatal = trial.problem, False
+        remedy = "look at what the function reads of an answer, and at the labels"
+        yield from check_grades(trial.grades, args)
     except (Refused, RewardTimeout) as error:
         problem = f"{error}"
         if time.monotonic() >= deadline or isinstance(error, RewardTimeout):
@@ -99,7 +138,7 @@ def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
 
     One that is away is fatal where no other answers, and a stranger's answer says nothing. Our own grades the rows.
     """
-    import httpx  # which transformers has imported by then
+    import aiohttp
 
     away: dict[str, str] = {}
     for url in urls:
@@ -109,9 +148,9 @@ def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
             yield Finding(_FLAG, url, problem, "set it")
             continue
         try:
-            is_ours = _is_ours(server)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            away[server] = credentials.mask(str(error), url)
+            is_ours = asyncio.run(_is_ours(server))
+        except aiohttp.ClientError as error:
+            away[server] = credentials.mask(f"{type(error).__name__}: {error}", url)
         else:
             if is_ours:
                 yield from _check_answers(url, args)
@@ -125,13 +164,15 @@ def _check_servers(urls: list[str], args: SimpleNamespace) -> Iterator[Finding]:
 
 def _check_answers(url: str, args: SimpleNamespace) -> Iterator[Finding]:
     """Ask our own server to grade the rows."""
-    import aiohttp  # as the run does, and 0.3 s that no other check needs
+    import aiohttp
 
     server, remedy = _without_secrets(url), "look at what the server's function reads of an answer, and at the labels"
     rows, tokenizer = data.first_prompts(args, _PROBE_ROWS)
     try:
-        if unrewarded := right_answers.unrewarded(_posting(url), rows, tokenizer):
-            yield Finding(_FLAG, server, unrewarded, remedy, is_fatal=False)
+        trial = right_answers.try_out(_posting(url), rows, tokenizer)
+        if trial.problem:
+            yield Finding(_FLAG, server, trial.problem, remedy, is_fatal=False)
+        yield from check_grades(trial.grades, args)
     except Refused as error:
         yield Finding(_FLAG, server, f"{error}", "correct the URL, or what the server's function returns")
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
@@ -152,35 +193,28 @@ def _posting(url: str) -> right_answers.Ask:
     return ask
 
 
-def _is_ours(base: str) -> bool:
-    """Return whether this package's server answers at /health.
+async def _is_ours(base: str) -> bool:
+    """Return whether this package's server answers at /health, in time and at no great length.
 
     Raises:
-        httpx.HTTPError, httpx.InvalidURL: nothing does.
+        aiohttp.ClientError: nothing answers.
     """
-    import httpx
+    import aiohttp
 
-    async def whole_answer() -> bytes:
-        body = b""
-        # The run asks without a proxy, too, and follows no server to another.
-        async with (
-            asyncio.timeout(2 * _HEALTH_SECONDS),
-            httpx.AsyncClient(timeout=_HEALTH_SECONDS, trust_env=False) as client,
-            client.stream(
-                "GET", f"{credentials.expand(base)}/health", headers={"Accept-Encoding": "identity"}
-            ) as answer,
-        ):
-            async for part in answer.aiter_raw():
-                body += part
-                if len(body) > _HEALTH_BYTES:
-                    break
-        return body
-
+    limit = aiohttp.ClientTimeout(total=2 * _HEALTH_SECONDS, sock_connect=_HEALTH_SECONDS)
     try:
-        said = json.loads(asyncio.run(whole_answer()))
-    except (TimeoutError, ValueError, RecursionError):  # something answers, without end or in other words
-        return False
-    return isinstance(said, dict) and said.get("server") == SERVER
+        # As in the run: without a proxy, and no server leads to another.
+        async with aiohttp.ClientSession(timeout=limit) as session:
+            async with session.get(f"{credentials.expand(base)}/health", allow_redirects=False) as answer:
+                await answer.content.readexactly(_HEALTH_BYTES)
+    except asyncio.IncompleteReadError as error:  # the whole answer is shorter
+        with suppress(ValueError):
+            said = json.loads(error.partial)
+            return isinstance(said, dict) and said.get("server") == SERVER
+    except TimeoutError as error:
+        if isinstance(error, aiohttp.ClientError):  # no connection
+            raise
+    return False
 
 
 def _without_secrets(url: str) -> str:

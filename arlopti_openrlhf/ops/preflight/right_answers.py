@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arlopti_openrlhf.grading.reward_answers import normalise
+from arlopti_openrlhf.grading.reward_answers import Grade, grades
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,18 +34,22 @@ class Row(NamedTuple):
     label: Any
 
 
+class Trial(NamedTuple):
+    """What a source gave for the answers to some rows."""
+
+    problem: str | None  # in one line: it rewards no right answer, or none that is like those that a model gives
+    grades: list[Grade]
+
+
 # Returns what a source answers for a query, its prompt and its label. Refused where it has no answer.
 Ask = Callable[[str, str, Any], Any]
 
 
-def unrewarded(
-    ask: Ask, rows: Sequence[tuple[str, Any]], tokenizer: "PreTrainedTokenizerBase | None" = None
-) -> str | None:
-    """Return in one line that a source rewards no right answer to some of the rows, or None.
+def try_out(ask: Ask, rows: Sequence[tuple[str, Any]], tokenizer: "PreTrainedTokenizerBase | None" = None) -> Trial:
+    """Ask a source about answers to some rows, wrong ones and right ones, all at a time as a run does.
 
-    A row whose answers earn nothing is asked once more, with a thought before each answer. The line also reports that
-    only such answers earn something, if nothing could tell the model to think. The answers to all rows are asked for
-    at a time, as a run does.
+    A row whose right answers earn nothing is asked once more, with a thought before each answer. It is a problem that
+    only such answers earn something, if nothing could tell the model to think.
 
     Args:
         ask: the source.
@@ -56,13 +60,18 @@ def unrewarded(
         Refused: an answer has no reward.
     """
     asked = [Row(*row) for row in rows]
-    wrong = [earned for [earned] in _values(ask, asked, [[WRONG] for _ in asked], tokenizer)]
-    seen = set(wrong)
+    seen: list[Grade] = []
+
+    def values(numbers: Sequence[int], responses: Sequence[Sequence[str]]) -> list[list[float]]:
+        of_rows = _grades(ask, [asked[i] for i in numbers], responses, tokenizer)
+        seen.extend(grade for each in of_rows for grade in each)
+        return [[value(grade) for grade in each] for each in of_rows]
+
+    wrong = [earned for [earned] in values(range(len(asked)), [[WRONG] for _ in asked])]
 
     def unearned(numbers: Sequence[int], responses: Sequence[Sequence[str]]) -> list[int]:
-        values = _values(ask, [asked[i] for i in numbers], responses, tokenizer)
-        seen.update(*values)
-        return [i for i, each in zip(numbers, values, strict=True) if max(each) <= wrong[i]]
+        of_rows = zip(numbers, values(numbers, responses), strict=True)
+        return [i for i, each in of_rows if max(each) <= wrong[i]]
 
     tried = [i for i, row in enumerate(asked) if _answer_text(row.label)]
     silent = unearned(tried, [_right(asked[i], _THOUGHT if _opens_thought(asked[i]) else "") for i in tried])
@@ -73,14 +82,22 @@ def unrewarded(
             f"no right answer to {len(missed)} of the first {len(tried)} rows scores above a wrong one, "
             f"first for the label {_short(asked[missed[0]].label)}; tried {FRAMES}, after a thought too"
         )
-        return problem + (f". All of them earned {min(seen):g}, as did the wrong one" if len(seen) == 1 else "")
+        earned = set(map(value, seen))
+        same = f". All of them earned {min(earned):g}, as did the wrong one" if len(earned) == 1 else ""
+        return Trial(problem + same, seen)
     texts = [str(tokenizer and tokenizer.chat_template), *(asked[i].prompt for i in again)]
     if again and tokenizer and not any("think>" in text for text in texts):
-        return (
+        problem = (
             f"right answers to {len(again)} of the first {len(tried)} rows score only after <think>...</think>, which "
             "neither their prompts nor the model's chat template mentions"
         )
-    return None
+        return Trial(problem, seen)
+    return Trial(None, seen)
+
+
+def value(grade: Grade) -> float:
+    """Return the score of an answer, or its reward if the source gives no scores. Dynamic filtering reads it, too."""
+    return grade.reward if grade.score is None else grade.score
 
 
 def foreign_parameters(parameters: Sequence[str]) -> str | None:
@@ -91,29 +108,27 @@ def foreign_parameters(parameters: Sequence[str]) -> str | None:
     return f"It is called as reward_func(queries, prompts, labels): {got}"
 
 
-def _values(
+def _grades(
     ask: Ask,
     rows: Sequence[Row],
     responses: Sequence[Sequence[str]],
     tokenizer: "PreTrainedTokenizerBase | None",
-) -> list[list[float]]:
-    """Return what each row's responses earn: their scores if the source gives them, else their rewards."""
+) -> list[list[Grade]]:
+    """Return what each row's responses earn."""
 
-    def value(row: Row, response: str, query: str) -> float:
+    def grade(row: Row, response: str, query: str) -> Grade:
         about = f"for the label {_short(row.label)}"
         about += f" and the answer {response[:60]!r}" if response != WRONG else ""
         try:
-            answer = normalise(ask(query, row.prompt, row.label), 1)
+            return grades(ask(query, row.prompt, row.label), 1)[0]
         except ValueError as error:
             raise Refused(f"reward_func returned {error} {about}") from None
         except Refused as error:
             raise Refused(f"{error} {about}") from None
-        [number] = answer["rewards"] if answer["scores"] is None else answer["scores"]
-        return number
 
     with ThreadPoolExecutor(max(1, sum(map(len, responses)))) as threads:
         asked = [
-            [threads.submit(value, row, response, _query(row.prompt, response, tokenizer)) for response in each]
+            [threads.submit(grade, row, response, _query(row.prompt, response, tokenizer)) for response in each]
             for row, each in zip(rows, responses, strict=True)
         ]
         return [[future.result() for future in each] for each in asked]

@@ -1,10 +1,12 @@
 """Values that no run can use or that would train something else, and flags that cannot go together."""
 
+import os
 from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
 
 from arlopti_openrlhf.grading import REWARDS
+from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.repairs import is_made
 
@@ -53,8 +55,8 @@ def contains(range_: str, value: float) -> bool:
     return is_above and is_below
 
 
-def check(args: SimpleNamespace) -> Iterator[Finding]:
-    """Yield the values that are out of range."""
+def check_ranges(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield the numbers that are out of range. Other checks would find their consequences."""
     yield from _check_ranges(args, _RANGES)
     for flag in ("ckpt.save_steps", "eval.steps"):
         if attrgetter(flag)(args) != -1:  # which is never
@@ -63,6 +65,15 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield from _check_ranges(args, _RANGES_OF_AN_OPTIMIZER, f"{model}.")
         for optimizer in dict.fromkeys(("adam", vars(args)[model].optim)):
             yield from _check_rate(args, f"{model}.{optimizer}.lr")
+
+
+def check(args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield values that go wrong late or in silence."""
+    if not args.actor.model_name_or_path:
+        remedy = "name a folder, or a model on the hub"
+        yield Finding.of(args, "actor.model_name_or_path", "there is no model", remedy)
+    if not args.data.prompt_dataset:
+        yield Finding.of(args, "data.prompt_dataset", "there is no data", "name a file with prompts")
     if bool(args.eval.dataset) != (args.eval.steps != -1):
         flag, other = ("steps", "dataset") if args.eval.dataset else ("dataset", "steps")
         problem = f"nothing is evaluated during training without --eval.{flag}"
@@ -87,6 +98,9 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if args.data.input_template and args.data.apply_chat_template:
         problem, remedy = "unused with --data.apply_chat_template", "leave one of the two flags out"
         yield Finding("--data.input_template", repr(args.data.input_template), problem, remedy, is_fatal=False)
+    if args.logger.wandb.key == credentials.WANDB and not os.environ.get(credentials.WANDB):
+        problem = "the variable is not set, so wandb has no key"
+        yield Finding.of(args, "logger.wandb.key", problem, "set it, or leave the flag out", is_fatal=False)
     yield from _check_late(args)
 
 
@@ -136,14 +150,24 @@ def check_combinations(args: SimpleNamespace) -> Iterator[Finding]:
         value = attrgetter(other)(args)
         if attrgetter(flag)(args) and value != off:
             yield Finding.of(args, flag, f"cannot go with --{other} {value}: {why}", "leave one of the two out")
-    # OpenRLHF would leave this template out. `check` looks at the others.
     template = args.data.input_template
-    if template and "{}" not in template and not args.data.apply_chat_template:
-        problem = "it has no {}, so OpenRLHF would leave it out"
-        remedy = "put {} where the prompt belongs, or leave the flag out"
-        yield Finding("--data.input_template", repr(template), problem, remedy)
+    if template and not args.data.apply_chat_template:
+        yield from _check_template(template)
     yield from _check_reward_source(args)
     yield from _check_evaluation(args)
+
+
+def _check_template(template: str) -> Iterator[Finding]:
+    """Refuse a template that OpenRLHF leaves out, and one in which `str.format` finds other braces than {}."""
+    if "{}" not in template:
+        remedy = "put {} where the prompt belongs, or leave the flag out"
+        yield Finding("--data.input_template", repr(template), "it has no {}, so OpenRLHF would leave it out", remedy)
+        return
+    try:
+        template.format("")
+    except (ValueError, LookupError, AttributeError) as error:
+        problem = f"it has other braces than one {{}} for the prompt ({type(error).__name__}: {error})"
+        yield Finding("--data.input_template", repr(template), problem, "write {{ and }} for braces that stay")
 
 
 def loads_reference(args: SimpleNamespace) -> bool:

@@ -197,8 +197,8 @@ def compute_eval_metrics(
     """Return each source's measures, their mean accuracy, and upstream's metrics with scores in place of rewards.
 
     A measure is `<source>/<measure>`, with the ends of its 95% interval in `.../low` and `.../high`. `accuracy` is the
-    mean over the sources. A source with samples without scores has upstream's metrics alone, because rewards do not
-    say what is right.
+    mean over the sources that have one. A source with samples without scores has upstream's metrics alone, because
+    rewards do not say what is right.
 
     Args:
         eval_dataloader, n_samples_per_prompt: upstream's arguments, which are not needed here.
@@ -215,7 +215,8 @@ def compute_eval_metrics(
             for name, estimate in estimate_source([responses[i : i + n] for i in range(0, len(responses), n)]).items():
                 logs[f"{source}/{name}"] = estimate.value
                 logs[f"{source}/{name}/low"], logs[f"{source}/{name}/high"] = estimate.low, estimate.high
-            accuracies.append(logs[f"{source}/accuracy"])
+            if f"{source}/score" not in logs:
+                accuracies.append(logs[f"{source}/accuracy"])
         # Upstream looks a sample's source up by its prompt, which another source may have too.
         own_data = [([source], sample.prompts, sample.labels, [None]) for sample in samples]
         upstream = _upstream_metrics(own_data, samples, n)

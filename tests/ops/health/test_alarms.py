@@ -23,12 +23,20 @@ BAD = {
     "flat_reward": {"rollout/reward_max": 0.0},
     "rollout_gap": {"rollout/gap": 0.11},
     "grad_norm": {"actor_grad_norm": 10.1},
+    "penalty": {"rollout/reward_min": -1.0},
     "truncated": {"rollout/truncated_rate": 1.0},
 }
 
 
-def alarms(flat_reward_steps: int = 1) -> Alarms:
-    return Alarms(flat_reward_steps)
+def alarms(flat_reward_steps: int = 1, coefficient: float | None = 0.5, top_p=1.0, level="token") -> Alarms:
+    return Alarms(
+        SimpleNamespace(
+            alarm=SimpleNamespace(flat_reward_steps=flat_reward_steps),
+            reward=SimpleNamespace(stop_properly_penalty_coef=coefficient),
+            rollout=SimpleNamespace(top_p=top_p),
+            algo=SimpleNamespace(advantage=SimpleNamespace(is_correction_level=level)),
+        )
+    )
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -58,8 +66,20 @@ def test_a_gap_that_is_no_number_is_an_alarm_until_another_is_measured():
     assert seen == [1, 1, 0, 0]
 
 
+def test_a_cut_in_the_distribution_is_named_beside_the_gap_that_it_makes():
+    """-ln 0.7 = 0.357: vLLM's log-probs are those among the tokens that top_p leaves."""
+    assert "--rollout.top_p 0.7 alone makes up to 0.357" in alarms(top_p=0.7).check({"rollout/gap": 0.356})[1][0]
+    for watch in (alarms(top_p=0.7, level="off"), alarms()):
+        assert "top_p" not in watch.check({"rollout/gap": 0.356})[1][0]
+
+
+@pytest.mark.parametrize("coefficient, raised", [(None, 0), (-1.0, 0), (1.0, 0), (0.0, 1), (0.5, 1)])
+def test_a_penalty_that_raises_rewards(coefficient, raised):
+    assert alarms(coefficient=coefficient).check({"rollout/reward_min": -3.0})[0]["alarm/penalty"] == raised
+
+
 def test_a_flat_reward_takes_steps_in_a_row():
-    watch = alarms(flat_reward_steps=3)
+    watch = alarms(flat_reward_steps=3, coefficient=None)
     flat = GOOD | {"rollout/reward_max": 0.0}
     seen = [watch.check(figures)[0]["alarm/flat_reward"] for figures in (flat, flat, GOOD, flat, flat, flat, GOOD)]
     assert seen == [0, 0, 0, 0, 0, 1, 0]

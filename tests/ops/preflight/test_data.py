@@ -12,6 +12,7 @@ import pandas
 import pytest
 from arlopti_testing.preflight_command import changed
 
+from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.lab.data.knights_knaves import CHAT_TEMPLATE
 from arlopti_openrlhf.ops.preflight import data, rows
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
@@ -32,8 +33,9 @@ def write(path, rows) -> str:
 
 
 @pytest.fixture
-def check(tmp_path, tiny_model):
+def check(tmp_path, tiny_model, monkeypatch):
     """check(rows, FLAG=VALUE...) returns the findings as text, those that are fatal after "!"."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # as in the rehearsal's process
 
     def run(given=None, **flags):
         load_tokenizer.cache_clear()  # a test may change the model
@@ -278,6 +280,15 @@ def test_a_folder_with_several_configurations(check, tmp_path):
     "name, fatal, problem",
     [
         ("nowhere.jsonl", True, "Unable to find "),
+        ("DATA.JSONL", True, "there is no such file or folder; OpenRLHF reads .jsonl, in small letters"),
+        ("user@example.org/train.jsonl", False, "not checked: it is not on this machine"),
+        (
+            "/home/user@example.org/train.jsonl",
+            True,
+            "OpenRLHF takes what follows an @ for a folder inside a data set",
+        ),
+        ("./here@there/train.jsonl", True, "OpenRLHF takes what follows an @ for a folder inside a data set"),
+        ("other.jsonlines", True, "there is no such file or folder"),
         ("org/name", False, "not checked: it is not on this machine"),
         ("README.md", False, "not checked: it is not on this machine"),
         ("", True, "an empty name"),
@@ -293,7 +304,44 @@ def test_a_data_set_that_is_not_there(check, tmp_path, monkeypatch, flag, name, 
 def test_a_wrong_key(check):
     found = check(data__input_key="question", data__label_key="answer")
     assert [line.split(":")[0] for line in found] == ["!--data.label_key answer", "!--data.input_key question"]
-    assert all("8 of 8 rows" in line and line.endswith("the keys are datasource, label, prompt") for line in found)
+    remedy = "give the right key: the keys are datasource, label, prompt"
+    assert all("8 of 8 rows" in line and line.endswith(remedy) for line in found)
+
+
+def test_the_rows_that_are_evaluated(check, tmp_path):
+    """OpenRLHF joins the data sets, and takes the first --data.max_samples of the whole, of evaluation too."""
+    for name, numbers in (("a", range(100, 132)), ("b", range(200, 216))):
+        write(tmp_path / f"{name}.jsonl", [row(i, datasource=name) for i in numbers])
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    flags = {"eval__dataset": f"{a},{b}", "eval__sampling": [Sampling("a", 1, 0.0), Sampling("b", 8, 1.0)]}
+    assert check(**flags) == check(**flags, data__max_samples=48) == []
+    first, second = check(**flags, data__max_samples=16)
+    assert first.startswith("!--data.max_samples 16: of the 48 rows of --eval.dataset OpenRLHF takes the first 16, ")
+    assert f"and none of {b}; give at least 48" in first
+    assert second.startswith("!--eval.sampling b: it matches no source of the evaluation; the sources are a")
+    [found] = check(**flags, data__max_samples=40)
+    assert found.startswith("--data.max_samples 40: of the 48 rows of --eval.dataset OpenRLHF takes the first 40;")
+    [found] = check(data__prompt_dataset=f"{a},{b}", data__max_samples=16)
+    assert found.startswith("!--data.max_samples 16: of the 32 rows of --data.prompt_dataset OpenRLHF takes the first")
+
+
+def test_the_rows_are_those_of_the_run(tmp_path, tiny_model):
+    """Upstream's `prepare_datasets` has the same prompts and labels, for training and for evaluation."""
+    from openrlhf.trainer.ppo_trainer import prepare_datasets
+    from transformers import AutoTokenizer
+
+    names = [write(tmp_path / f"{i}.jsonl", [row(10 * i + j) for j in range(5)]) for i in range(3)]
+    args = changed(
+        actor__model_name_or_path=tiny_model, data__prompt_dataset=names[0], eval__dataset=",".join(names[1:])
+    )
+    args.data.max_samples = 7
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    strategy = SimpleNamespace(
+        print=print, is_rank_0=lambda: False, args=args, setup_dataloader=lambda data, *_, **__: data
+    )
+    training, evaluation, _ = prepare_datasets(strategy, tokenizer)
+    theirs = [pair for each in (training, evaluation) for pair in zip(each.prompts, each.labels, strict=True)]
+    assert data.first_prompts(args, 100)[0] == theirs and len(theirs) == 5 + 7
 
 
 def test_a_template_that_refuses_the_messages(check, tmp_path, tiny_model):
@@ -324,7 +372,7 @@ def test_prompts_that_do_not_fit(check, max_len, new, fatal, problem):
     assert check(rows, data__max_len=126 + (new or 1), rollout__max_new_tokens=new) == []
 
 
-def test_prompts_and_their_lengths_are_those_of_the_run(tmp_path, tiny_model):
+def test_chats_and_text_are_rendered_as_in_the_run(tmp_path, tiny_model):
     from openrlhf.datasets.prompts_dataset import preprocess_data
     from transformers import AutoTokenizer
 
@@ -337,7 +385,7 @@ def test_prompts_and_their_lengths_are_those_of_the_run(tmp_path, tiny_model):
 
 
 def test_all_rows_count_and_the_first_are_looked_at(check, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "_READ", 100)
+    monkeypatch.setattr(rows, "_READ", 100)
     path = write(tmp_path / "large.jsonl", [row(i, **{"prompt": ""} if i == 500 else {}) for i in range(1000)])
     assert check(data__prompt_dataset=path, rollout__batch_size=1000) == []
     assert "there are 1000 prompts" in check(data__prompt_dataset=path, rollout__batch_size=1001)[0]

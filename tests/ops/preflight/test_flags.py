@@ -37,6 +37,8 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--logger.logging_steps 0", "--logger.logging_steps", "[1, inf)"),
         ("--ds.zero_stage 1 --ds.grad_accum_dtype fp32", "--ds.grad_accum_dtype", "take --ds.zero_stage 2"),
         ("--reward.remote_url=", "--reward.model_name_or_path", "no source of rewards"),
+        ("--data.prompt_dataset=", "--data.prompt_dataset", "there is no data"),
+        ("--actor.model_name_or_path=", "--actor.model_name_or_path", "there is no model"),
         # What ends a run after its first rollout, or trains on nothing.
         (
             "--rollout.max_new_tokens 128 --reward.overlong_buffer_len 256",
@@ -50,6 +52,9 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--actor.eps_clip_low_high 0.28 -0.2", "--actor.eps_clip_low_high", "[0, inf)"),
         # What becomes of prompts.
         ("--data.input_template Q:", "--data.input_template", "it has no {}, so OpenRLHF would leave it out"),
+        ("--data.input_template {}\\boxed{}", "--data.input_template", "IndexError: Replacement index 1 out of"),
+        ("--data.input_template {}{answer}", "--data.input_template", "write {{ and }} for braces that stay"),
+        ("--data.input_template {}{", "--data.input_template", "ValueError: Single '{' encountered"),
         # Samples, steps and ranks.
         ("--algo.ar.alpha 0.3 --train.batch_size 24", "--train.batch_size", "= 32"),
         ("--algo.ar.alpha 0.3 --train.batch_size 64", "--train.batch_size", "= 32"),
@@ -60,6 +65,8 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
             "--rollout.micro_batch_size",
             "from 8 to 12",
         ),
+        ("--train.micro_batch_size 5", "--train.batch_size", "micro-batches of 5 on 1 ranks of actor"),
+        ("--algo.ar.alpha 0.3 --train.micro_batch_size 5", "--train.batch_size", "give a multiple of 5"),
         ("--actor.fill_memory", "--actor.fill_memory", "is for the selective update"),
         (
             "--algo.ar.alpha 0.3 --actor.fill_memory --train.dynamic_batch_enable",
@@ -68,6 +75,13 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ),
         # Placement.
         (f"{GAE} --critic.num_gpus_per_node 2", "--critic.num_gpus_per_node", "1 at most"),
+        (
+            "--algo.kl.init_coef 0.01 --ref.num_gpus_per_node 2",
+            "--ref.num_gpus_per_node",
+            "with the actor",
+        ),
+        ("--vllm.num_engines 2", "--vllm.num_engines", "the engines have 2 GPUs, and with --train.colocate_all"),
+        (f"{GAE} --train.colocate_critic_reward --reward.num_gpus_per_node 2", "--reward.num_gpus_per_node", "give 1"),
         # Images.
         (f"{IMAGES} 1 --ds.packing_samples", "--ds.packing_samples", "does not support"),
         (f"{IMAGES} 1 --train.dynamic_batch_enable", IMAGES, "--train.dynamic_batch_enable True: it packs"),
@@ -121,6 +135,29 @@ def test_a_critic_that_shares_a_reward_models_gpus_is_placed_beside_all_others()
     critic = f"{GAE} --reward.num_gpus_per_node 1"
     assert placement.gpus_placed(arguments(critic)) == 1
     assert placement.gpus_placed(arguments(f"{critic} --train.colocate_critic_reward")) == 2
+
+
+def test_what_the_machine_lacks_stops_a_start_and_not_a_dry_run(monkeypatch):
+    """A login node has no GPU, and the run may start on another machine."""
+    monkeypatch.setenv("ARLOPTI_DEVICE", "cpu")
+    flags = ["--vllm.sync_backend", "--ds.use_liger_kernel"]
+    wrong = [flags[0], "nccl", flags[1]]
+    for dry_run, is_fatal in (([], True), (["--dry-run"], False)):
+        found = findings([*FITTING, *wrong, *dry_run])
+        assert [(f.flag, f.is_fatal) for f in found] == [
+            (f, is_fatal) for f in ("--vllm.sync_backend", "--ds.use_liger_kernel")
+        ]
+        assert all("on a machine without a CUDA device" in f.problem for f in found)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # its machines may have GPUs
+    assert not list(placement.check(arguments("--vllm.sync_backend nccl")))
+
+
+def test_a_key_of_wandb_that_is_not_set(monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (finding,) = values.check(arguments("--logger.wandb.key WANDB_API_KEY"))
+    assert not finding.is_fatal and "the variable is not set" in finding.problem
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert not list(values.check(arguments("--logger.wandb.key WANDB_API_KEY")))
 
 
 @pytest.mark.parametrize("flags", ["", f"{IMAGES} 1", f"{TWO_SETS} --data.prompt_probs 0.3,0.7"])

@@ -75,7 +75,25 @@ def test_what_transformers_says_of_a_file(folder, file, content, problem):
     assert found.startswith(f"!--actor.model_name_or_path {folder}: ") and problem in found
 
 
-@pytest.mark.parametrize("name", ["org/name", "./nowhere"])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("./nowhere", "correct the path"),
+        ("/nowhere/at/all", "correct the path"),
+        ("models/base/final", "correct the path"),
+        ("models/bse-model", "correct the path or models/base-model"),
+        ("bsse-model", "correct the path or base-model"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_no_name_of_the_hub(tmp_path, monkeypatch, name, remedy):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/base-model", "base-model"):
+        (tmp_path / folder).mkdir(parents=True)
+    [found] = check(name)
+    assert found == f"!--actor.model_name_or_path {name}: there is no such folder; {remedy}"
+
+
+@pytest.mark.parametrize("name", ["org/name", "name-of-1.5B"])
 def test_a_model_that_is_not_here_is_not_checked_and_the_hub_is_not_asked(monkeypatch, name):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail("asked"))

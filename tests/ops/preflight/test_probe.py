@@ -17,7 +17,7 @@ from arlopti_openrlhf.ops.preflight import probe
 def problems():
     """What math cannot read of the labels below, by label."""
     labels = [*WITH_WORDS, *BARE, *OF_OTHER_TYPES, *REFUSED]
-    found = probe.ask_about_labels("math", [(str(i), label) for i, label in enumerate(labels)], 120)
+    found = probe.unreadable_labels("math", [(str(i), label) for i, label in enumerate(labels)])
     return {labels[int(where)]: (problem, is_fatal) for where, problem, is_fatal in found}
 
 

@@ -35,7 +35,9 @@ def check(tmp_path, folder):
         (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         names = {"actor__model_name_or_path": str(folder), "data__prompt_dataset": str(tmp_path / "d.jsonl")}
         args = changed(**names | {"data__max_len": 1024} | flags)
-        return ["!" * finding.is_fatal + str(finding) for finding in data.check(args)], data.describe(args)
+        return ["!" * finding.is_fatal + str(finding) for finding in data.check(args)], next(
+            iter(data.describe(args)), None
+        )
 
     return run
 

@@ -5,6 +5,7 @@ import functools
 import json
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -79,7 +80,7 @@ def function(body: str) -> str:
 )
 def test_what_a_function_answers(check, write, capfd, body, problem):
     found = check(write(body))
-    assert capfd.readouterr() == ("", "")
+    assert "noise" not in "".join(capfd.readouterr())
     if problem is None:
         assert all("no right answer" in line for line in found)  # most of these are the same for every answer
     else:
@@ -112,6 +113,76 @@ def test_a_remedy_is_one_for_its_problem(check, write):
 def test_the_packages_own_have_no_finding(check, sources):
     """`data.check` says which labels they cannot read. Nothing is imported for them here."""
     assert check(*sources) == []
+
+
+def test_every_kind_of_label_is_graded(check, write, tmp_path):
+    """The first rows have none like it, and the run would draw it hours later."""
+    rows = [{"prompt": f"puzzle {i}", "label": None if i == 600 else f"solution {i}"} for i in range(640)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write(function("return [float(labels[0] in queries[0])]"))
+    [found] = check(path, data__prompt_dataset=str(tmp_path / "long.jsonl"))
+    assert found.startswith(
+        f"!--reward.remote_url {path}: reward_func raised TypeError: 'in <string>' requires string"
+    )
+    path = write(function("return [labels[0] is not None and labels[0] in queries[0]]"))
+    assert check(path, data__prompt_dataset=str(tmp_path / "long.jsonl")) == []
+
+
+SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
+RANGE, COEFFICIENT = "--algo.dynamic_filtering_range", "--reward.stop_properly_penalty_coef"
+
+
+@pytest.mark.parametrize(
+    ("body", "flags", "problem"),
+    [
+        (
+            "return [2.0 * good - 1]",
+            {},
+            f"!{RANGE} (0, 1): answers scored from -1 to 1, so prompts with right and wrong",
+        ),
+        (
+            "return [4.0 * good + 1]",
+            {},
+            "answers scored from 1 to 5, so prompts with right and wrong ones are left out",
+        ),
+        ("return [2.0 * good - 1]", {"algo__dynamic_filtering_range": [-1.0, 1.0]}, None),
+        ("return [2.0 * good - 1]", {"algo__dynamic_filtering_range": [-0.5, 0.5]}, None),
+        ("return {'rewards': [2.0 * good - 1], 'scores': [good]}", {}, None),
+        (
+            "return [0.1 + 0.8 * good]",
+            {},
+            f"{RANGE} (0, 1): answers scored from 0.1 to 0.9, so prompts whose answers are",
+        ),
+        ("return [0.5]", {}, f"{RANGE} (0, 1): all answers scored 0.5, so every prompt is kept"),
+        ("return [2.0 * good - 1]", {"algo__dynamic_filtering_enable": False}, None),
+    ],
+)
+def test_the_range_of_dynamic_filtering(check, write, body, flags, problem):
+    path = write(function(f"good = labels[0] in queries[0]; {body}"))
+    found = check(path, **{"algo__dynamic_filtering_enable": True} | flags)
+    assert [line for line in found if RANGE in line] == ([] if problem is None else found[:1])
+    assert problem is None or problem in found[0] and ("give -1 1" in found[0]) == ("-1 to 1" in problem)
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "problem"),
+    [
+        (
+            0.0,
+            f"!{COEFFICIENT} 0.0: it multiplies: a wrong answer that earned -3 would earn 0 if it were cut off",
+        ),
+        (0.5, f"!{COEFFICIENT} 0.5: it multiplies: a wrong answer that earned -3 would earn -1.5 if it were cut off"),
+        (1.0, None),
+        (-3.0, None),
+        (None, None),
+    ],
+)
+def test_a_penalty_that_rewards_what_is_cut_off(check, tmp_path, coefficient, problem):
+    (tmp_path / "kk.jsonl").write_text(json.dumps({"prompt": "puzzle", "label": SOLUTION}) + "\n")
+    flags = {"data__prompt_dataset": str(tmp_path / "kk.jsonl"), "reward__stop_properly_penalty_coef": coefficient}
+    found = check("kk", **flags)
+    assert len(found) == (problem is not None) and all(line.startswith(problem) for line in found)
+    assert check("math", **flags) == []  # it gives 0 and 1
 
 
 # --- right answers -----------------------------------------------------------------------------------------------
@@ -194,7 +265,7 @@ def test_the_answer_that_a_label_has(label, answer):
         asked.append(query)
         return float(query.endswith(answer))
 
-    assert right_answers.unrewarded(ask, rows) is None
+    assert right_answers.try_out(ask, rows).problem is None
     assert len(asked) == 12 and sum(f"\\boxed{{{answer}}}" in query for query in asked) == 2
     assert all(query.count("</think>") == ("<think>" in query) for query in asked if right_answers.WRONG not in query)
 
@@ -234,13 +305,13 @@ def test_a_reward_that_wants_a_thought(prompt, template, problem):
         assert query.endswith("$")
         return float("</think>" in query[len(prompt) :] and query.endswith("4$"))
 
-    found = right_answers.unrewarded(ask, [(prompt, "4")], Characters(template))
+    found = right_answers.try_out(ask, [(prompt, "4")], Characters(template)).problem
     assert found is None if problem is None else found.startswith(problem)
 
 
 @pytest.mark.parametrize("label", [None, "", []])
 def test_without_a_label_nothing_is_right(label):
-    assert right_answers.unrewarded(lambda *sample: 1.0, [("A puzzle.", label)]) is None
+    assert right_answers.try_out(lambda *sample: 1.0, [("A puzzle.", label)]).problem is None
 
 
 def test_all_answers_are_asked_for_at_a_time(check, write):
@@ -340,6 +411,12 @@ ASYNC = (
 def test_a_function_that_is_async(check, write, body):
     [found] = check(write(body))
     assert found.startswith("!") and ASYNC in found
+
+
+def test_an_agent_that_is_not_there(check, write):
+    [found] = check(train__agent_func_path="nowhere.py")
+    assert found == "!--train.agent_func_path nowhere.py: there is no such file; correct the path"
+    assert check(train__agent_func_path=write("")) == []
 
 
 def test_a_file_that_is_not_there(check):
@@ -496,6 +573,29 @@ def test_variables_stand_for_any_part_of_a_url(check, ours, monkeypatch, url):
     assert bool(check(url)) == ("GRADER" in url)
 
 
+def test_a_health_without_end(check):
+    """A part comes each second, so no part is late."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(60):
+                    self.wfile.write(b" ")
+                    time.sleep(1)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start = time.monotonic()
+        [found] = check(f"http://127.0.0.1:{server.server_address[1]}/get_reward")
+        assert "something answers, but not this package's server" in found and time.monotonic() - start < 20
+        server.shutdown()
+
+
 def test_a_variable_that_is_not_set(check, ours, monkeypatch):
     monkeypatch.delenv("NO_TOKEN", raising=False)
     [found] = check(ours(None) + "/${NO_TOKEN}/get_reward")
@@ -508,7 +608,7 @@ def test_a_server_that_is_not_there(check, server, monkeypatch):
     assert found.startswith("!--reward.remote_url http://127.0.0.1:9: no answer: ") and "start the server" in found
     found = check(nowhere, server(200)[0])
     assert all(line.startswith("--reward.remote_url") for line in found) and len(found) == 2  # the other one can serve
-    assert check("http://host:port/x")[0].startswith("!--reward.remote_url http://host:port: no answer: Invalid port")
+    assert check("http://host:port/x")[0].startswith("!--reward.remote_url http://host:port: no answer: ")
 
 
 def test_a_date_reaches_the_function_as_in_the_run(check, write, tmp_path):
@@ -530,6 +630,8 @@ def test_the_answer_in_a_label_that_is_json(key):
 
     for label in (json.dumps({key: "40", "data_source": "aime"}, indent=1), {key: ["40", "40.0"]}):
         asked.clear()
-        assert right_answers.unrewarded(ask, [("P", label)]) is None and "P\\boxed{40}" in asked
+        assert right_answers.try_out(ask, [("P", label)]).problem is None and "P\\boxed{40}" in asked
     asked.clear()
-    assert right_answers.unrewarded(ask, [("P", '{"tests": "1"}')]) is None and asked == ["P" + right_answers.WRONG]
+    assert right_answers.try_out(ask, [("P", '{"tests": "1"}')]).problem is None and asked == [
+        "P" + right_answers.WRONG
+    ]

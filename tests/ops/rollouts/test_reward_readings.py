@@ -103,7 +103,7 @@ def test_one_sample_is_read_alike_in_process_over_http_and_before_the_run(source
     assert same(in_process, over_http), "a server changes the answer"
     assert same(in_process, READ.get(name))
     try:
-        right_answers.unrewarded(reward._asking(function._process), [("prompt", name)])
+        right_answers.try_out(reward._asking(function._process), [("prompt", name)])
     except right_answers.Refused:
         assert in_process is None
     else:
