@@ -106,43 +106,24 @@ def test_the_examples_say_what_is_yours_and_their_commands_parse(name):
     assert len(values) > 30 and not [value for value in values if isinstance(value, str) and number.fullmatch(value)]
 
 
-# Tables 2 and 3 of the paper; REINFORCE++ takes α 0.1.
-@pytest.mark.parametrize(
-    ("algo", "estimator", "kl_estimator", "kl_in_loss", "alpha"),
-    [("grpo", "group_norm", "k3", True, 0.3), ("reinforce++", "reinforce", "k1", False, 0.1)],
-)
+# `test_paper_parity.py` has the other settings of the paper.
 @pytest.mark.parametrize(
     ("method", "reweights", "eta"),
     [("both", True, 0.5), ("ar", True, None), ("lopti", False, 0.5), ("none", False, None)],
 )
-def test_kk_runs_the_published_settings(
-    algo, estimator, kl_estimator, kl_in_loss, alpha, method, reweights, eta, tmp_path
-):
-    args = parse(ROOT / "examples/scripts/train_kk.sh", tmp_path, ALGO=algo, METHOD=method)
-    assert args["algo.advantage.estimator"] == estimator
-    assert args["algo.kl.estimator"] == kl_estimator
-    assert args["algo.kl.use_loss"] is kl_in_loss
-    assert args["algo.ar.alpha"] == (alpha if reweights else 0)
-    assert args["algo.lopti.eta"] == eta
-    assert (args["rollout.batch_size"], args["rollout.n_samples_per_prompt"], args["train.batch_size"]) == (64, 8, 256)
-    assert args["actor.eps_clip_low_high"] == [0.2, 0.24]
+@pytest.mark.parametrize(("name", "algo"), [("kk", "reinforce++"), ("math", "")])
+def test_the_methods_with_reinforce_and_in_math(name, algo, method, reweights, eta, tmp_path):
+    args = parse(ROOT / f"examples/scripts/train_{name}.sh", tmp_path, METHOD=method, **{"ALGO": algo} if algo else {})
+    assert (args["algo.ar.alpha"], args["algo.lopti.eta"]) == (0.1 if reweights else 0, eta)
+    estimator = ("reinforce", "k1", False) if algo else ("group_norm", "k3", True)
+    assert tuple(args[f"algo.{flag}"] for flag in ("advantage.estimator", "kl.estimator", "kl.use_loss")) == estimator
+    assert args["reward.remote_url"] == name
 
 
-@pytest.mark.parametrize(
-    ("method", "alpha", "eta"), [("ar", 0.1, None), ("lopti", 0, 0.5), ("both", 0.1, 0.5), ("none", 0, None)]
-)
-def test_math_runs_the_published_settings(method, alpha, eta, tmp_path):
-    args = parse(ROOT / "examples/scripts/train_math.sh", tmp_path, METHOD=method)
-    assert (args["algo.ar.alpha"], args["algo.lopti.eta"]) == (alpha, eta)
-    assert (args["rollout.batch_size"], args["rollout.n_samples_per_prompt"], args["train.batch_size"]) == (
-        128,
-        8,
-        512,
-    )
-    assert (args["rollout.temperature"], args["rollout.max_new_tokens"], args["train.num_episodes"]) == (1.0, 4096, 5)
-    assert args["reward.remote_url"] == "math"
-    # Table 1: greedy, but 16 samples for AMC and AIME.
-    sampled = {source: sampling_of(source, args["eval.sampling"])[1:] for source in ("math500", "amc", "aime")}
+def test_math_is_evaluated_as_in_table_1(tmp_path):
+    """Greedily, but with 16 samples for AMC and AIME."""
+    sampling = parse(ROOT / "examples/scripts/train_math.sh", tmp_path)["eval.sampling"]
+    sampled = {source: sampling_of(source, sampling)[1:] for source in ("math500", "amc", "aime")}
     assert sampled == {"math500": (1, 0.0), "amc": (16, 1.0), "aime": (16, 1.0)}
 
 
