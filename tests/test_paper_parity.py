@@ -18,9 +18,9 @@ EXCEPTIONS = {
     "`METHOD=ar ALPHA=0.2` and `METHOD=lopti ETA=0.4` are their runs",
     "micro-batch": "their loss is a mean over micro-batches of 8 of token means. Here it is a mean over the tokens of "
     "the mini-batch, as in the paper's text, whatever the micro-batch",
-    "mini-batch": "here a mini-batch has whole groups. Their ranks get samples of equal total length, which splits some",
-    "evaluation": "every 20 steps they evaluate K&K greedily and at temperature 1, and AMC and AIME with 16 samples. A "
-    "run here has one reward, and evaluates K&K greedily. The rest is [one command](#knights-and-knaves) afterwards",
+    "mini-batch": "here a mini-batch has whole groups. Their ranks get equal lengths of samples, which splits some",
+    "evaluation": "every 20 steps they evaluate K&K greedily and at temperature 1, and AMC and AIME with 16 samples. "
+    "A run here has one reward, and evaluates K&K greedily. The rest is [one command](#knights-and-knaves) afterwards",
     "prompts": "they drop training prompts of more than 400 tokens. `arlopti data --max-prompt-tokens 400` does, too",
     "memory": "where weights and optimizer wait, and how many samples a forward pass without gradients takes",
     "no effect": "their code does not read it, or it does nothing beside the others. `both_linear_normal` is Eq. 4",
