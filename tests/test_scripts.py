@@ -172,7 +172,7 @@ def test_two_gpus(tmp_path):
 def sweep(folder: Path, **variables: str) -> list[list[str]]:
     """The commands of a sweep over runs that end at once."""
     run = folder / "run.sh"
-    run.write_text('echo "$ALPHA $ETA $OUT $METHOD $*" >> "$(dirname "$0")/runs"\n')
+    run.write_text('echo "${ALPHA:--} ${ETA:--} $OUT $METHOD $*" >> "$(dirname "$0")/runs"\n')
     env = {"PATH": os.environ["PATH"], "FOLDER": str(folder / "sweep")} | variables
     script = ROOT / "examples/scripts/sweep.sh"
     subprocess.run(["bash", script, "bash", run], env=env, check=True, capture_output=True, timeout=30)
@@ -185,11 +185,25 @@ def test_a_sweep_takes_all_values_and_leaves_out_what_is_done(tmp_path):
     values = {"ALPHAS": "0.1 0.3", "ETAS": "0.3 0.5", "SEEDS": "1 2"}
     runs = sweep(tmp_path, **values)
     assert len(runs) == 8 and len({line[2] for line in runs}) == 8
-    assert ["0.3", "0.5", f"{tmp_path}/sweep/alpha-0.3-eta-0.5-seed-2", "both", "--train.seed", "2"] in runs
+    assert ["0.3", "0.5", f"{tmp_path}/sweep/both-alpha-0.3-eta-0.5-seed-2", "both", "--train.seed", "2"] in runs
     done = Path(runs[0][2], Path(runs[0][2]).name)
     done.mkdir(parents=True)
     (done / "config.json").touch()
     assert sweep(tmp_path, **values) == runs[1:]
+
+
+def test_a_sweep_takes_each_method_with_what_it_has(tmp_path):
+    """Values that are not given are the script's own."""
+    methods = {"METHOD": "none ar lopti both", "SEEDS": "42"}
+    names = [(line[0], line[1], Path(line[2]).name) for line in sweep(tmp_path, **methods)]
+    assert names == [("-", "-", f"{method}-seed-42") for method in methods["METHOD"].split()]
+    names = [(line[0], line[1], Path(line[2]).name) for line in sweep(tmp_path, **methods, ALPHAS="0.1 0.2")]
+    assert names == [
+        ("-", "-", "none-seed-42"),
+        *((alpha, "-", f"ar-alpha-{alpha}-seed-42") for alpha in ("0.1", "0.2")),
+        ("-", "-", "lopti-seed-42"),
+        *((alpha, "-", f"both-alpha-{alpha}-seed-42") for alpha in ("0.1", "0.2")),
+    ]
 
 
 def test_a_job_is_submitted_with_its_command(tmp_path):

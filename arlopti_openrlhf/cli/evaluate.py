@@ -41,7 +41,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     folders = {value: list(expand_models([value], args.last)) for value in args.model if args.last}
-    checkpoints = {Path(folder).name: names for folder, names in folders.items() if len(names) > 1}
+    checkpoints = {Path(value).name: names for value, names in folders.items() if len(names) > 1}
     if args.last and not checkpoints:
         parser.error(f"argument --last {args.last}: no --model is a directory of several checkpoints")
     check_models(parser, "--model", list(models.values()))
@@ -78,8 +78,8 @@ def main() -> None:
             parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
     # The tables come from the files that every evaluation leaves, also those of an earlier run.
     results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in models}
-    for folder, names in checkpoints.items():
-        results[f"{folder}, mean of {len(names)}"] = tables.mean_of([results[name] for name in names])
+    for title, names in checkpoints.items():
+        results[f"{title}, mean of {len(names)}"] = tables.mean_of([results[name] for name in names])
     (args.out / "table.md").write_text(tables.markdown(results), encoding="utf-8")
     tables.write_csv(results, args.out / "table.csv")
     print(tables.markdown(results), end="")

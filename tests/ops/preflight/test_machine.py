@@ -99,7 +99,7 @@ def estimate(flags: str) -> memory.Estimate:
 
 
 def test_memory_of_a_paper_sized_run(qwen):
-    """Qwen2.5-7B on eight ranks with ZeRO-3, as train_math.sh runs it, on GPUs of 80 GiB."""
+    """Qwen2.5-7B on eight ranks with ZeRO-3, as train_math.sh runs it with GPUS=8, on GPUs of 80 GiB."""
     flags = (
         "--actor.num_gpus_per_node 8 --ref.num_gpus_per_node 8 --vllm.num_engines 8 --ds.zero_stage 3 "
         "--vllm.gpu_memory_utilization 0.6 --vllm.enable_sleep --ds.enable_sleep --algo.ar.alpha 0.1 "
