@@ -1,4 +1,4 @@
-"""One toy of each kind of run in docs/reproduce.md, on a CPU: its script trains, then evaluate and analyze read the run."""
+"""One toy of each kind of run in docs/reproduce.md, on a CPU: the script trains, evaluate and analyze read the run."""
 
 import os
 import subprocess
@@ -20,9 +20,12 @@ KINDS = {
     "REINFORCE++": {"METHOD": "both", "ALGO": "reinforce++"},
 }
 # Two steps of 8 puzzles, each with a checkpoint and an evaluation.
-FLAGS = """--actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --rollout.batch_size 8
-    --train.batch_size 32 --train.micro_batch_size 16 --train.num_episodes 1 --rollout.max_new_tokens 64 --data.max_len 512
-    --eval.steps 1 --ckpt.save_steps 1 --ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo""".split()
+FLAGS = """
+    --actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --rollout.batch_size 8
+    --train.batch_size 32 --train.micro_batch_size 16 --train.num_episodes 1 --rollout.max_new_tokens 64
+    --data.max_len 512 --eval.steps 1 --ckpt.save_steps 1
+    --ds.attn_implementation sdpa --vllm.enforce_eager --vllm.sync_backend gloo
+""".split()
 ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "SLEEP": "0",
