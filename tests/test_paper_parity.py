@@ -21,7 +21,8 @@ EXCEPTIONS = {
     "mini-batch": "here a mini-batch has whole groups. Their ranks get equal lengths of samples, which splits some",
     "evaluation": "every 20 steps they evaluate K&K greedily and at temperature 1, and AMC and AIME with 16 samples. "
     "A run here has one reward, and evaluates K&K greedily. The rest is [one command](#knights-and-knaves) afterwards",
-    "prompts": "they drop training prompts of more than 400 tokens. `arlopti data --max-prompt-tokens 400` does, too",
+    "prompts": "they drop training prompts of more than 400 tokens, counted within a second chat template. "
+    "`arlopti data --max-prompt-tokens` drops long ones, too",
     "memory": "where weights and optimizer wait, and how many samples a forward pass without gradients takes",
     "no effect": "their code does not read it, or it does nothing beside the others. `both_linear_normal` is Eq. 4",
     "yours": "paths, names and trackers",

@@ -82,7 +82,7 @@ def yours(tmp_path_factory, tiny_model) -> dict[str, list[str]]:
 def test_a_dry_run_finds_no_error(title, rows, yours, monkeypatch, capsys):
     """All of a row at 3B, and the last run of any other, whose method's flags are those of a row at 3B."""
     for argv in rows[title] if "3B" in title else rows[title][-1:]:
-        reward = argv[argv.index("--reward.remote_url") + 1]
+        reward = "kk" if argv[argv.index("--reward.remote_url") + 1] == "kk" else "math"
         monkeypatch.setattr(sys, "argv", ["arlopti", *argv, *yours[reward], "--dry-run"])
         with pytest.raises(SystemExit) as end:
             train_ppo_ray.main()
