@@ -7,7 +7,8 @@
     python -m study.replicate --toy --seeds 1         # all of it in minutes on a CPU, with a tiny policy
 
 Run it in the repository's root. The explanations are that AR is a smaller step, that Lopti is twice the steps, and
-that the paper is right. `docs/reproduce.md` says what three seeds can tell apart.
+that the paper is right. `docs/reproduce.md` says what three seeds can tell apart. Where it
+departs from the paper, the plan says so.
 
 The folder --out gets a line in rows.jsonl for each run that is done, and after each of them a new table.md and
 curves.png. The same command again goes on where it was ended. A run whose line is there is left out, and one that was
@@ -51,6 +52,8 @@ from study.replicate_arms import (
     ARMS,
     EXPLANATIONS,
     FULL,
+    HELD_OUT_BY,
+    SAMPLES,
     SMALL,
     TOY,
     Experiment,
@@ -293,6 +296,9 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
         if configuration != x.configuration(arm, seed):
             parser.error(f"argument --out: {out} has a run with other settings, {arm}-{seed}")
     print(plan(args.arms, args.seeds, rows, {}, x), flush=True)
+    if size.people:
+        how = f"new puzzles, held out by {HELD_OUT_BY}, {SAMPLES} answers to each at temperature {size.temperature}"
+        print(f"Unlike the paper: at most {size.max_new_tokens:,} tokens an answer, {how}.", flush=True)
     if args.dry_run:
         return
     if args.toy:

@@ -106,43 +106,24 @@ def test_the_examples_say_what_is_yours_and_their_commands_parse(name):
     assert len(values) > 30 and not [value for value in values if isinstance(value, str) and number.fullmatch(value)]
 
 
-# Tables 2 and 3 of the paper; REINFORCE++ takes α 0.1.
-@pytest.mark.parametrize(
-    ("algo", "estimator", "kl_estimator", "kl_in_loss", "alpha"),
-    [("grpo", "group_norm", "k3", True, 0.3), ("reinforce++", "reinforce", "k1", False, 0.1)],
-)
+# `test_paper_parity.py` has the other settings of the paper.
 @pytest.mark.parametrize(
     ("method", "reweights", "eta"),
     [("both", True, 0.5), ("ar", True, None), ("lopti", False, 0.5), ("none", False, None)],
 )
-def test_kk_runs_the_published_settings(
-    algo, estimator, kl_estimator, kl_in_loss, alpha, method, reweights, eta, tmp_path
-):
-    args = parse(ROOT / "examples/scripts/train_kk.sh", tmp_path, ALGO=algo, METHOD=method)
-    assert args["algo.advantage.estimator"] == estimator
-    assert args["algo.kl.estimator"] == kl_estimator
-    assert args["algo.kl.use_loss"] is kl_in_loss
-    assert args["algo.ar.alpha"] == (alpha if reweights else 0)
-    assert args["algo.lopti.eta"] == eta
-    assert (args["rollout.batch_size"], args["rollout.n_samples_per_prompt"], args["train.batch_size"]) == (64, 8, 256)
-    assert args["actor.eps_clip_low_high"] == [0.2, 0.24]
+@pytest.mark.parametrize(("name", "algo"), [("kk", "reinforce++"), ("math", "")])
+def test_the_methods_with_reinforce_and_in_math(name, algo, method, reweights, eta, tmp_path):
+    args = parse(ROOT / f"examples/scripts/train_{name}.sh", tmp_path, METHOD=method, **{"ALGO": algo} if algo else {})
+    assert (args["algo.ar.alpha"], args["algo.lopti.eta"]) == (0.1 if reweights else 0, eta)
+    estimator = ("reinforce", "k1", False) if algo else ("group_norm", "k3", True)
+    assert tuple(args[f"algo.{flag}"] for flag in ("advantage.estimator", "kl.estimator", "kl.use_loss")) == estimator
+    assert args["reward.remote_url"] == name
 
 
-@pytest.mark.parametrize(
-    ("method", "alpha", "eta"), [("ar", 0.1, None), ("lopti", 0, 0.5), ("both", 0.1, 0.5), ("none", 0, None)]
-)
-def test_math_runs_the_published_settings(method, alpha, eta, tmp_path):
-    args = parse(ROOT / "examples/scripts/train_math.sh", tmp_path, METHOD=method)
-    assert (args["algo.ar.alpha"], args["algo.lopti.eta"]) == (alpha, eta)
-    assert (args["rollout.batch_size"], args["rollout.n_samples_per_prompt"], args["train.batch_size"]) == (
-        128,
-        8,
-        512,
-    )
-    assert (args["rollout.temperature"], args["rollout.max_new_tokens"], args["train.num_episodes"]) == (1.0, 4096, 5)
-    assert args["reward.remote_url"] == "math"
-    # Table 1: greedy, but 16 samples for AMC and AIME.
-    sampled = {source: sampling_of(source, args["eval.sampling"])[1:] for source in ("math500", "amc", "aime")}
+def test_math_is_evaluated_as_in_table_1(tmp_path):
+    """Greedily, but with 16 samples for AMC and AIME."""
+    sampling = parse(ROOT / "examples/scripts/train_math.sh", tmp_path)["eval.sampling"]
+    sampled = {source: sampling_of(source, sampling)[1:] for source in ("math500", "amc", "aime")}
     assert sampled == {"math500": (1, 0.0), "amc": (16, 1.0), "aime": (16, 1.0)}
 
 
@@ -191,7 +172,7 @@ def test_two_gpus(tmp_path):
 def sweep(folder: Path, **variables: str) -> list[list[str]]:
     """The commands of a sweep over runs that end at once."""
     run = folder / "run.sh"
-    run.write_text('echo "$ALPHA $ETA $OUT $METHOD $*" >> "$(dirname "$0")/runs"\n')
+    run.write_text('echo "${ALPHA:--} ${ETA:--} $OUT $METHOD $*" >> "$(dirname "$0")/runs"\n')
     env = {"PATH": os.environ["PATH"], "FOLDER": str(folder / "sweep")} | variables
     script = ROOT / "examples/scripts/sweep.sh"
     subprocess.run(["bash", script, "bash", run], env=env, check=True, capture_output=True, timeout=30)
@@ -204,11 +185,25 @@ def test_a_sweep_takes_all_values_and_leaves_out_what_is_done(tmp_path):
     values = {"ALPHAS": "0.1 0.3", "ETAS": "0.3 0.5", "SEEDS": "1 2"}
     runs = sweep(tmp_path, **values)
     assert len(runs) == 8 and len({line[2] for line in runs}) == 8
-    assert ["0.3", "0.5", f"{tmp_path}/sweep/alpha-0.3-eta-0.5-seed-2", "both", "--train.seed", "2"] in runs
+    assert ["0.3", "0.5", f"{tmp_path}/sweep/both-alpha-0.3-eta-0.5-seed-2", "both", "--train.seed", "2"] in runs
     done = Path(runs[0][2], Path(runs[0][2]).name)
     done.mkdir(parents=True)
     (done / "config.json").touch()
     assert sweep(tmp_path, **values) == runs[1:]
+
+
+def test_a_sweep_takes_each_method_with_what_it_has(tmp_path):
+    """Values that are not given are the script's own."""
+    methods = {"METHOD": "none ar lopti both", "SEEDS": "42"}
+    names = [(line[0], line[1], Path(line[2]).name) for line in sweep(tmp_path, **methods)]
+    assert names == [("-", "-", f"{method}-seed-42") for method in methods["METHOD"].split()]
+    names = [(line[0], line[1], Path(line[2]).name) for line in sweep(tmp_path, **methods, ALPHAS="0.1 0.2")]
+    assert names == [
+        ("-", "-", "none-seed-42"),
+        *((alpha, "-", f"ar-alpha-{alpha}-seed-42") for alpha in ("0.1", "0.2")),
+        ("-", "-", "lopti-seed-42"),
+        *((alpha, "-", f"both-alpha-{alpha}-seed-42") for alpha in ("0.1", "0.2")),
+    ]
 
 
 def test_a_job_is_submitted_with_its_command(tmp_path):

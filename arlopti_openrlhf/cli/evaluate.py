@@ -2,6 +2,8 @@
 
     arlopti evaluate --model BASE TRAINED --data kk_test.jsonl aime.jsonl --out results \\
         --sampling "*:n=8,t=1" --sampling "kk_*:n=1,t=0" --sampling "aime:n=16,t=1"
+    arlopti evaluate --model run/checkpoints --last 3 --data kk_test.jsonl --out results \\
+        --sampling "kk_*:n=1,t=0" --sampling "kk_*:n=1,t=1"
 
 Writes results/MODEL.responses.jsonl with every response, results/MODEL.json with the measures, results/table.md and
 results/table.csv. An evaluation that was interrupted continues where it stopped.
@@ -35,9 +37,13 @@ def main() -> None:
     args = parser.parse_args()
     check_out(parser, args.out)
     try:
-        models = expand_models(args.model)
+        models = expand_models(args.model, args.last)
     except ValueError as error:
         parser.error(str(error))
+    folders = {value: list(expand_models([value], args.last)) for value in args.model if args.last}
+    checkpoints = {Path(value).name: names for value, names in folders.items() if len(names) > 1}
+    if args.last and not checkpoints:
+        parser.error(f"argument --last {args.last}: no --model is a directory of several checkpoints")
     check_models(parser, "--model", list(models.values()))
     # Read all of the data first. A row that lacks something should not end an evaluation half way.
     try:
@@ -72,6 +78,8 @@ def main() -> None:
             parser.exit(1, f"{parser.prog}: {terminal.one_line(error)}\n")
     # The tables come from the files that every evaluation leaves, also those of an earlier run.
     results = {name: json.loads((args.out / f"{name}.json").read_text(encoding="utf-8")) for name in models}
+    for title, names in checkpoints.items():
+        results[f"{title}, mean of {len(names)}"] = tables.mean_of([results[name] for name in names])
     (args.out / "table.md").write_text(tables.markdown(results), encoding="utf-8")
     tables.write_csv(results, args.out / "table.csv")
     print(tables.markdown(results), end="")
@@ -90,10 +98,12 @@ def make_parser() -> Parser:
         type=parse_sampling,
         default=[Sampling("*", 8, 1.0)],
         metavar="PATTERN:n=N,t=T",
-        help="samples per problem, and their temperature, for the sources that match; the last that matches counts "
-        '(default: "*:n=8,t=1")',
+        help="samples per problem, and their temperature, for the sources that match. The last pattern that matches "
+        'counts; given twice, it samples in both ways (default: "*:n=8,t=1")',
     )
     reward_source.add_flag(parser)
+    last = "of a directory of checkpoints, evaluate the last N, and tabulate their mean, too"
+    add("--last", type=integer(1), metavar="N", help=last)
     add("--greedy", action="store_true", help="also answer every problem once at temperature 0")
     add("--max-new-tokens", type=integer(1), default=4096, help="longest response in tokens (default: 4096)")
     add("--seed", type=int, default=0, help="seed of sampling (default: 0)")
@@ -105,7 +115,7 @@ def command_for(model: str, args: argparse.Namespace) -> list[str]:
     return [
         *(sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", "--model", model, "--out", str(args.out)),
         *("--data", *args.data, f"--max-new-tokens={args.max_new_tokens}", f"--seed={args.seed}"),
-        *(f"--sampling={spec}" for spec in args.sampling),
+        *(f"--sampling={spec}" for spec in args.sampling[1:]),  # without the default
         *(["--greedy"] if args.greedy else []),
         *([f"--reward={args.reward}"] if args.reward else []),
     ]

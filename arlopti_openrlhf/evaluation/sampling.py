@@ -39,6 +39,16 @@ def sampling_of(source: str, specs: Sequence[Sampling]) -> Sampling:
     return [s for s in specs if fnmatch.fnmatchcase(source, s.pattern)][-1]
 
 
+def samplings_of(source: str, specs: Sequence[Sampling]) -> list[Sampling]:
+    """Return the specifications with the last pattern that matches the source, which are several ways to sample it.
+
+    The first one is a default, which matches every source and counts if no other does.
+    """
+    default, *given = specs
+    matching = [s for s in given if fnmatch.fnmatchcase(source, s.pattern)] or [default]
+    return list(dict.fromkeys(s for s in matching if s.pattern == matching[-1].pattern))
+
+
 def unmatched(specs: Sequence[Sampling], sources: Collection[str]) -> list[str]:
     """Return the patterns that match none of the sources."""
     return [s.pattern for s in specs if not any(fnmatch.fnmatchcase(source, s.pattern) for source in sources)]

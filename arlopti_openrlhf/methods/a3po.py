@@ -1,4 +1,4 @@
-"""Raise the rarest tokens of right answers and the most certain ones of wrong answers (A3PO).
+"""Raise the rarest tokens of right answers and the most certain ones of wrong answers (A3PO without its decay).
 
 - Paper: arXiv 2512.21625.
 - Formula: s⁺ on the rarest share of a response's tokens where A > 0, s⁻ on the most probable share where A < 0, else

@@ -4,8 +4,8 @@
 - Formula: w = 1[π_old < η] in the first pass, 1[π_old ≥ η] in the second.
 - Code read: github.com/zhyang2226/AR-Lopti at cbeb333.
 - Constants: η = 0.5.
-- Deviations: none known. Both passes divide by all tokens of the mini-batch. The quantile is ours. The other order and
-  one group alone are the ablations of Fig. 6.
+- Deviations: both passes divide by all tokens of the mini-batch, as in the paper's text; the authors' code divides by
+  those of each micro-batch. Their mask for Fig. 6a keeps the KL loss of all tokens; one group alone drops the other's.
 """
 
 from collections.abc import Mapping

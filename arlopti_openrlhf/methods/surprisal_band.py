@@ -1,4 +1,4 @@
-"""Update the tokens alone whose surprisal is a normal multiple of the entropy (after RSI-S).
+"""Update only tokens whose surprisal is a normal multiple of the entropy (after RSI-S; constants unpublished).
 
 - Paper: arXiv 2606.31575.
 - Formula: w = 1[lo ≤ −ln π_old / H ≤ hi].

@@ -1,27 +1,37 @@
 #!/usr/bin/env bash
-# A training script for each α, η and seed, one run after the other. A run whose final model is there is left out, so the
-# same command again goes on where it stopped.
+# A training script for each seed, method, α and η, one run after the other. A run whose final model exists is skipped, so
+# the same command continues where it stopped. Without ALPHAS and ETAS the script's own values count.
 #
-#   ALPHAS="0.1 0.3" ETAS="0.3 0.5" SEEDS="1 2 3" bash examples/scripts/sweep.sh bash examples/scripts/train_kk.sh
-#   python -m arlopti_openrlhf.cli.analyze --runs "α 0.3=outputs/sweep/alpha-0.3-eta-0.5-seed-1/tensorboard,..." --out sweep
+#   METHOD="none ar lopti both" SEEDS=42 bash examples/scripts/sweep.sh bash examples/scripts/train_kk.sh
+#   METHOD=ar ALPHAS="0.1 0.3" SEEDS="1 2 3" bash examples/scripts/sweep.sh bash examples/scripts/train_kk.sh
+#   python -m arlopti_openrlhf.cli.analyze --runs "α 0.3=outputs/sweep/ar-alpha-0.3-seed-1/tensorboard,..." --out sweep
 set -euo pipefail
 
-ALPHAS=${ALPHAS:-0.1 0.3}
-ETAS=${ETAS:-0.5}
+METHOD=${METHOD:-both}  # none, ar, lopti, both, or several of them
+ALPHAS=${ALPHAS:-}
+ETAS=${ETAS:-}
 SEEDS=${SEEDS:-1 2 3}
 FOLDER=${FOLDER:-outputs/sweep}
 
 [ $# -gt 0 ] || set -- bash examples/scripts/train_kk.sh
 
 for seed in $SEEDS; do
-  for alpha in $ALPHAS; do
-    for eta in $ETAS; do
-      run=alpha-$alpha-eta-$eta-seed-$seed
-      if [ -e "$FOLDER/$run/$run/config.json" ]; then
-        echo "sweep.sh: $run is done" >&2
-        continue
-      fi
-      METHOD=both ALPHA=$alpha ETA=$eta OUT=$FOLDER/$run "$@" --train.seed "$seed"
+  for method in $METHOD; do
+    # What a method does not have is not swept.
+    case $method in ar | both) alphas=${ALPHAS:-own} ;; *) alphas=own ;; esac
+    case $method in lopti | both) etas=${ETAS:-own} ;; *) etas=own ;; esac
+    for alpha in $alphas; do
+      for eta in $etas; do
+        run=$method settings=(METHOD="$method")
+        [ "$alpha" = own ] || { run+=-alpha-$alpha; settings+=(ALPHA="$alpha"); }
+        [ "$eta" = own ] || { run+=-eta-$eta; settings+=(ETA="$eta"); }
+        run+=-seed-$seed
+        if [ -e "$FOLDER/$run/$run/config.json" ]; then
+          echo "sweep.sh: $run is done" >&2
+          continue
+        fi
+        env "${settings[@]}" OUT="$FOLDER/$run" "$@" --train.seed "$seed"
+      done
     done
   done
 done

@@ -49,6 +49,6 @@ exec python -m "${MODULE:-arlopti_openrlhf.cli.train_ppo_ray}" \
   --actor.num_gpus_per_node 4 \
   --ref.num_gpus_per_node 4 \
   --vllm.num_engines 4 \
-  --eval.n_samples_per_prompt 4 \
-  --eval.temperature 0.7 \
+  --eval.n_samples_per_prompt 1 \
+  --eval.temperature 0 \
   "$@"

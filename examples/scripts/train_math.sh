@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's math run (arXiv 2505.12929, Tables 2 and 3) on one node with 8 GPUs of 80 GB.
+# The paper's math run (arXiv 2505.12929, Tables 2 and 3) on one node with 4 GPUs of 80 GB.
 #
 # Data: the authors' files (git clone https://github.com/zhyang2226/AR-Lopti), which are DSR-Uniform without the test sets'
 # problems (or --dataset orz, with EPOCHS=1) and the test sets. Prompts are plain text, because a base model has no chat
@@ -17,6 +17,7 @@ DATA=${DATA:-data/math/train.jsonl}
 EVAL_DATA=${EVAL_DATA:-data/math/test.jsonl}
 METHOD=${METHOD:-ar}  # ar, lopti, both, none
 EPOCHS=${EPOCHS:-5}
+GPUS=${GPUS:-4}
 OUT=${OUT:-outputs/math-$(basename "$MODEL")-$METHOD}
 alpha=${ALPHA:-0.1}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
@@ -33,8 +34,8 @@ exec python -m arlopti_openrlhf.cli.train_ppo_ray \
   --rollout.temperature 1.0 \
   --train.batch_size 512 \
   --train.num_episodes "$EPOCHS" \
-  --actor.num_gpus_per_node 8 \
-  --ref.num_gpus_per_node 8 \
-  --vllm.num_engines 8 \
+  --actor.num_gpus_per_node "$GPUS" \
+  --ref.num_gpus_per_node "$GPUS" \
+  --vllm.num_engines "$GPUS" \
   --eval.sampling "*:n=1,t=0" --eval.sampling "amc:n=16,t=1" --eval.sampling "aime:n=16,t=1" \
   "$@"

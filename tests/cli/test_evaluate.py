@@ -66,6 +66,31 @@ def test_models_side_by_side(tmp_path, monkeypatch, capsys):
     assert "| base | 1.000 [" in table and "| trained | 1.000 [" in table and capsys.readouterr().out.endswith(table)
 
 
+def test_the_last_checkpoints_in_two_ways_and_their_mean(tmp_path, tiny_model, monkeypatch):
+    """As the paper's tables: puzzles greedily and at temperature 1, and the mean over three checkpoints."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems()))
+    (tmp_path / "run").mkdir()
+    for step in (9, 10, 11, 12):
+        (tmp_path / f"run/step{step}").symlink_to(tiny_model)
+    monkeypatch.setattr(offline, "load_engine", lambda model, seed: None)
+    monkeypatch.setattr(offline, "generate", generate_right_sums([]))
+
+    def main(*flags):
+        monkeypatch.setattr(sys, "argv", ["evaluate", *flags])
+        evaluate.main()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(evaluate.subprocess, "run", lambda command: main(*command[3:]))
+    own = ["--data", str(tmp_path / "data.jsonl"), "--out", str(tmp_path / "out"), "--last", "3"]
+    main("--model", str(tmp_path / "run"), *own, "--sampling", "kk_*:n=1,t=0", "--sampling", "kk_*:n=2,t=1")
+    table = (tmp_path / "out/table.md").read_text()
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if "[0.000, " in line and "accuracy" not in line]
+    assert rows[:4] == ["step10", "step11", "step12", "run, mean of 3"] == rows[4:8]
+    assert "| Knights and Knaves, n=2,t=1 | 2 people |" in table and "| run, mean of 3 | 1.000 [" in table
+    with pytest.raises(SystemExit, match="2"):
+        main("--model", str(tmp_path / "run/step9"), *own)
+
+
 def test_a_template_that_refuses_the_prompts_ends_it_before_vllm_loads(tmp_path, tiny_model, monkeypatch, capsys):
     """Gemma's refuses a system turn, which Knights-and-Knaves prompts have."""
     model, data = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "data.jsonl"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, sampling_of, unmatched
+from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, sampling_of, samplings_of, unmatched
 
 
 def test_sampling():
@@ -18,6 +18,16 @@ def test_sampling():
     for text in ("aime", "aime:n=0,t=1", "aime:t=1,n=2", "aime:n=4,t=0", ":n=1,t=0", "aime:n=1,t=x"):
         with pytest.raises(argparse.ArgumentTypeError):
             parse_sampling(text)
+
+
+def test_a_pattern_given_twice_samples_in_both_ways():
+    default, *given = [parse_sampling(text) for text in ("*:n=8,t=1", "kk_*:n=1,t=0", "kk_*:n=1,t=1", "kk_3*:n=2,t=1")]
+    assert samplings_of("kk_4ppl", [default, *given]) == given[:2]
+    assert samplings_of("kk_3ppl", [default, *given]) == given[2:]
+    assert samplings_of("aime", [default, *given]) == [default]
+    # What is given for all sources takes the default's place, and the same way twice is one.
+    everything = Sampling("*", 1, 0.0)
+    assert samplings_of("aime", [default, everything, everything]) == [everything]
 
 
 @given(st.one_of(st.text(), st.from_regex(r".*:n=\d+,t=[\d.]*", fullmatch=True)))

@@ -97,7 +97,9 @@ def test_it_goes_on_where_it_was_ended(start, tmp_path, capsys):
     capsys.readouterr()
     start("--dry-run", *arms)
     hours = 36 * 9.6875 / 3600
-    assert f"| GRPO | 2 of 2 | {hours:.2f} | 0.00 |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"| GRPO | 2 of 2 | {hours:.2f} | 0.00 |" in said
+    assert "Unlike the paper: at most 1,536 tokens an answer, new puzzles, held out by structure, 8 answers" in said
     with pytest.raises(SystemExit):
         start("--dry-run", "--gpus=8")
     assert "has a run with other settings, grpo-0" in capsys.readouterr().err

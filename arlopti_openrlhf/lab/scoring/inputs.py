@@ -17,8 +17,8 @@ def natural_key(name: str) -> list[int | str]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
-def expand_models(values: Sequence[str]) -> dict[str, str]:
-    """Return {short name: model}. A directory without a model of its own stands for the checkpoints in it.
+def expand_models(values: Sequence[str], last: int | None = None) -> dict[str, str]:
+    """Return {short name: model}. A directory without a model of its own stands for its last checkpoints, or all.
 
     The name is the directory's, or what follows the organisation on the Hugging Face hub. Names are those of folders
     and of rows in tables, so no two may be alike.
@@ -35,7 +35,7 @@ def expand_models(values: Sequence[str]) -> dict[str, str]:
         elif (path / "config.json").exists():
             found.append((path.absolute().name, value))
         elif inside:
-            found += [(folder.name, str(folder)) for folder in inside]
+            found += [(folder.name, str(folder)) for folder in inside[-(last or 0) :]]
         else:
             raise ValueError(f"argument --model {value}: no config.json in the directory, nor in one below it")
     names = [name for name, _ in found]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.evaluation.measures import Response, estimate_source
-from arlopti_openrlhf.evaluation.sampling import Sampling, sampling_of
+from arlopti_openrlhf.evaluation.sampling import Sampling, samplings_of
 from arlopti_openrlhf.grading import sources
 from arlopti_openrlhf.grading.reward_answers import Grade
 from arlopti_openrlhf.lab.scoring.inputs import Row, encode, natural_key
@@ -26,7 +26,7 @@ _CHUNK = 4096  # responses that are generated before they are written
 class Settings(NamedTuple):
     """How every model is asked."""
 
-    sampling: Sequence[Sampling]  # the last that matches a source counts
+    sampling: Sequence[Sampling]  # a default, then those that were given: the last pattern that matches counts
     greedy: bool  # whether every problem is also answered once at temperature 0
     max_new_tokens: int
     seed: int
@@ -52,9 +52,9 @@ def evaluate(
     path = out / f"{name}.responses.jsonl"
     jobs = []
     for i, row in enumerate(rows):
-        sampling = sampling_of(row["datasource"], settings.sampling)
-        jobs.append(Job(i, sampling.n, sampling.temperature))
-        if settings.greedy and sampling.temperature:
+        ways = samplings_of(row["datasource"], settings.sampling)
+        jobs += [Job(i, way.n, way.temperature) for way in ways]
+        if settings.greedy and all(way.temperature for way in ways):
             jobs.append(Job(i, 1, 0.0))
     version = [version_of(model), settings.max_new_tokens, settings.seed, *([reward.version] if reward else [])]
     keys = {job: _key(rows[job.row], job, version) for job in jobs}
@@ -91,28 +91,31 @@ def evaluate(
 
 
 def _estimates(records: Sequence[tuple[Job, dict]], settings: Settings) -> dict[str, dict]:
-    groups: dict[tuple[str, bool], list[list[Response]]] = defaultdict(list)
+    """Return the measures by source. Ways of sampling it after the first have their own, as `SOURCE@n=N,t=T`."""
+    groups: dict[tuple[str, int, float], list[list[Response]]] = defaultdict(list)
     without_scores = set()
     for job, record in records:
         source = record["datasource"]
-        is_extra = settings.greedy and not job.temperature and sampling_of(source, settings.sampling).temperature > 0
-        groups[source, is_extra].append(responses_of(record))
+        groups[source, job.n, job.temperature].append(responses_of(record))
         without_scores |= {source} if record.get("scores_are_rewards") else set()
     result: dict[str, dict] = {}
-    for source in sorted({source for source, _ in groups}, key=natural_key):
-        sampled, spec = groups[source, False], sampling_of(source, settings.sampling)
-        result[source] = {"n": len(sampled), "samples": spec.n, "temperature": spec.temperature}
-        measures = estimate_source(sampled)
-        if source in without_scores:  # rewards do not say what is right
-            rest = {
-                name: e
-                for name, e in measures.items()
-                if name not in ("accuracy", "score") and not name.startswith("pass@")
-            }
-            measures = {"reward": next(iter(measures.values()))} | rest
-        result[source] |= {name: e._asdict() for name, e in measures.items()}
-        if (source, True) in groups:
-            result[source]["greedy"] = next(iter(estimate_source(groups[source, True]).values()))._asdict()
+    for source in sorted({source for source, *_ in groups}, key=natural_key):
+        ways = samplings_of(source, settings.sampling)
+        for way in ways:
+            sampled = groups[source, way.n, way.temperature]
+            key = f"{source}@n={way.n},t={way.temperature:g}" if source in result else source
+            result[key] = {"n": len(sampled), "samples": way.n, "temperature": way.temperature}
+            measures = estimate_source(sampled)
+            if source in without_scores:  # rewards do not say what is right
+                rest = {
+                    name: e
+                    for name, e in measures.items()
+                    if name not in ("accuracy", "score") and not name.startswith("pass@")
+                }
+                measures = {"reward": next(iter(measures.values()))} | rest
+            result[key] |= {name: e._asdict() for name, e in measures.items()}
+        if settings.greedy and all(way.temperature for way in ways):
+            result[source]["greedy"] = next(iter(estimate_source(groups[source, 1, 0.0]).values()))._asdict()
     return result
 
 

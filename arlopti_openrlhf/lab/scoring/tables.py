@@ -4,6 +4,7 @@ import csv
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.evaluation.measures import Estimate
@@ -14,7 +15,7 @@ def markdown(results: dict[str, dict]) -> str:
     """Return the paper's tables, then every measure as a row of its own.
 
     The paper's table has a row per model and a column per source, with the average over the sources where there are
-    several. Knights and Knaves, by number of people, has a table of its own.
+    several. Knights and Knaves, by number of people, has a table of its own, and so has each further way of sampling.
 
     Args:
         results: {model: its evaluation, as `offline.evaluate` writes it}.
@@ -22,9 +23,13 @@ def markdown(results: dict[str, dict]) -> str:
     sources = sorted({source for result in results.values() for source in result["sources"]}, key=natural_key)
     # A reward that returns no scores does not say what is right.
     known = [source for source in sources if any("accuracy" in r["sources"].get(source, {}) for r in results.values())]
-    puzzles = [source for source in known if source.startswith("kk_")]
-    others = [source for source in known if source not in puzzles]
-    tables = [_accuracies("Knights and Knaves", puzzles, results), _accuracies("Others", others, results)]
+    groups: dict[str, list[str]] = {"Knights and Knaves": [], "Others": []}
+    for source in known:
+        _, at, way = source.partition("@")
+        groups.setdefault(f"{'Knights and Knaves' if source.startswith('kk_') else 'Others'}{at}{way}", []).append(
+            source
+        )
+    tables = [_accuracies(title, of_title, results) for title, of_title in groups.items()]
     lines = [["model", "source", "problems", "samples", "t", "measure", "value [95%]"]]
     for *head, n, samples, temperature, measure, estimate in _measures(results, sources):
         digits = 0 if measure == "response_length" else 3
@@ -46,7 +51,8 @@ def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str
     if not sources:
         return ""
     with_average = len(sources) > 1
-    head = [title, *(re.sub(r"kk_(\d+)ppl", r"\1 people", source) for source in sources)]
+    names = [source.partition("@")[0] for source in sources]
+    head = [title.replace("@", ", "), *(re.sub(r"kk_(\d+)ppl", r"\1 people", name) for name in names)]
     lines = [head + (["Avg."] if with_average else [])]
     for name, result in results.items():
         found = [result["sources"].get(source, {}).get("accuracy") for source in sources]
@@ -56,6 +62,21 @@ def _accuracies(title: str, sources: list[str], results: dict[str, dict]) -> str
             cells.append(f"{sum(f['value'] for f in found) / len(found):.3f}" if all(found) else "")
         lines.append([name, *cells])
     return markdown_table(lines)
+
+
+def mean_of(results: Sequence[dict]) -> dict:
+    """Return the mean of several checkpoints' evaluations on the same problems, as `offline.evaluate` writes one.
+
+    The mean of their intervals is an interval of the mean, and a wide one: it takes their errors to be the same.
+    """
+    sources: dict[str, dict] = {}
+    for source, first in results[0]["sources"].items():
+        found = [result["sources"][source] for result in results]
+        sources[source] = {
+            name: {end: fmean(one[name][end] for one in found) for end in value} if isinstance(value, dict) else value
+            for name, value in first.items()
+        }
+    return {"sources": sources}
 
 
 def _cell(estimate: dict, digits: int = 3) -> str:

@@ -2,7 +2,9 @@
 
 import csv
 
-from arlopti_openrlhf.lab.scoring.tables import markdown, write_csv
+import pytest
+
+from arlopti_openrlhf.lab.scoring.tables import markdown, mean_of, write_csv
 
 
 def test_tables(tmp_path):
@@ -12,6 +14,11 @@ def test_tables(tmp_path):
     def found(value):
         return {"n": 100, "samples": 1, "temperature": 0.0, "accuracy": estimate(value)}
 
+    mean = mean_of([{"sources": {"aime": found(value)}} for value in (0.25, 0.5, 0.75)])["sources"]["aime"]
+    assert mean["n"] == 100 and mean["accuracy"] == pytest.approx(estimate(0.5))
+    both = {"base": {"sources": {"kk_3ppl": found(0.3), "kk_3ppl@n=1,t=1": found(0.2), "kk_4ppl@n=1,t=1": found(0.4)}}}
+    assert "| Knights and Knaves | 3 people |\n" in markdown(both)
+    assert "| Knights and Knaves, n=1,t=1 | 3 people | 4 people | Avg. |" in markdown(both)
     results = {
         "base": {"sources": {"kk_10ppl": found(0.1), "kk_3ppl": found(0.3), "aime": found(0.2)}},
         "trained": {"sources": {"kk_10ppl": found(0.5), "kk_3ppl": found(0.9)}},
