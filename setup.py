@@ -32,10 +32,14 @@ setup(
     # first, so no pip could install anything of ours where flash-attn is missing. The commands check what is there.
     install_requires=[
         "math-verify[antlr4_13_2]>=0.9",
-        "fastapi",
-        "uvicorn",
-        "httptools",
-        "prometheus-client",
+        "fastapi>=0.115",
+        "uvicorn>=0.30",
+        "httptools>=0.6",
+        "prometheus-client>=0.20",
+        "packaging",
+        "psutil",
+        "pyyaml",
+        "tqdm",
     ],
     extras_require={
         "gpu": ["openrlhf[vllm]==0.11.2", "liger-kernel==0.8.5"],

@@ -50,7 +50,7 @@ def install(
     has = bindings.of_update(update == "selective", has_methods=True)
     if hardware.uses_cpu():
         has.add(bindings.WITHOUT_CUDA)
-    moved = list(upstream.check_versions(["openrlhf"]))
+    moved = list(upstream.check_version())
     if not any(difference.is_fatal for difference in moved):
         moved += upstream.check_bodies({row.room for row in bindings.rows(has)})
     if fatal := [str(difference) for difference in moved if difference.is_fatal]:

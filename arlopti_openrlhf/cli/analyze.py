@@ -3,8 +3,8 @@
     arlopti analyze --model CHECKPOINT --data kk_train.jsonl --out analysis
     arlopti analyze --runs GRPO=run1,run2 "AR + Lopti=run3,run4" --out analysis
 
---model gives fig1-fig3 (one update: gradients and changes by probability) and fig5 (words); --runs gives fig6-fig8
-(training curves).
+--model gives fig1-fig3 (one update: gradients and changes by probability) and fig5 (words). --runs gives fig6-fig8
+(training curves), and a table of the runs: accuracy before, best and last, steps, time, and the flags that differ.
 Each figure is a picture (fig1.png) and its data (fig1.json). Several models, or a folder that holds several
 checkpoints, all get the same prompts. Each then has a folder of its own, and fig5 shows them together.
 
@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.cli import reward_source
+from arlopti_openrlhf.cli import config_file, flags, reward_source
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.lab.analysis import curves
+from arlopti_openrlhf.lab.analysis.runs import compare, table
 from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
@@ -48,6 +49,7 @@ def main() -> None:
         if len(set(labels)) < len(labels):
             raise ValueError(f"--runs: a label is given twice; list its seeds as LABEL=DIR,DIR: {', '.join(labels)}")
         runs = {label: [curves.read_run(folder) for folder in folders] for label, folders in args.runs}
+        configs = [_config(folder) for _, folders in args.runs for folder in folders]
         named = expand_models(args.model)
         check_models(parser, "--model", list(named.values()))
         rows = read_rows(args.data, by_source=args.reward is None) if named else []
@@ -87,10 +89,18 @@ def main() -> None:
         figures |= curves.curves(runs)
     for name, values in figures.items():
         write_figure(name, values, args.out)
+    if runs:
+        names = [label if len(f) == 1 else f"{label}, {folder}" for label, f in args.runs for folder in f]
+        scalars = [one for seeds in runs.values() for one in seeds]
+        known = {name: config for name, config in zip(names, configs, strict=True) if config is not None}
+        compared = compare(dict(zip(names, scalars, strict=True)), known)
+        print("\n".join(table(compared)))
+        summaries |= compared
     write_json(summaries, args.out / "summary.json")
-    for name, summary in summaries.items():
-        print("\n".join([name, *models.describe(summary)]))
-    print(f"{args.out}: {(time.time() - start) / 60:.1f} minutes")
+    for name in named:
+        print("\n".join([name, *models.describe(summaries[name])]))
+    seconds = time.time() - start
+    print(f"{args.out}: {seconds / 60:.1f} minutes" if seconds >= 60 else f"{args.out}: {seconds:.0f} seconds")
 
 
 def make_parser() -> Parser:
@@ -137,18 +147,32 @@ def make_parser() -> Parser:
     add("--layer-tokens", type=integer(10), help="tokens that Fig. 2 shows (default: 300, or 100 on a CPU)")
     size = "most tokens of one forward and backward pass, which sets its memory (default: 4096, or 1024 on a CPU)"
     add("--micro-batch-tokens", type=integer(1), help=size)
-    runs = "TensorBoard folders of training runs; the folders of one label are seeds of one setting"
+    runs = "folders of training runs, with their TensorBoard logs; those of one label are seeds of one setting"
     add = parser.add_argument
-    add("--runs", nargs="+", default=[], type=_labelled, metavar="LABEL=DIR[,DIR]", help=runs)
+    add("--runs", nargs="+", default=[], type=_labelled, metavar="[LABEL=]DIR[,DIR]", help=runs)
     add("--out", type=Path, required=True, help="folder to write")
     return parser
 
 
 def _labelled(text: str) -> tuple[str, list[str]]:
     label, separator, folders = text.partition("=")
-    if not label or not separator or not all(folders.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form LABEL=DIR or LABEL=DIR,DIR")
+    if not separator:
+        folders = text
+    if not label or not all(folders.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form DIR, LABEL=DIR or LABEL=DIR,DIR")
     return label, folders.split(",")
+
+
+def _config(folder: str) -> dict[str, str] | None:
+    """Return the flags of a run that make it another run, from the one config.yaml in its folder or beside its log."""
+    for place in (Path(folder), Path(folder).parent):
+        found = [path for depth in ("", "*/", "*/*/") for path in place.glob(depth + config_file.KEPT)]
+        if found:
+            break
+    if len(found) != 1:
+        return None
+    kept = config_file.read(found[0].read_text("utf-8"))
+    return {name: str(value) for name, value in kept.items() if flags.of(name).change is not flags.Change.IGNORED}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from arlopti_openrlhf import __version__, interrupts
+from arlopti_openrlhf import __version__, interrupts, upstream
 
 # The word -> the module in this package, and what it does.
 COMMANDS = {
@@ -35,36 +36,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the words; those of the process if not given.
 
     Raises:
-        SystemExit: with status 2 where there is no word (after the help, on standard error) or the word is no command
-            (after one line), and with whatever status the command ends.
+        SystemExit: with status 2 if there is no word (after the help, on standard error), if the word is no command or
+            OpenRLHF is not installed (after one line), and with whatever status the command ends.
     """
     interrupts.answer()
     word, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
     if word in COMMANDS:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does. Rewards and methods may import what is there
+        if "openrlhf" not in upstream.installed():
+            _fail("; ".join(map(str, upstream.check_version())))
+        # Rewards and methods may import what is in the working folder. It comes last, because a math.py there is no
+        # reason for Python's own modules to fail.
+        sys.path.append(os.getcwd())
         sys.argv = [f"arlopti {word}", *rest]  # the commands read the process's words, as under `python -m`
         importlib.import_module(f"arlopti_openrlhf.cli.{COMMANDS[word][0]}").main()
     elif word in ("-h", "--help"):
         print(_HELP)
     elif word == "--version":
-        print(f"arlopti_openrlhf {__version__}, {_openrlhf()}")
+        versions = {"arlopti_openrlhf": __version__, "openrlhf": "is not installed", **upstream.installed()}
+        print(", ".join(f"{package} {version}" for package, version in versions.items()))
     elif not word:
         print(_HELP, file=sys.stderr)
         raise SystemExit(2)
     else:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        print(f"arlopti: error: {word} is no command; {hint}", file=sys.stderr)
-        raise SystemExit(2)
+        _fail(f"{word} is no command; {hint}")
 
 
-def _openrlhf() -> str:
-    from importlib import metadata
-
-    try:
-        return f"openrlhf {metadata.version('openrlhf')}"
-    except metadata.PackageNotFoundError:
-        return "openrlhf is not installed"
+def _fail(problem: str) -> NoReturn:
+    print(f"arlopti: error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

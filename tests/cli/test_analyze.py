@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_logs
+from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_log, write_logs
 
 from arlopti_openrlhf.cli import analyze
 from arlopti_openrlhf.lab.analysis import figures, models, rollouts
@@ -59,7 +59,8 @@ def test_every_figure_is_a_picture_and_its_data(analysis):
     assert sum(group["logit_gradient_share"] for group in groups) == pytest.approx(1)
     (words,) = json.loads((analysis / "fig5.json").read_text(encoding="utf-8")).values()
     assert words["Causal indicator"]["correlation"] > 0.9  # only the right responses say "since"
-    (summary,) = json.loads((analysis / "summary.json").read_text(encoding="utf-8")).values()
+    summary, *runs = json.loads((analysis / "summary.json").read_text(encoding="utf-8")).values()
+    assert len(runs) == 3
     assert summary["accuracy"] == pytest.approx(1 / 3) and summary["responses"] == 24
     assert 0 <= summary["low_tokens"] <= 1 and 0 <= summary["low_gradient"] <= 1
 
@@ -119,6 +120,30 @@ def test_models_side_by_side_and_responses_of_equal_reward(tiny_model, tiny_data
     assert said.count("earned the same reward") == 2 and "done earlier" not in said
 
 
+def test_runs_side_by_side(tmp_path, monkeypatch, capsys):
+    for name, alpha, accuracy in (("grpo", "0.0", [0.1, 0.5, 0.4]), ("ar", "0.3", [0.1, 0.2, 0.6])):
+        evaluated = {f"eval/kk/accuracy{end}": dict(enumerate(accuracy)) for end in ("", "/low", "/high")}
+        rewards = {"train/rollout/reward_mean": {1: -1.0, 2: 1.0}, "train/timing/step_total": {1: 3.0, 2: 4.0}}
+        write_log(tmp_path / name / "tensorboard", evaluated | rewards)
+        (tmp_path / name / "ckpt").mkdir()
+        flags = f"algo.ar.alpha: {alpha}\nactor.adam.lr: 1e-6\nckpt.path: /somewhere/{name}\n"
+        (tmp_path / name / "ckpt" / "config.yaml").write_text(flags)
+    write_log(tmp_path / "bare", {"train/rollout/reward_mean": {1: 0.25}})
+    names = [str(tmp_path / name) for name in ("grpo", "ar", "bare")]
+    run(monkeypatch, "--runs", names[0], f"AR={names[1]}/tensorboard", names[2], "--out", tmp_path / "out")
+    said = capsys.readouterr().out
+    assert (
+        f"| {names[0]} | accuracy, kk | 0.100 (0.100 to 0.100), step 0 | 0.500 (0.500 to 0.500), step 1 "
+        "| 0.400 (0.400 to 0.400), step 2 | 2 | 3.5 |\n"
+    ) in said
+    assert "| AR | accuracy, kk |" in said and "AR: --algo.ar.alpha 0.3\n" in said
+    assert f"| {names[2]} | training reward | 0.250, step 1 | 0.250, step 1 | 0.250, step 1 | 1 |  |\n" in said
+    assert f"{names[2]}: its config.yaml was not found" in said and "0.0 minutes" not in said
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text("utf-8"))
+    assert summary["AR"]["flags"] == {"algo.ar.alpha": "0.3"} and summary["AR"]["accuracy"]["kk"]["best"]["step"] == 2
+    assert (tmp_path / "out" / "fig6.png").is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,7 +155,7 @@ def test_models_side_by_side_and_responses_of_equal_reward(tiny_model, tiny_data
         ("--out O --model M --data D --eta 1", "argument --eta: 1 is not a number in (0, 1)"),
         ("--out O --model M --data D --samples 1", "argument --samples: 1 is not an integer of at least 2"),
         ("--out O --model M --data D --temperature 0", "argument --temperature"),
-        ("--out O --runs GRPO", "argument --runs: 'GRPO' is not of the form"),
+        ("--out O --runs GRPO=", "argument --runs: 'GRPO=' is not of the form"),
         ("--out O --runs A=EMPTY A=EMPTY", "a label is given twice"),
     ],
 )

