@@ -241,6 +241,8 @@ FAULTS = (
     Fault("the terminal closes", close_the_terminal, frozenset({129}), "SIGHUP", lost=0),
     Fault("disk full while saving", fill("checkpoints"), frozenset({0, 1}), "No space left", lost=math.inf,
           prefix=mounted("checkpoints", "size=200m")),
+    Fault("disk full for TensorBoard", fill("tensorboard"), frozenset({0}), "TensorBoard has failed", lost=0,
+          prefix=mounted("tensorboard", "size=200k")),
     reward("never returns", "while True: pass", "gave no result after 10 s"),
     Fault("the update hangs", None, STALLED, "no progress for", environment={"CHAOS_FAULT": "hang"},
           module="chaos.inject"),
