@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-from arlopti_openrlhf import methods, token_method
+from arlopti_openrlhf import methods
+
+if TYPE_CHECKING:
+    from arlopti_openrlhf import token_method
 
 # Flags that the selective update and the statistics cannot serve, with the value at which each is off.
 STOCK_ONLY = {"ds.tensor_parallel_size": 1, "ds.ring_attn_size": 1, "ds.deepcompile": False}
@@ -41,7 +45,7 @@ class Settings:
             fills_memory=args.actor.fill_memory,
         )
 
-    def load_methods(self, args: SimpleNamespace, is_selective: bool) -> list[token_method.Method]:
+    def load_methods(self, args: SimpleNamespace, is_selective: bool) -> "list[token_method.Method]":
         """Load the token methods.
 
         Args:
@@ -51,6 +55,8 @@ class Settings:
         Raises:
             ValueError: a method is wrong, or cannot go with another setting. The command has refused most of these.
         """
+        from arlopti_openrlhf import token_method  # imports PyTorch, which the command parses without
+
         loaded = token_method.load(self.methods, self.arguments)
         if not is_selective:
             if readers := [m.name for m in loaded if m.needs_entropies or m.divides_by_kept]:

@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import tempfile
 from pathlib import Path
 from secrets import token_hex
 from types import SimpleNamespace
@@ -15,24 +14,16 @@ from ray._private import utils as ray_utils
 
 from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.ops.lifecycle import credentials
+from arlopti_openrlhf.ops.lifecycle.parent import SESSIONS, Child
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.ray_address import starts_cluster
 
-# Where a cluster of our own keeps its logs and sockets, in the run's folder. Ray makes it readable to everybody.
-SESSIONS = "ray"
 _LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}  # where gloo and vLLM's own group listen
 
 
-def of_run(run: Any, args: SimpleNamespace) -> None:
-    """Give a run (`driver.Driver`) a cluster of its own if it names none, and the workers its secrets."""
-    os.umask(0o077)
-    run.folder = make_folder()
+def of_run(run: Child, args: SimpleNamespace) -> None:
+    """Give a run a cluster of its own if it names none, and the workers its secrets."""
     wrap_init(run.folder, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
-
-
-def make_folder() -> Path:
-    """Return a new folder for a run's temporary files, which only this user can enter."""
-    return Path(tempfile.mkdtemp(prefix="arlopti-", dir=os.environ.get("RAY_TMPDIR", "/tmp")))  # sockets: short paths
 
 
 def wrap_init(folder: Path, secrets: dict[str, str]) -> None:
@@ -52,9 +43,6 @@ def wrap_init(folder: Path, secrets: dict[str, str]) -> None:
             os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # for sockets, which vLLM would leave in /tmp
             kwargs = {"_temp_dir": str(folder / SESSIONS), "dashboard_host": "127.0.0.1"} | kwargs
         handlers = {signum: signal.getsignal(signum) for signum in interrupts.SIGNALS}
-        # A terminal that closes sends SIGHUP to all processes of the run. Those that Ray starts inherit the mask, and
-        # live on while the run saves a checkpoint. Here it only waits.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             with replaced_attribute(ray_utils, "get_entrypoint_name", lambda: entrypoint):
                 context = init(*args, **kwargs)
@@ -64,7 +52,6 @@ def wrap_init(folder: Path, secrets: dict[str, str]) -> None:
             # Ray takes SIGTERM, in Python and in C++: it would print a stack trace and abort.
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     ray.init = init_of_run
 

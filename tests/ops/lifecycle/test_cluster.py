@@ -18,24 +18,24 @@ import psutil
 psutil.Process.cmdline = lambda self: sys.argv  # a command line with a secret
 import ray
 ray._private.utils.psutil.Process.cmdline = psutil.Process.cmdline
-from arlopti_openrlhf.ops.lifecycle import driver, stopping
-run = driver.Driver()
-with run.ending():
-    os.umask(0o077)
-    run.folder = driver.cluster.make_folder()
-    driver.cluster.wrap_init(run.folder, {"SECRET": "abc-secret"})
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+import tempfile
+from pathlib import Path
+from arlopti_openrlhf.ops.lifecycle import cluster
+os.umask(0o077)
+folder = tempfile.mkdtemp(prefix="arlopti-", dir="/tmp")
+cluster.wrap_init(Path(folder), {"SECRET": "abc-secret"})
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
 
-    @ray.remote
-    def receive():
-        from arlopti_openrlhf.ops.lifecycle import credentials
-        credentials.receive()
-        return os.environ["SECRET"], oct(os.umask(0)), os.environ["VLLM_RPC_BASE_PATH"]
+@ray.remote
+def receive():
+    from arlopti_openrlhf.ops.lifecycle import credentials
+    credentials.receive()
+    return os.environ["SECRET"], oct(os.umask(0)), os.environ["VLLM_RPC_BASE_PATH"]
 
-    [job] = ray._private.worker.global_worker.gcs_client.get_all_job_info().values()
-    print(*ray.get(receive.remote()), job.entrypoint, flush=True)
-    print(ray.get_runtime_context().gcs_address, run.folder, flush=True)
-    sys.stdin.read()
+[job] = ray._private.worker.global_worker.gcs_client.get_all_job_info().values()
+print(*ray.get(receive.remote()), job.entrypoint, flush=True)
+print(ray.get_runtime_context().gcs_address, folder, flush=True)
+sys.stdin.read()
 """
 STRANGER = """
 import ray, sys
