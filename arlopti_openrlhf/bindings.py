@@ -107,7 +107,7 @@ TABLE = (
 
 
 class Around(NamedTuple):
-    """A surrounding of a run. It gets the run's `Driver` and arguments, and may return a context to be in."""
+    """A surrounding of a run. It gets the run's `Child` and arguments, and may return a context to be in."""
 
     ours: str
     what_for: str
@@ -115,11 +115,9 @@ class Around(NamedTuple):
 
 # The outermost first.
 AROUND = (
-    Around("ops.lifecycle.console:of_run", "a line of progress on a terminal, all output in train.log"),
-    Around("bindings:load", "imports what is rebound, while a signal still ends the command at once"),
-    Around("ops.lifecycle.driver:of_run", "signals, an exit code, and one line with the cause"),
+    Around("ops.lifecycle.child:of_run", "tells the parent how far the run is, and why it ends"),
+    Around("bindings:load", "imports what is rebound"),
     Around("ops.lifecycle.cluster:of_run", "wraps ray.init: a cluster of the run's own, on this machine only"),
-    Around("ops.lifecycle.stall:of_run", "ends a run that stands still, or whose engines cannot start"),
 )
 
 
@@ -177,7 +175,7 @@ def surrounded(run: Any, args: SimpleNamespace) -> Iterator[None]:
     """Surround a run with care while the context lasts.
 
     Args:
-        run: its `ops.lifecycle.driver.Driver`.
+        run: its `ops.lifecycle.parent.Child`.
         args: upstream's nested arguments.
     """
     with ExitStack() as around:

@@ -6,6 +6,8 @@ Commands import this before anything that takes long, so it imports next to noth
 import os
 import signal
 import sys
+import time
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -49,15 +51,45 @@ def _end(stderr: int, signum: int, frame: FrameType | None) -> None:
     with suppress(OSError):
         before = "\n" if os.isatty(stderr) else ""  # the cursor may stand behind ^C, or behind a progress bar
         os.write(stderr, f"{before}{terminal.PREFIX}{signal.Signals(signum).name} received\n".encode())
-    import psutil
-
-    children = psutil.Process().children()
-    for child in children:
-        with suppress(psutil.Error):
-            if any("resource_tracker" in word for word in child.cmdline()):  # it ignores SIGTERM, and ends with us
-                children = [other for other in children if other != child]
-            child.terminate()
-    for child in psutil.wait_procs(children, _PATIENCE)[1]:
-        with suppress(psutil.Error):
-            child.kill()
+    trackers = set()
+    for child in children():
+        with suppress(OSError), open(f"/proc/{child}/cmdline", "rb") as line:
+            if b"resource_tracker" in line.read():  # it ignores SIGTERM, and ends with us
+                trackers.add(child)
+            else:
+                os.kill(child, signal.SIGTERM)
+    end_children(_PATIENCE, trackers)
     os._exit(128 + signum)
+
+
+def children() -> list[int]:
+    """Return the ids of this process's children. An import that a signal has interrupted could not find them."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(name))
+    return found
+
+
+def end_children(seconds: float, others: Collection[int] = ()) -> None:
+    """Wait so many seconds for this process's children to end, and kill those that are left.
+
+    If this process inherits orphans, as a subreaper does, they are children of it too, so every descendant ends.
+
+    Args:
+        others: children that stay.
+    """
+    since = time.monotonic()
+    while time.monotonic() < since + seconds + _PATIENCE:  # the kernel may not let a process go
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        left = set(children()).difference(others)
+        if not left:
+            return
+        if time.monotonic() >= since + seconds:
+            for child in left:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        time.sleep(0.05)

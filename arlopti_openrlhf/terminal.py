@@ -5,9 +5,9 @@ begin a line that looks like one of ours.
 """
 
 import io
-import os
 import re
 import sys
+from collections.abc import Callable
 from typing import IO
 
 PREFIX = "arlopti_openrlhf: "  # of our lines
@@ -39,19 +39,43 @@ def indented(text: str) -> str:
 
 
 class _Lenient(io.FileIO):
-    """A file descriptor that leads to the null device once a write has failed, as on a terminal that has closed."""
+    """A file descriptor to which no write fails. It says what has been lost as soon as it can, as on a full disk."""
+
+    _lost, _why = 0, ""  # bytes
 
     def write(self, data) -> int:
         try:
-            return super().write(data)
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())
-            os.close(null)
-            return len(data)
+            if self._lost:
+                self._write(f"\n{PREFIX}{self._lost} bytes of output are lost here: {self._why}\n".encode())
+            self._lost = 0
+            self._write(bytes(data))
+        except OSError as error:
+            self._lost, self._why = self._lost + len(data), str(error.strerror)
+        return len(data)
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[super().write(data) :]
 
 
-def lenient(descriptor: int) -> IO[str]:
-    """Return a text stream to a file descriptor, to which no write fails."""
+class _Stream(io.TextIOWrapper):
+    """A text stream that also gives a function what is written to it."""
+
+    told: Callable[[str], None] | None = None
+
+    def write(self, text: str) -> int:
+        if self.told:
+            self.told(text)
+        return super().write(text)
+
+
+def lenient(descriptor: int, told: Callable[[str], None] | None = None) -> IO[str]:
+    """Return a text stream to a file descriptor, to which no write fails.
+
+    Args:
+        told: gets all that is written, too.
+    """
     file = io.BufferedWriter(_Lenient(descriptor, "wb", closefd=False))
-    return io.TextIOWrapper(file, "utf-8", "backslashreplace", line_buffering=True)
+    stream = _Stream(file, "utf-8", "backslashreplace", line_buffering=True)
+    stream.told = told
+    return stream

@@ -53,9 +53,10 @@ def test_the_first_statement_of_a_command_answers(command, tmp_path):
     assert process.returncode == 130 and said == "arlopti_openrlhf: SIGINT received\n"
 
 
-def test_what_a_command_has_started_ends_with_it():
+def test_what_a_command_has_started_ends_with_it_in_the_middle_of_an_import_too():
     program = """
 import subprocess, sys
+sys.modules["psutil"] = type(sys)("psutil")  # as an import that has just begun leaves it
 from arlopti_openrlhf import interrupts
 interrupts.answer()
 child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"])

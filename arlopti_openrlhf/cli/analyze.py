@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.cli import config_file, flags, reward_source
+from arlopti_openrlhf.cli import config_file, reward_source
 from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.lab.analysis import curves
@@ -172,7 +172,7 @@ def _config(folder: str) -> dict[str, str] | None:
     if len(found) != 1:
         return None
     kept = config_file.read(found[0].read_text("utf-8"))
-    return {name: str(value) for name, value in kept.items() if flags.of(name).change is not flags.Change.IGNORED}
+    return {name: str(value) for name, value in kept.items() if not name.startswith(("ckpt.", "logger."))}
 
 
 if __name__ == "__main__":

@@ -185,6 +185,9 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
     Flag("--train.stall_minutes", _number("(0, 10080]", 60.0),
      "The run stops (exit status 4) when for so long no phase of a step begins and no sample is finished (default: "
      "60; a week at most)."),
+    Flag("--train.restarts", {"type": integer(0), "default": 0, "metavar": "INT"},
+     "How often the run is started again, from its newest whole checkpoint, after an end that another start may mend: "
+     "an error, a process that was killed, no progress. The pauses grow from 15 s to 10 minutes (default: 0)."),
     Flag("--train.max_bad_steps", _count(3),
      "A step whose loss or gradient is not finite is refused. After so many in a row the run stops (exit status 3), "
      "with the last good checkpoint and without a final model (default: 3)."),

@@ -71,8 +71,11 @@ class InUse(Exception):
     """A living process holds the lock. The message is its id and its host."""
 
 
-def lock(path: Path) -> IO[str]:
+def lock(path: Path, process: int | None = None) -> IO[str]:
     """Lock a file until it is closed or this process ends, and write down which process that is.
+
+    Args:
+        process: what to write down in its place.
 
     Raises:
         InUse: another process holds the lock.
@@ -81,7 +84,7 @@ def lock(path: Path) -> IO[str]:
     file = open(path, "a+", encoding="utf-8")
     _take(file, fcntl.LOCK_EX)
     file.truncate(0)
-    file.write(f"{os.getpid()} on {socket.gethostname()}\n")
+    file.write(f"{process or os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
 

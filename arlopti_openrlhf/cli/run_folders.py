@@ -33,8 +33,11 @@ def check(args: SimpleNamespace) -> list[Finding]:
 
 
 @contextmanager
-def held(args: SimpleNamespace) -> Iterator[None]:
+def held(args: SimpleNamespace, process: int) -> Iterator[None]:
     """Hold the locks of the run's folders while the context lasts. The folders are made.
+
+    Args:
+        process: whom to signal to end the run.
 
     Raises:
         SystemExit: with status 2, after a line on standard error, where another run holds one.
@@ -45,7 +48,7 @@ def held(args: SimpleNamespace) -> Iterator[None]:
         for flag, folder in folders.values():
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                stack.enter_context(lock(folder / LOCK))
+                stack.enter_context(lock(folder / LOCK, process))
             except InUse as process:
                 refuse_if_fatal([_in_use(flag, folder, process)])
             except OSError as error:

@@ -10,8 +10,10 @@ if __name__ == "__main__":
 
 import argparse
 import copy
+import os
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -22,6 +24,7 @@ from arlopti_openrlhf.cli.command_line import make_parser as make_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.lifecycle import credentials
+from arlopti_openrlhf.ops.lifecycle.parent import Child, Parent
 from arlopti_openrlhf.ops.preflight import check, model_code, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
@@ -30,10 +33,12 @@ from arlopti_openrlhf.update.settings import Settings, needs_stock_update
 
 
 def main() -> None:
-    """Run the command. What can be checked beforehand is, and most of it before anything heavy is imported.
+    """Run the command: parse here, and check and train in a child (`ops.lifecycle.parent`).
+
+    What can be checked beforehand is, and most of it before anything heavy is imported.
 
     Raises:
-        SystemExit: with status 2 where the run cannot start, and 0 after `--help` and `--dry-run`.
+        SystemExit: with status 2 if the run cannot start, and with whatever status it ends.
     """
     versions = list(upstream.check_version())
     check.refuse_if_fatal(_findings(versions))  # before the parser, which is OpenRLHF's own
@@ -41,10 +46,41 @@ def main() -> None:
     if flat.ops == "off":
         without_care.run(flat, versions)
         return
+    credentials.hide(flat)
+    if flat.dry_run:
+        _check(flat, versions)
+    given = command_line.hierarchize(flat).train
+    parent = Parent(given.stall_minutes, given.restarts, lambda: _how_to_go_on(Path(vars(flat)["ckpt.path"])))
+    sys.exit(parent.run(lambda child, again: _run(flat, versions, child, again)))
+
+
+def _run(flat: argparse.Namespace, versions: Sequence[upstream.Difference], child: Child, again: bool) -> None:
+    """Check a run and train, in the child.
+
+    Args:
+        again: the parent has started the run again.
+    """
+    vars(flat)["ckpt.load_enable"] |= again
+    kept = copy.copy(flat)
+    args = _check(flat, versions)
+    with run_folders.held(args, os.getppid()):
+        if checkpoint_files.are_saved(args):
+            try:
+                config_file.keep(kept, Path(args.ckpt.path))
+            except OSError as error:
+                _refuse(f"--ckpt.path: {config_file.KEPT} cannot be written: {error}")
+        train(args, child)
+
+
+def _check(flat: argparse.Namespace, versions: Sequence[upstream.Difference]) -> SimpleNamespace:
+    """Check a run, and return the nested arguments, as upstream's command hands them to its `train`.
+
+    Raises:
+        SystemExit: with status 2 if the run cannot start, and 0 after `--dry-run`.
+    """
     rooms = ["update", "forward", "ops"]
     differences = [*versions, *upstream.check_pins(), *upstream.check_bodies(rooms)]
     check.refuse_if_fatal(_findings(differences))
-    credentials.hide(flat)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
     _name_code(args)
@@ -57,33 +93,33 @@ def main() -> None:
         method_checks.describe_update(args),
         [same_run.check_checkpoint, method_checks.check_methods],
     )
-    with run_folders.held(args):
-        if checkpoint_files.are_saved(args):
-            try:
-                config_file.keep(kept, Path(args.ckpt.path))
-            except OSError as error:
-                _refuse(f"--ckpt.path: {config_file.KEPT} cannot be written: {error}")
-        train(args)
+    return args
 
 
-def train(args: SimpleNamespace) -> None:
+def train(args: SimpleNamespace, child: Child) -> None:
     """Run upstream's `train` with the method and with care for the run.
 
     Args:
         args: the nested arguments, as upstream's command hands them to it.
+        child: this process, for its parent.
     """
     from arlopti_openrlhf import cpu  # imports PyTorch
 
     cpu.enable(driver=True)
-    from arlopti_openrlhf.ops.lifecycle import progress
-    from arlopti_openrlhf.ops.lifecycle.driver import Driver
-
     terminal.say(method_checks.describe_methods(args))
-    run = Driver()
-    run.closing = lambda found: progress.closing_text(args, found, run.console.log if run.console else None)
-    with bindings.surrounded(run, args):
+    with bindings.surrounded(child, args):
         has = _has(args) | {bindings.CARE}
         without_care.train(args, gpus_placed(args), has, Settings.of(args))
+
+
+def _how_to_go_on(path: Path) -> str:
+    """Return a line that names the newest checkpoint and the command that resumes from it, or nothing without one."""
+    folders = [folder for folder in (path / "_actor", path / "_critic") if folder.is_dir()]
+    newest = checkpoint_files.newest_published(folders) if folders else None
+    if newest is None:
+        return ""
+    command = shlex.join(["arlopti", "train", "--config", str(path / config_file.KEPT), "--ckpt.load_enable"])
+    return f"checkpoint: {folders[0] / newest}. To go on: {command}"
 
 
 def _has(args: SimpleNamespace) -> set[str]:

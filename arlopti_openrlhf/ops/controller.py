@@ -125,7 +125,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
                 for tracker in self._trackers():
                     tracker.log_histogram(f"train/{name}", weights, edges, global_step)
             if self.tensorboard_logger:  # or a kill would lose steps that no resumed run takes again
-                self.tensorboard_logger.writer.flush()
+                self.tensorboard_logger.flush()
 
         if len(self.bad_steps) >= self.args.train.max_bad_steps:
             raise stopping.Diverged(self._diagnosis())

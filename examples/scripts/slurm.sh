@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # A run on one node under Slurm, which goes on over as many jobs as it takes: ten minutes before the time limit it saves
-# a checkpoint and puts itself back into the queue. Within a job, supervise.sh starts it again after a crash.
+# a checkpoint and puts itself back into the queue. Within a job it starts again after a crash (--train.restarts).
 #
 #   sbatch --gpus-per-node=4 --time=24:00:00 examples/scripts/slurm.sh bash examples/scripts/train_kk.sh
 #
-# Submit it from the repository's root, with the environment active. A job that is cancelled is not queued again.
+# The command has to be `arlopti train` or a script that ends in `exec` of it, as train_kk.sh does. Submit it from the
+# repository's root, with the environment active. A job that is cancelled is not queued again. scancel --batch
+# --signal=TERM saves a checkpoint first. Plain scancel signals Ray's processes too, so that nothing can be saved.
 #SBATCH --job-name=arlopti
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
@@ -26,8 +28,7 @@ hand_on() {
 trap 'out_of_time=yes; hand_on' USR1
 trap hand_on TERM
 
-# Slurm runs a copy of this file from another folder.
-bash examples/scripts/supervise.sh "$@" &
+"$@" --ckpt.load_enable --train.restarts 10 &
 run=$!
 [ -z "$asked" ] || kill -TERM "$run" 2>/dev/null
 

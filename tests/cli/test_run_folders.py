@@ -12,10 +12,10 @@ from arlopti_testing.preflight_command import arguments
 from arlopti_openrlhf.cli import command_line, config_file, run_folders
 
 HOLDS = """
-import sys
+import os, sys
 from arlopti_testing.preflight_command import arguments
 from arlopti_openrlhf.cli import run_folders
-with run_folders.held(arguments(sys.argv[1])):
+with run_folders.held(arguments(sys.argv[1]), os.getpid()):
     print(1, flush=True)
     sys.stdin.read()
 """
@@ -122,15 +122,17 @@ def test_a_folder_in_use_is_refused_with_its_process_and_host(run_that_goes_on, 
         assert any(
             "a run that goes on writes there" in str(finding) for finding in run_folders.check(arguments(flags))
         )
-        with pytest.raises(SystemExit) as refused, run_folders.held(arguments(flags)):
+        with pytest.raises(SystemExit) as refused, run_folders.held(arguments(flags), os.getpid()):
             pass
         by = f"a run that goes on writes there, process {first.pid} on {socket.gethostname()}"
         assert refused.value.code == 2 and f"error: {named}: {by}" in capsys.readouterr().err
-    with run_folders.held(arguments(f"{model}other {path}path --ckpt.disable_ds")):  # it saves no checkpoints
+    with run_folders.held(
+        arguments(f"{model}other {path}path --ckpt.disable_ds"), os.getpid()
+    ):  # it saves no checkpoints
         pass
     first.kill()
     first.communicate()
-    with run_folders.held(arguments(f"{model}model {path}path")):
+    with run_folders.held(arguments(f"{model}model {path}path"), os.getpid()):
         pass
 
 

@@ -145,7 +145,7 @@ def test_a_refusal_takes_seconds_and_imports_nothing_heavy(flags, status, said):
 
 def test_the_checks_are_announced_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["train", "--algo.lopti.order", "high_first"])
+    monkeypatch.setattr(sys, "argv", ["train", "--dry-run", "--algo.lopti.order", "high_first"])
     with pytest.raises(SystemExit):
         train_ppo_ray.main()
     assert capsys.readouterr().err.startswith("arlopti_openrlhf: checking flags, models, data, reward and machine\n")

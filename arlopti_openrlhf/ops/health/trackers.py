@@ -1,4 +1,4 @@
-"""Logs a run to TensorBoard and wandb. A resumed run continues its curves."""
+"""Logs a run to TensorBoard and wandb. A resumed run continues its curves, and no tracker ends a run."""
 
 import json
 import os
@@ -25,12 +25,31 @@ def resumable(run_id: str) -> Iterator[None]:
         yield
 
 
-def _started(name: str, tracker: Callable[[Any], Any], args: Any) -> Any:
+def _started(name: str, tracker: Callable[[Any], Any], args: Any) -> "Guarded | None":
     try:
-        return tracker(args)
+        return Guarded(name, tracker(args))
     except Exception as error:
         say(f"{name} cannot start, and the run goes on without it: {type(error).__name__}: {error}")
         return None
+
+
+class Guarded:
+    """A tracker none of whose errors reaches its caller. The first one switches it off, with one line."""
+
+    def __init__(self, name: str, tracker: Any) -> None:
+        self._name, self._tracker = name, tracker
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return partial(self._call, method)
+
+    def _call(self, method: str, *args: Any) -> None:
+        if self._tracker is None:
+            return
+        try:
+            getattr(self._tracker, method)(*args)
+        except Exception as error:
+            self._tracker = None
+            say(f"{self._name} has failed, and the run goes on without it: {type(error).__name__}: {error}")
 
 
 class _StaysOpen:
@@ -54,6 +73,9 @@ class ResumableTensorboard(_StaysOpen, TensorboardLogger):
 
         self.writer.close()
         self.writer = SummaryWriter(log_dir=self.writer.log_dir, purge_step=step)
+
+    def flush(self) -> None:
+        self.writer.flush()
 
     def log_histogram(self, name: str, weights: list[float], edges: np.ndarray, step: int) -> None:
         centers = (edges[1:] + edges[:-1]) / 2

@@ -1,4 +1,4 @@
-"""Lets a run's controllers report how far they are. The driver reads it in Ray's key-value store, and shows it.
+"""Lets a run's controllers report how far they are. The driver reads it in Ray's key-value store, for its parent.
 
 At the end it says what came out of the run.
 """
@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.ops.lifecycle import stopping
 
 RUN_FILE = "run.json"  # in --ckpt.path: the run's name and its id with wandb
 _ACCURACY = re.compile(r"(?:(.+)/)?accuracy")
@@ -60,6 +59,8 @@ class Progress(NamedTuple):
 
 def say(name: str, value: Phase | Prompts | Step | Evaluation) -> None:
     """Report one of the fields of `Progress`."""
+    from arlopti_openrlhf.ops.lifecycle import stopping  # imports Ray, which the parent of a run does without
+
     try:
         if name != "first" or not stopping.get("progress/first"):
             stopping.put(f"progress/{name}", json.dumps(value))
@@ -67,11 +68,27 @@ def say(name: str, value: Phase | Prompts | Step | Evaluation) -> None:
         terminal.say(f"progress is not shown: {type(error).__name__}: {error}")
 
 
-def read() -> Progress:
-    """Return what this process's job has reported; nothing without Ray."""
+def read() -> dict[str, Any]:
+    """Return what this process's job has reported, as JSON has it; nothing without Ray."""
+    from arlopti_openrlhf.ops.lifecycle import stopping
+
+    found = {name: stopping.get(f"progress/{name}") for name in Progress._fields}
+    return {name: json.loads(value) for name, value in found.items() if value}
+
+
+def of(found: Mapping[str, Any]) -> Progress:
+    """Return what `read` has found as a record."""
     kinds: dict[str, Any] = {"phase": Phase, "prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}
-    found = {name: stopping.get(f"progress/{name}") for name in kinds}
-    return Progress(**{name: kinds[name](*json.loads(value)) for name, value in found.items() if value})
+    return Progress(**{name: kinds[name](*value) for name, value in found.items()})
+
+
+def place(found: Progress) -> str:
+    """Return where a run stands."""
+    step = f"after step {found.step.number}" if found.step else "before the first step's end"
+    if found.phase is None:
+        return "the start"
+    samples = f", {found.phase.samples} samples finished" if found.phase.samples else ""
+    return f"{found.phase.name} {step}{samples}"
 
 
 def figures(status: Mapping[str, Any]) -> str:

@@ -1,13 +1,12 @@
 """Ends a run early with its cause and an exit code of its own.
 
-A stop travels as an exception: from an actor through `ray.get` to the driver, which prints one line and exits
-(`ops.lifecycle.driver`). A signal travels the other way: the driver leaves a request in Ray's key-value store, and the
+A stop travels as an exception: from an actor through `ray.get` to the driver, which hands it to its parent
+(`ops.lifecycle.child`). A signal travels the other way: the driver leaves a request in Ray's key-value store, and the
 controllers look there while they wait and between steps.
 """
 
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -15,7 +14,6 @@ from ray._private import worker
 from ray.experimental import internal_kv
 
 _POLL = 1.0  # seconds between two looks for a request to stop
-_asking = threading.Lock()
 
 
 class RunStopped(Exception):
@@ -28,12 +26,6 @@ class Diverged(RunStopped):
     """The loss, a gradient, a weight or a log-prob is not finite, in too many steps in a row."""
 
     exit_code = 3
-
-
-class NotResponding(RunStopped):
-    """The run makes no progress."""
-
-    exit_code = 4
 
 
 class NothingTrained(RunStopped):
@@ -70,7 +62,7 @@ def obey() -> None:
 
 
 def set_training() -> None:
-    """Report that a controller answers requests to stop. Before that a signal ends the driver at once."""
+    """Report that a controller answers requests to stop. Before that a signal ends the run at once."""
     put("training", "1")
 
 
@@ -81,24 +73,13 @@ def is_training() -> bool:
 
 def put(name: str, value: str) -> None:
     """Leave a value for all processes of this job, in Ray's key-value store."""
-    ask(lambda: internal_kv._internal_kv_put(key(name), value, overwrite=True))
+    if ray.is_initialized():
+        internal_kv._internal_kv_put(key(name), value, overwrite=True)
 
 
 def get(name: str) -> bytes | None:
     """Return the value that a process of this job has left, or None."""
-    return ask(lambda: internal_kv._internal_kv_get(key(name)))
-
-
-def ask(question: Callable[[], Any]) -> Any:
-    """Return what Ray answers, or None where it is not connected. Threads ask one at a time (`disconnect`)."""
-    with _asking:
-        return question() if ray.is_initialized() else None
-
-
-def disconnect() -> None:
-    """Shut Ray down while nobody asks it: a thread that did would end this process with status 1, in Ray's C++."""
-    with _asking:
-        ray.shutdown()
+    return internal_kv._internal_kv_get(key(name)) if ray.is_initialized() else None
 
 
 def key(name: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from chaos.faults import NOTHING, Case, Fault, name_of
 from chaos.training import (
     GRACE_SECONDS,
+    PARENT,
     PROMPTS,
     SAVE_EVERY,
     STEPS,
@@ -108,7 +109,7 @@ def _hit(training: Training, fault: Fault, rng: random.Random, outcome: Outcome,
             enough = len(training.steps()) + SAVE_EVERY
             training.wait_for(lambda: training.is_over() or len(training.steps()) >= enough)
             if not training.is_over():
-                training.signal("driver", signal.SIGTERM)
+                training.signal(PARENT, signal.SIGTERM)
             exits = exits | {128 + signal.SIGTERM}
         status, said = training.wait(fault.says)
         end, text = time.time(), training.text
@@ -125,7 +126,7 @@ def _hit(training: Training, fault: Fault, rng: random.Random, outcome: Outcome,
 
 
 def _expect_nothing_left(training: Training, outcome: Outcome) -> None:
-    """Note processes that are left some time after the driver's end, and kill them."""
+    """Note processes that are left some time after the run's end, and kill them."""
     until = time.monotonic() + GRACE_SECONDS
     while training.is_over() and training.processes() and time.monotonic() < until:
         time.sleep(0.5)

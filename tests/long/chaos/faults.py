@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from chaos.training import BAD_STEPS, SAVE_EVERY, Training, checkpoints
+from chaos.training import BAD_STEPS, DRIVER, PARENT, SAVE_EVERY, Training, checkpoints
 
 Does = Callable[[Training], None]
 Moment = Callable[[Training, int, random.Random], None]
@@ -121,13 +121,13 @@ def halted(title: str, what: str) -> Fault:
 def interrupted(signum: signal.Signals, when: str = "", moment: Moment = after_step) -> Fault:
     """Return a start that is asked to end. Nothing of its steps may be lost."""
     exits = frozenset({128 + signum})
-    return Fault(f"{signum.name}{when}", send("driver", signum), exits, says=signum.name, lost=0, moment=moment)
+    return Fault(f"{signum.name}{when}", send(PARENT, signum), exits, says=signum.name, lost=0, moment=moment)
 
 
 def damaged(what: str, damage: Damage, next_says: str = "passed over") -> Fault:
     """Return a start that is killed, and then its newest checkpoint is damaged."""
     lost = 2 * SAVE_EVERY
-    return Fault(what, send("driver", KILL), KILLED, lost=lost, step=5, damage=damage, next_says=next_says)
+    return Fault(what, send(PARENT, KILL), KILLED, lost=lost, step=5, damage=damage, next_says=next_says)
 
 
 def reward(what: str, body: str, says: str) -> Fault:
@@ -145,8 +145,24 @@ def poisoned(what: str, fault: str, exits: frozenset[int], keeps_updates: bool) 
 
 
 def close_the_terminal(training: Training) -> None:
-    """Send SIGHUP to the driver and to all of Ray's processes, as a terminal does."""
+    """Send SIGHUP to the command's process group, as a terminal does."""
     os.killpg(training.process.pid, signal.SIGHUP)
+
+
+def signal_the_group(training: Training) -> None:
+    """Send SIGTERM to the command, and then to its process group, as `timeout` does."""
+    os.kill(training.process.pid, TERM)
+    os.killpg(training.process.pid, TERM)
+
+
+def halt_the_parent(training: Training) -> None:
+    """Halt the parent, as Ctrl-Z does, while the run takes two steps."""
+    steps = len(training.steps())
+    training.signal(PARENT, STOP)
+    try:
+        training.wait_for(lambda: len(training.steps()) >= steps + 2)
+    finally:
+        training.signal(PARENT, signal.SIGCONT)
 
 
 def fill(name: str) -> Does:
@@ -184,11 +200,11 @@ def must_be_refused(command: Any, says: str, environment: dict[str, str] | None 
 def start_it_again(training: Training) -> None:
     """Start the same command, with the same folders, beside the run."""
     says = f"a run that goes on writes there, process {training.process.pid} on "
-    training.process.send_signal(signal.SIGSTOP)  # it would be over before the other's checks are
+    training.signal(DRIVER, STOP)  # it would be over before the other's checks are
     try:
         must_be_refused(training.process.args, says, training.environment)
     finally:
-        training.process.send_signal(signal.SIGCONT)
+        training.signal(DRIVER, signal.SIGCONT)
 
 
 def start_a_new_run(folder: Path, rng: random.Random) -> str:
@@ -223,7 +239,8 @@ def refused(what: str, script: str, says: str, *namespace: str) -> Fault:
 
 
 FAULTS = (
-    Fault("kill -9 of the driver", send("driver", KILL), KILLED),
+    Fault("kill -9 of the parent", send(PARENT, KILL), KILLED),
+    Fault("kill -9 of the driver", send(DRIVER, KILL), frozenset({137}), "SIGKILL has ended its driver"),
     killed(CORE, "vLLM's engine core"),
     damaged("newest checkpoint torn", remove_a_file),
     poisoned("NaN in the weights", "nan-weights", DIVERGED, keeps_updates=True),
@@ -231,16 +248,20 @@ FAULTS = (
     halted(CORE, "vLLM's engine core"),
     killed(RANK, "one rank of two", ranks=2),
     killed(CONTROLLER, "the controller"),
-    Fault("kill -9 while a checkpoint is written", send("driver", KILL), KILLED, moment=while_saving),
+    Fault("kill -9 while a checkpoint is written", send(PARENT, KILL), KILLED, moment=while_saving),
     interrupted(INT),
     interrupted(TERM, " while a checkpoint is written", while_saving),
     damaged("a checkpoint's file cut in half", truncate_a_file),
     damaged("a new run in another run's folder", start_a_new_run, next_says="resumes from"),
     Fault("a second run in the folder of one that goes on", start_it_again, frozenset({0}), lost=0),
     poisoned("NaN in one sample's advantages", "nan-advantages", frozenset({0}), keeps_updates=False),
+    Fault("SIGTERM to the process group", signal_the_group, frozenset({143}), "SIGTERM", lost=0),
+    Fault("the parent halted", halt_the_parent, frozenset({0}), lost=0),
     Fault("the terminal closes", close_the_terminal, frozenset({129}), "SIGHUP", lost=0),
     Fault("disk full while saving", fill("checkpoints"), frozenset({0, 1}), "No space left", lost=math.inf,
           prefix=mounted("checkpoints", "size=200m")),
+    Fault("disk full for TensorBoard", fill("tensorboard"), frozenset({0}), "TensorBoard has failed", lost=0,
+          prefix=mounted("tensorboard", "size=200k")),
     reward("never returns", "while True: pass", "gave no result after 10 s"),
     Fault("the update hangs", None, STALLED, "no progress for", environment={"CHAOS_FAULT": "hang"},
           module="chaos.inject"),

@@ -9,17 +9,29 @@ code for it.
 import os
 import threading
 from pathlib import Path
-
-import torch
+from types import SimpleNamespace
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli import train_ppo_ray
+from arlopti_openrlhf.ops.lifecycle.parent import Child
 from arlopti_openrlhf.patching import plain_class
 
 
 def main() -> None:
-    """Put the fault of CHAOS_FAULT into the policy's actor, and run the command."""
+    """Put the fault of CHAOS_FAULT into the policy's actor once the command trains, in its child."""
+    train = train_ppo_ray.train
+
+    def train_with_fault(args: SimpleNamespace, child: Child) -> None:
+        put_the_fault()
+        train(args, child)
+
+    train_ppo_ray.train = train_with_fault
+    train_ppo_ray.main()
+
+
+def put_the_fault() -> None:
     cpu.enable(driver=True)
+    import torch
     from openrlhf.trainer.ray import ppo_actor
 
     # Ray pickles the actor's class by value, with the methods that it has on the driver.
@@ -40,7 +52,6 @@ def main() -> None:
         return fit(self, kl_ctl)
 
     actor.fit = fit_with_fault
-    train_ppo_ray.main()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 STEPS, SAVE_EVERY, PROMPTS, SAMPLES = 8, 2, 8, 4  # PROMPTS with SAMPLES each are a step
 STALL_SECONDS = 150  # the start counts too, and a busy machine takes longer than a minute for it
 BAD_STEPS = 3  # in a row end the run: --train.max_bad_steps
-# Nothing is left of a run so many seconds after its driver's end.
+# Nothing is left of a run so many seconds after its end.
 GRACE_SECONDS = 60  # Ray's agents look for a killed control store for half of that
 MARKER = "ARLOPTI_CHAOS_RUN"
+PARENT, DRIVER = "the parent", "the driver"
 _LONGEST = 420  # seconds that one start of the training may take, on a machine that does more than this
 # Under nohup, what is started ignores SIGHUP, and so would a training whose terminal closes.
 _SUITES = Path(__file__).parents[1]  # where a start finds `chaos.inject`
@@ -135,6 +136,7 @@ class Training:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.sessions = {self.process.pid}
         self.deadline = time.monotonic() + _LONGEST
 
     @property
@@ -190,19 +192,25 @@ class Training:
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return False
-            # Ray's agents overwrite all of it. Most processes stay in the driver's session.
-            is_in_session = os.getsid(process.pid) == self.process.pid
-            return is_in_session or mark in Path(f"/proc/{process.pid}/environ").read_bytes()
+            # Ray's agents overwrite all of it. Most processes stay in the session of the driver, which has it.
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                self.sessions.add(os.getsid(process.pid))
+            return os.getsid(process.pid) in self.sessions
         except (psutil.Error, OSError):
             return False
+
+    def driver(self) -> int:
+        """Return the id of the child that trains."""
+        parent = psutil.Process(self.process.pid)
+        return next(child.pid for child in parent.children() if child.cmdline() == parent.cmdline())
 
     def find(self, title: str) -> list[int]:
         """Return the process ids whose command line or title begins with `title`, or names that program."""
         return [p.pid for p in self.processes() if _is_called(_command_line(p), title)]
 
     def signal(self, title: str, signum: signal.Signals) -> None:
-        """Send a signal to the first process of that title, or to the driver."""
-        pids = [self.process.pid] if title == "driver" else self.find(title)
+        """Send a signal to the first process of that title, to the parent or to the driver."""
+        pids = [self.process.pid] if title == PARENT else [self.driver()] if title == DRIVER else self.find(title)
         if not pids:
             raise LookupError(f"{self.log}: no process is called {title}")
         os.kill(pids[0], signum)

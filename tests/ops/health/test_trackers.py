@@ -1,8 +1,10 @@
 """A resumed run continues in one curve of TensorBoard and in one run of wandb. No tracker ends a run."""
 
 import json
+import resource
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
@@ -61,7 +63,8 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     yield
-    wandb.teardown()  # it would keep the folder for the next test
+    with suppress(ConnectionError):  # its process has been killed
+        wandb.teardown()  # it would keep the folder for the next test
 
 
 def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret(offline, tmp_path):
@@ -114,3 +117,37 @@ def test_a_tracker_that_cannot_start_is_left_out(name, tracker, refusing, offlin
     with trackers.resumable("an-id"):
         assert getattr(trackers.ppo_trainer, tracker)(arguments(tmp_path, "mine", False)) is None
     assert f"arlopti_openrlhf: {name} cannot start, and the run goes on without it: " in capsys.readouterr().out
+
+
+def test_tensorboard_on_a_full_disk_is_left_out(tmp_path, capsys):
+    """Its thread fails to write, and each later call raises the thread's error."""
+    with trackers.resumable("an-id"):
+        tracker = trackers.ppo_trainer.TensorboardLogger(arguments(tmp_path, "mine", False))
+    tracker.log_train(1, {"reward": 1.0})
+    tracker.flush()
+    [file] = (tmp_path / "tensorboard" / "mine").iterdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, limits[1]))
+    try:
+        for call in (lambda: tracker.log_train(2, {"reward": 2.0}), tracker.flush, tracker.close_for_good):
+            call()
+            call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().out
+    assert said.startswith("arlopti_openrlhf: TensorBoard has failed, and the run goes on without it: OSError: ")
+    assert said.count("\n") == 1
+
+
+def test_wandb_whose_process_has_died_is_left_out(offline, tmp_path, capsys):
+    args = arguments(tmp_path, "mine", False, key=credentials.WANDB)
+    with trackers.resumable("an-id"):
+        tracker = trackers.ppo_trainer.WandbLogger(args)
+    [core] = [child for child in psutil.Process().children() if "wandb" in child.name()]
+    core.kill()
+    core.wait(30)
+    for step in (1, 2):
+        tracker.log_train(step, {"reward": 1.0})
+    tracker.close_for_good()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("arlopti_openrlhf: ")]
+    assert len(said) == 1 and "wandb has failed, and the run goes on without it: " in said[0]

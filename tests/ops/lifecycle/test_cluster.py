@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arlopti_openrlhf.ops.lifecycle import cluster
+from arlopti_openrlhf.ops.lifecycle import cluster, temporary
 
 DRIVER = """
 import os, sys
@@ -18,24 +18,24 @@ import psutil
 psutil.Process.cmdline = lambda self: sys.argv  # a command line with a secret
 import ray
 ray._private.utils.psutil.Process.cmdline = psutil.Process.cmdline
-from arlopti_openrlhf.ops.lifecycle import driver, stopping
-run = driver.Driver()
-with run.ending():
-    os.umask(0o077)
-    run.folder = driver.cluster.make_folder()
-    driver.cluster.wrap_init(run.folder, {"SECRET": "abc-secret"})
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+import tempfile
+from pathlib import Path
+from arlopti_openrlhf.ops.lifecycle import cluster
+os.umask(0o077)
+folder = tempfile.mkdtemp(prefix="arlopti-", dir="/tmp")
+cluster.wrap_init(Path(folder), {"SECRET": "abc-secret"})
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
 
-    @ray.remote
-    def receive():
-        from arlopti_openrlhf.ops.lifecycle import credentials
-        credentials.receive()
-        return os.environ["SECRET"], oct(os.umask(0)), os.environ["VLLM_RPC_BASE_PATH"]
+@ray.remote
+def receive():
+    from arlopti_openrlhf.ops.lifecycle import credentials
+    credentials.receive()
+    return os.environ["SECRET"], oct(os.umask(0)), os.environ["VLLM_RPC_BASE_PATH"]
 
-    [job] = ray._private.worker.global_worker.gcs_client.get_all_job_info().values()
-    print(*ray.get(receive.remote()), job.entrypoint, flush=True)
-    print(ray.get_runtime_context().gcs_address, run.folder, flush=True)
-    sys.stdin.read()
+[job] = ray._private.worker.global_worker.gcs_client.get_all_job_info().values()
+print(*ray.get(receive.remote()), job.entrypoint, flush=True)
+print(ray.get_runtime_context().gcs_address, folder, flush=True)
+sys.stdin.read()
 """
 STRANGER = """
 import ray, sys
@@ -100,7 +100,9 @@ def test_nothing_is_left_of_a_killed_run(driver):
 def test_folders_of_ended_runs_are_removed_but_for_the_last_two(tmp_path, monkeypatch):
     """One that runs stays, however old."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    code = "import sys; from arlopti_openrlhf.ops.lifecycle import cluster; print(cluster.make_folder(), flush=True)"
+    code = (
+        "import sys; from arlopti_openrlhf.ops.lifecycle import temporary; print(temporary.make_folder(), flush=True)"
+    )
     running = subprocess.Popen([sys.executable, "-c", f"{code}; sys.stdin.read()"], stdin=-1, stdout=-1, text=True)
     kept = [Path(running.stdout.readline().strip())]
     (tmp_path / "arlopti-of-others").mkdir()
@@ -108,6 +110,6 @@ def test_folders_of_ended_runs_are_removed_but_for_the_last_two(tmp_path, monkey
         folder = Path(subprocess.run([sys.executable, "-c", code], stdout=-1, text=True).stdout.strip())
         os.utime(folder, (1e9 - age, 1e9 - age))
         kept.append(folder)
-    new = cluster.make_folder()
+    new = temporary.make_folder()
     assert set(tmp_path.iterdir()) == {kept[0], *kept[-2:], new, tmp_path / "arlopti-of-others"}
     running.communicate()

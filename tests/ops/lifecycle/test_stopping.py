@@ -1,8 +1,5 @@
 """A wait ends with the first error, and with a request to stop, whatever is still pending."""
 
-import threading
-import time
-
 import pytest
 
 from arlopti_openrlhf.ops.lifecycle import stopping
@@ -44,20 +41,3 @@ def test_a_request_to_stop_ends_the_wait(request_to_stop):
     with pytest.raises(stopping.Interrupted) as ended:
         stopping.wait(["pending", "b"])
     assert ended.value.exit_code == 143 and str(ended.value) == "SIGTERM received"
-
-
-def test_ray_is_not_shut_down_while_a_thread_asks(monkeypatch):
-    """Ray's C++ would end the process, with status 1."""
-    begun, order = threading.Event(), []
-
-    def question() -> None:
-        begun.set()
-        time.sleep(0.2)
-        order.append("answered")
-
-    monkeypatch.setattr(stopping.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(stopping.ray, "shutdown", lambda: order.append("shut down"))
-    threading.Thread(target=stopping.ask, args=(question,)).start()
-    assert begun.wait(10)
-    stopping.disconnect()
-    assert order == ["answered", "shut down"]
