@@ -60,8 +60,8 @@ def test_nothing_is_wrong(flags):
             "--algo.ar.alpha 0.3 --algo.token_method_args ar.alpha=0.2",
             "--algo.token_method ar: ar.alpha=0.2: ar.alpha is given as 0.3 already",
         ),
-        ("--algo.token_method ar stapo --actor.update stock", "stapo needs entropies"),
-        ("--algo.token_method steer --ds.tensor_parallel_size 2", "steer needs entropies"),
+        ("--algo.token_method ar stapo --actor.update stock", "stapo needs the selective update"),
+        ("--algo.token_method steer --ds.tensor_parallel_size 2", "steer needs the selective update"),
         (
             "--algo.token_method ar dppo",
             "dppo needs vLLM's log-probs of all samples, which OpenRLHF asks for with "
@@ -156,5 +156,5 @@ def test_the_update_of_a_vision_language_model_gives_no_entropies(tmp_path):
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
     policy = f"--actor.model_name_or_path {tmp_path} --algo.token_method"
     [found] = method_checks.check_methods(arguments(f"{policy} stapo"))
-    assert "stapo needs entropies, which the update of a vision-language model does not give" in str(found)
+    assert "stapo needs the selective update, for entropies" in str(found)
     assert list(method_checks.check_methods(arguments(f"{policy} ar"))) == []

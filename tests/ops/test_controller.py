@@ -203,6 +203,14 @@ def test_accuracy_chooses_the_best_checkpoint(train):
     assert trainer.names() == ["best_global_step10", "best_global_step30"]
 
 
+def test_scores_that_are_no_accuracy_choose_it_too(train):
+    """A judge whose first scores happen to be all 1 has an accuracy at first."""
+    trainer = train()
+    trainer.save_best_checkpoint({"accuracy": 1.0, "eval_judge_pass1": 1.0}, 10)
+    trainer.save_best_checkpoint({"eval_judge_pass1": 3.5}, 20)
+    assert trainer.names() == ["best_global_step10", "best_global_step20"]
+
+
 def test_a_metric_key_that_does_not_exist_is_refused_before_the_first_step(train):
     metrics = {"accuracy": 1.0, "aime/accuracy": 1.0}
     for key in ("none", "aime/accuracy"):

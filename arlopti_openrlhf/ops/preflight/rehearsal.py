@@ -33,7 +33,6 @@ def run(checks: Sequence[Check], args: SimpleNamespace) -> Iterator[Answer]:
             stdout=output,
             stderr=output,
             pass_fds=[theirs.fileno()],
-            env=os.environ | _OFFLINE,
             start_new_session=True,  # a Ctrl-C is for this process, which ends the whole group
         )
         theirs.close()
@@ -71,6 +70,12 @@ def _failed(cause: str) -> Finding:
 
 def main(descriptor: int) -> None:
     """Answer the checks that come over a connection, and end."""
+    outside = dict(os.environ)
+    os.environ.update(_OFFLINE)
+    import datasets  # noqa: F401  It and transformers read now that they are offline. A reward of the user's need not be
+
+    os.environ.clear()
+    os.environ.update(outside)
     from arlopti_openrlhf import cpu
 
     cpu.enable()  # before OpenRLHF is imported

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 TRAINING, EVALUATION = "--data.prompt_dataset", "--eval.dataset"
-_ALL = 10**8  # rows that upstream takes of each data set to evaluate on, before it joins them
+_ALL = 10**8  # rows, as many as upstream takes of each data set to evaluate on before it joins them
 _SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # of the files that upstream reads
 _READ = 100_000  # rows of a data set that are looked at, in a few seconds
 
@@ -43,19 +43,18 @@ def read(flag: str, args: SimpleNamespace) -> tuple[list[DataSet], int | None, l
     whole: list[tuple[str, datasets.Dataset]] = []
     for name in map(str.strip, names.split(",")):
         try:
-            whole.append((name, blend(name, split, most)))
+            whole.append((name, blend(name, split, _ALL)))
         except ConnectionError:  # it is offline
             problem = "not checked: it is not on this machine"
             found.append(Finding(flag, name, problem, "look at its first rows yourself", is_fatal=False))
         except Exception as error:  # `datasets` raises anything
             found.append(Finding(flag, name, _cause(error, split), _remedy(name)))
-    taken = [len(each) for _, each in whole]
-    total = None
+    taken, total = [min(most, len(each)) for _, each in whole], None
     if len(whole) == len(names.split(",")):
         try:
             total = len(blend(names, split, most, probabilities, args.train.seed))
             if probabilities is None:
-                taken, cut = _cut(flag, names.split(","), taken, args)
+                taken, cut = _cut(flag, names.split(","), [len(each) for _, each in whole], args)
                 found += cut
         except Exception as error:
             problem = f"the data sets cannot be joined: {_cause(error, split)}"

@@ -39,6 +39,10 @@ def dies(args):
 
 def hangs(args):
     time.sleep(600)
+
+def looks(args):
+    import datasets, transformers.utils.hub
+    yield f"offline {datasets.config.HF_HUB_OFFLINE} {transformers.utils.hub.is_offline_mode()} {dict(os.environ)}"
 """
 
 
@@ -79,6 +83,12 @@ def test_what_is_fatal_comes_first_and_stops_the_run(listed):
 def test_after_a_mistake_in_the_flags_nothing_else_is_looked_at(listed):
     start = time.monotonic()
     assert listed("hangs", "--dry-run", [FATAL])[0] == 2 and time.monotonic() - start < 60
+
+
+def test_models_and_data_are_not_downloaded_and_a_reward_may_download_its_own(listed, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    _, _, [line] = listed("looks")
+    assert "offline True True " in line and "HF_HUB_OFFLINE" not in line
 
 
 @pytest.mark.parametrize(

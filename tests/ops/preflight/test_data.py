@@ -322,7 +322,7 @@ def test_the_rows_that_are_evaluated(check, tmp_path):
     [found] = check(**flags, data__max_samples=40)
     assert found.startswith("--data.max_samples 40: of the 48 rows of --eval.dataset OpenRLHF takes the first 40;")
     [found] = check(data__prompt_dataset=f"{a},{b}", data__max_samples=16)
-    assert found.startswith("!--data.max_samples 16: of the 32 rows of --data.prompt_dataset OpenRLHF takes the first")
+    assert found.startswith("!--data.max_samples 16: of the 48 rows of --data.prompt_dataset OpenRLHF takes the first")
 
 
 def test_the_rows_are_those_of_the_run(tmp_path, tiny_model):

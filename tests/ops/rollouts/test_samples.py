@@ -300,9 +300,10 @@ def test_measures_are_those_of_the_scores():
     assert logs["eval_kk_2ppl_pass1"] == pytest.approx(0.75) and logs["eval_aime_pass4"] == 1
     # Rewards in the place of scores tell nothing of accuracy.
     assert not any(name.startswith("None/") for name in logs) and logs["eval_None_pass1"] == 1
-    # Scores that are more than right or wrong have a mean, too.
+    # Scores that are more than right or wrong have a mean, and are no accuracy.
     graded = compute_eval_metrics(DATA, [sample("p", "a", 2.0, **kk), sample("p", "a", 0.0, **kk)], 2, sampling=SPECS)
-    assert graded["kk_2ppl/accuracy"] == 1.0
+    assert graded["kk_2ppl/score"] == graded["eval_kk_2ppl_pass1"] == 1.0
+    assert not any("accuracy" in name or "pass@" in name for name in graded)
 
 
 def test_samples_are_drawn_as_each_source_says(monkeypatch):
