@@ -18,7 +18,7 @@ from arlopti_openrlhf.ops.checkpoints.files import newest_published
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
-from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator, compute_eval_metrics
+from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator
 from arlopti_openrlhf.patching import Upstream, replaced_attribute
 
 logger = init_logger(__name__)
@@ -176,25 +176,21 @@ class Controller(ppo_trainer.BasePPOTrainer):
         if global_step and not self.bad_steps:
             super().save_best_checkpoint(eval_metrics, global_step, (client_states or {}) | self._state())
 
-    def evaluates(self) -> bool:
-        return self.eval_dataloader is not None and self.args.eval.steps != float("inf")
-
-    def evaluate_first(self) -> None:
-        """Evaluate before the first step, unless the run is resumed after one."""
-        if self.evaluates() and not self.last_step:
-            self.evaluate_and_save(0)
+    def evaluate_and_save(self, step: int) -> None:
+        """Evaluate a step if that is asked for and not done, and save its weights if they are the best."""
+        if self.eval_dataloader is None or self.args.eval.steps == float("inf") or self.evaluated_step == step:
+            return
+        samples = self.args.eval.n_samples_per_prompt
+        metrics = self.evaluate(step, **self.generate_kwargs | {"n_samples_per_prompt": samples})
+        self.save_best_checkpoint(metrics, step, self.last_client_states)
 
     def evaluate_last(self) -> None:
-        """Evaluate the last step, unless that is done."""
-        if self.evaluates() and self.evaluated_step != self.last_step:
-            with self._saving_the_model():
-                self.evaluate_and_save(self.last_step)
-
-    def evaluate_and_save(self, global_step: int) -> None:
-        """Evaluate a step, and save its weights if they are the best."""
-        samples = self.args.eval.n_samples_per_prompt
-        metrics = self.evaluate(global_step, **self.generate_kwargs | {"n_samples_per_prompt": samples})
-        self.save_best_checkpoint(metrics, global_step, self.last_client_states)
+        """Evaluate the last step. If that fails, save the trained model, as upstream does only at the very end."""
+        try:
+            self.evaluate_and_save(self.last_step)
+        except Exception:
+            ray.get(self.actor_model_group.async_run_method(method_name="save_model"))
+            raise
 
     def _detect_eval_metric_key(self, eval_metrics) -> str | None:
         """Return upstream's choice, with `accuracy` as the default."""
@@ -210,15 +206,6 @@ class Controller(ppo_trainer.BasePPOTrainer):
             yield
         except stopping.Interrupted:
             self.save_last_step()
-            raise
-
-    @contextmanager
-    def _saving_the_model(self) -> Iterator[None]:
-        """Save the trained model if what runs inside fails. Upstream saves it only at the very end."""
-        try:
-            yield
-        except Exception:
-            ray.get(self.actor_model_group.async_run_method(method_name="save_model"))
             raise
 
     def _trackers(self) -> list[Any]:
@@ -260,7 +247,8 @@ class PPOTrainer(Controller):
             total = len(self.prompts_dataloader) * self.args.train.num_episodes
             progress.say("prompts", progress.Prompts(total, drawn))
             with self.answering_signals():
-                self.evaluate_first()
+                if not self.last_step:
+                    self.evaluate_and_save(0)
                 super().fit(global_step)
                 _refuse_without_a_step(self)
                 self.evaluate_last()
@@ -303,7 +291,8 @@ class TrainingActor(Controller):
         try:
             self.resume(self.init_checkpoint_states())
             with self.answering_signals():
-                self.evaluate_first()
+                if not self.last_step:
+                    self.evaluate_and_save(0)
                 super().fit(global_step)
                 stopping.obey()  # the generator may have done so first
                 _refuse_without_a_step(self)
@@ -316,7 +305,7 @@ class TrainingActor(Controller):
         logs_dict["timing/step_total"] -= self.evaluation_seconds
         super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
         start = time.monotonic()
-        if self.evaluates() and global_step % self.args.eval.steps == 0:
+        if global_step % self.args.eval.steps == 0:
             self.evaluate_and_save(global_step)
         self.evaluation_seconds = time.monotonic() - start
 
@@ -324,12 +313,9 @@ class TrainingActor(Controller):
         """Evaluate vLLM's weights, which are the last step's, while no samples are generated. Return the metrics."""
         ray.get(self.vllm_lock.acquire.remote())
         try:
-            samples = self.samples_generator.generate_eval_samples(**generate_kwargs)
+            metrics = self.samples_generator.evaluate(**generate_kwargs)
         finally:
             ray.get(self.vllm_lock.release.remote())
-        metrics = compute_eval_metrics(
-            self.eval_dataloader, samples, generate_kwargs["n_samples_per_prompt"], self.args.eval.sampling
-        )
         logger.info(f"Eval at step {global_step}: {metrics}")
         for tracker in self._trackers():
             tracker.log_eval(global_step, metrics)

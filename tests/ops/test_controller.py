@@ -239,8 +239,12 @@ def test_a_run_without_a_step_is_refused_at_its_end(train, caplog):
 
 
 def test_a_failing_last_evaluation_does_not_lose_the_model(train):
-    trainer, called = train(), []
-    trainer.async_run_method = lambda method_name: called.append(method_name) or []
-    with pytest.raises(OSError, match="reward server"), trainer._saving_the_model():
+    def fail(*args, **kwargs):
         raise OSError("no reward server")
+
+    trainer, called = train(), []
+    trainer.args.eval.steps, trainer.eval_dataloader, trainer.generate_kwargs, trainer.evaluate = 9, [], {}, fail
+    trainer.async_run_method = lambda method_name: called.append(method_name) or []
+    with pytest.raises(OSError, match="reward server"):
+        trainer.evaluate_last()
     assert called == ["save_model"]

@@ -17,8 +17,6 @@ from typing import Any
 
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from arlopti_openrlhf import terminal
-
 # PyTorch's own switches. A user who trusts a checkpoint loads with the first what is not allowed here.
 OFF, _ON = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 # What DeepSpeed leaves in a checkpoint.
@@ -71,7 +69,7 @@ def damages(checkpoint: Path, rank: int) -> list[str]:
                 reasons.append(f"{path.name} is damaged in {record}")
             get_unsafe_globals_in_checkpoint(path)  # PyTorch's own reader, which looks at more of the zip's end
         except Exception as error:  # zipfile raises errors of many kinds for what is no zip
-            reasons.append(f"{path.name} is damaged ({terminal.one_line(f'{type(error).__name__}: {error}')})")
+            reasons.append(f"{path.name} is damaged ({type(error).__name__}: {error})")
     return reasons
 
 

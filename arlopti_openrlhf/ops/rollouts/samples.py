@@ -19,7 +19,6 @@ from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.lifecycle.progress import Phase, say
 from arlopti_openrlhf.ops.rollouts.prompts import Prompts, seed_of
 from arlopti_openrlhf.ops.rollouts.reward_client import SCORES_ARE_REWARDS
-from arlopti_openrlhf.patching import replaced_attribute
 
 logger = init_logger(__name__)
 
@@ -75,6 +74,12 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 sample.datasource = source
             samples += of_source
         return samples
+
+    def evaluate(self, **generate_kwargs) -> dict[str, float]:
+        """Evaluate the weights that vLLM has, and return the metrics of `compute_eval_metrics`."""
+        samples = self.generate_eval_samples(**generate_kwargs)
+        n = generate_kwargs["n_samples_per_prompt"]
+        return compute_eval_metrics(self.eval_dataloader, samples, n, self.sampling)
 
     def _generate_vllm(
         self, dataloader_iter: Iterator[tuple[tuple, tuple]], num_prompts: int, dynamic_filtering: bool, **kwargs
@@ -142,8 +147,10 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 get_num_unfinished_requests=SimpleNamespace(remote=lambda: ray.put(0)),
             )
 
-        with replaced_attribute(self, "vllm_engines", [stand_in(of_engine) for of_engine in requests]):
-            self._dispatch_prompts_to_vllm(prompts, labels, images=images, **kwargs)
+        upstream = samples_generator.SamplesGenerator(
+            self.strategy, None, None, self.tokenizer, [stand_in(of_engine) for of_engine in requests]
+        )
+        upstream._dispatch_prompts_to_vllm(prompts, labels, images=images, **kwargs)
         return {
             engine.generate_in_order.remote(list(of_engine.values())): list(of_engine)
             for engine, of_engine in zip(self.vllm_engines, requests, strict=True)
