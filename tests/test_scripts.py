@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -220,23 +219,3 @@ def test_a_job_is_submitted_with_its_command(tmp_path):
     *flags, dashes, bash, name, flag, value = (tmp_path / "argv").read_text().splitlines()
     assert flags[:5] == ["job", "submit", "--address", "http://head:8265", "--working-dir"]
     assert [dashes, bash, name, flag, value] == ["--", "bash", "train.sh", "--x", "1"]
-
-
-def test_reinforcement_starts_from_the_fine_tuned_model(tmp_path):
-    script = ROOT / "examples/scripts/sft_then_rl.sh"
-    tune = tmp_path / "deepspeed"
-    tune.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {shlex.quote(str(tmp_path / 'tuned'))}\n")
-    tune.chmod(0o755)
-    warm = str(tmp_path / "warm")
-    args = parse(script, tmp_path, "--train.num_episodes", "2", WARM_START=warm, METHOD="lopti", OUT="outputs/x")
-    assert (args["actor.model_name_or_path"], args["algo.ar.alpha"], args["train.num_episodes"]) == (warm, 0, 2)
-    words = (tmp_path / "tuned").read_text().splitlines()
-    assert words[:2] == ["--module", "openrlhf.cli.train_sft"] and words[-1] == warm
-    upstream = Path(find_spec("openrlhf").submodule_search_locations[0], "cli/train_sft.py").read_text()
-    assert all(f'"{word}"' in upstream for word in words if word.startswith("--") and word != "--module")
-    # A warm start that is there is taken as it is.
-    (tmp_path / "tuned").unlink()
-    (tmp_path / "warm").mkdir()
-    (tmp_path / "warm/config.json").touch()
-    parse(script, tmp_path, WARM_START=warm)
-    assert not (tmp_path / "tuned").exists()

@@ -81,7 +81,8 @@ def compute(
 ) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
-    A collective call: under ZeRO-3 the ranks compute together, and one that has nothing left computes a stand-in.
+    A sample without a response token is not computed. A collective call: under ZeRO-3 the ranks compute together, and
+    one that has nothing left computes a stand-in.
 
     Args:
         actor: the policy, a text model.
@@ -96,6 +97,9 @@ def compute(
     batches: list[list[Sample]] = []
     room = 0
     for item in (item for prompt in by_prompt(items) for item in prompt):
+        if not item.action_mask.any():
+            item.action_log_probs = torch.zeros(item.action_mask.shape)
+            continue
         size = item.length if is_dynamic else 1
         if size > room:
             batches.append([])

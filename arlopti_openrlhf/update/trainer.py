@@ -17,7 +17,7 @@ from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, micro_ba
 from arlopti_openrlhf.update.micro_batches import is_idle, micro_batches
 from arlopti_openrlhf.update.plan import MiniBatch, Planner, in_order
 from arlopti_openrlhf.update.ranks import Ranks
-from arlopti_openrlhf.update.sample import PassWeights, Sample, numbered, stand_in
+from arlopti_openrlhf.update.sample import PassWeights, Sample, numbered, stand_in, without_truncated
 from arlopti_openrlhf.update.settings import Settings
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics
 from arlopti_openrlhf.update.token_weights import TokenWeights
@@ -75,6 +75,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             (`UpdateStatistics.metrics`).
         """
         samples = numbered(self.replay_buffer.items)
+        if self.settings.masks_truncated:
+            samples = without_truncated(samples)
         self.replay_buffer.items = [*samples]
         if self.actor.shortcuts is None:
             longest = max(samples, key=lambda sample: sample.length, default=stand_in())
@@ -133,7 +135,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
 
     def _learn_the_others(self, samples: list[Sample], first: MiniBatch) -> None:
         """Compute log π_old of all samples but those of the first mini-batch whose forward will give it."""
-        given = [sample for sample in first.samples if not is_idle(sample.advantages, self.args)]
+        given = [s for s in first.samples if s.action_mask.any() and not is_idle(s.advantages, self.args)]
         others = [sample for sample in samples if not any(sample is own for own in given)]
         with_entropies = self.token_weights.needs_entropies
         old_log_probs.compute(self.actor, others, self.args, self.ranks, with_distributions=with_entropies)
@@ -162,7 +164,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         engine, samples = self.actor.model, mini_batch.samples
         counted = [sample.action_mask if is_first else sample.weights.counted[index] for sample in samples]
         num_tokens, *totals = self.ranks.sum(0 if is_first else _num_updated(samples, index), *_totals(counted))
-        if not (num_tokens or is_first):
+        if not (totals[0] if is_first else num_tokens):
             optimizer_steps.pass_over(engine, self.actor_scheduler)
             self._average_weights()
             return 0, {}

@@ -61,6 +61,7 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
             "from 8 to 12",
         ),
         ("--actor.fill_memory", "--actor.fill_memory", "is for the selective update"),
+        ("--algo.mask_truncated --actor.update stock", "--algo.mask_truncated", "needs the selective update"),
         (
             "--algo.ar.alpha 0.3 --actor.fill_memory --train.dynamic_batch_enable",
             "--actor.fill_memory",
