@@ -110,7 +110,7 @@ def make_parser() -> Parser:
     parser = command_parser("analyze", __doc__)
     add = parser.add_argument_group("policies").add_argument
     add("--model", nargs="+", default=[], help="Hugging Face directories or names, or a directory of checkpoints")
-    add("--data", nargs="+", default=[], help="files that prepare_data wrote")
+    add("--data", nargs="+", default=[], help="files that `arlopti data` wrote")
     reward_source.add_flag(parser)
     add("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
     add("--samples", type=integer(2), help="responses per prompt (default: 8, or 4 on a CPU)")

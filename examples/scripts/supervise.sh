@@ -4,7 +4,7 @@
 # longer pauses.
 #
 #   bash examples/scripts/supervise.sh bash examples/scripts/train_kk.sh
-#   RESTARTS=3 bash examples/scripts/supervise.sh python -m arlopti_openrlhf.cli.train_ppo_ray ...
+#   RESTARTS=3 bash examples/scripts/supervise.sh arlopti train ...
 #
 # It starts no run again that
 #   2         was refused: the same flags would be refused again

@@ -3,7 +3,7 @@
 # same command again goes on where it stopped.
 #
 #   ALPHAS="0.1 0.3" ETAS="0.3 0.5" SEEDS="1 2 3" bash examples/scripts/sweep.sh bash examples/scripts/train_kk.sh
-#   python -m arlopti_openrlhf.cli.analyze --runs "α 0.3=outputs/sweep/alpha-0.3-eta-0.5-seed-1/tensorboard,..." --out sweep
+#   arlopti analyze --runs "α 0.3=outputs/sweep/alpha-0.3-eta-0.5-seed-1/tensorboard,..." --out sweep
 set -euo pipefail
 
 ALPHAS=${ALPHAS:-0.1 0.3}

@@ -1,4 +1,4 @@
-"""Read what is evaluated: models by name or folder, and the problems that `cli.prepare_data` wrote."""
+"""Read what is evaluated: models by name or folder, and the problems that `arlopti data` wrote."""
 
 import json
 import re

@@ -44,7 +44,7 @@ class Job(NamedTuple):
 def evaluate(
     name: str, model: str, rows: Sequence[Row], settings: Settings, out: Path, reward: OwnReward | None = None
 ) -> None:
-    """Answer and grade every row that `cli.prepare_data` wrote, with the model of that name.
+    """Answer and grade every row that `arlopti data` wrote, with the model of that name.
 
     The folder gets NAME.responses.jsonl, with every response, and NAME.json, with the measures. Without a reward, the
     rule of each row's source grades.
