@@ -1,6 +1,6 @@
 """A Knights-and-Knaves agent that gets one correction: it answers, hears that it was wrong, and answers again.
 
-    python -m arlopti_openrlhf.cli.train_ppo_ray --train.agent_func_path examples/kk_agent.py ...
+    arlopti train --train.agent_func_path examples/kk_agent.py ...
 
 OpenRLHF loads this file in each vLLM engine, and makes one `Puzzle` for each sample. The policy is trained on the
 tokens of both turns, and not on the words between them. The reward is Logic-RL's for the last turn, less a point where

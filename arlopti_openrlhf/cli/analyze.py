@@ -28,7 +28,7 @@ from arlopti_openrlhf.cli.arguments import integer, number
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.lab.analysis import curves
 from arlopti_openrlhf.lab.analysis.runs import compare, table
-from arlopti_openrlhf.lab.scoring.inputs import expand_models, read_rows
+from arlopti_openrlhf.lab.scoring.inputs import ADAPTER, expand_models, read_rows
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
 FIGURES = ("fig1", "fig2", "fig3")
@@ -51,7 +51,7 @@ def main() -> None:
         runs = {label: [curves.read_run(folder) for folder in folders] for label, folders in args.runs}
         configs = [_config(folder) for _, folders in args.runs for folder in folders]
         named = expand_models(args.model)
-        check_models(parser, "--model", list(named.values()))
+        check_models(parser, "--model", [model for model in named.values() if not Path(model, ADAPTER).exists()])
         rows = read_rows(args.data, by_source=args.reward is None) if named else []
         reward_source.check(parser, args.reward, rows)
 
@@ -61,7 +61,9 @@ def main() -> None:
         # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
         from arlopti_openrlhf.lab.analysis import models, rollouts
         from arlopti_openrlhf.lab.analysis.kept import write_figure, write_json
+        from arlopti_openrlhf.lab.scoring.adapters import merged
 
+        named = {name: merged(model, args.out / f"{name}.merged") for name, model in named.items()}
         drawn = rollouts.draw(rows, args.prompts, args.seed)
         models.set_defaults(args, list(named.values()))
         settings = models.Settings(**{name: getattr(args, name) for name in models.Settings._fields})
@@ -108,7 +110,7 @@ def make_parser() -> Parser:
     parser = command_parser("analyze", __doc__)
     add = parser.add_argument_group("policies").add_argument
     add("--model", nargs="+", default=[], help="Hugging Face directories or names, or a directory of checkpoints")
-    add("--data", nargs="+", default=[], help="files that prepare_data wrote")
+    add("--data", nargs="+", default=[], help="files that `arlopti data` wrote")
     reward_source.add_flag(parser)
     add("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
     add("--samples", type=integer(2), help="responses per prompt (default: 8, or 4 on a CPU)")

@@ -22,12 +22,13 @@ from pathlib import Path
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli import reward_source
-from arlopti_openrlhf.cli.arguments import integer
+from arlopti_openrlhf.cli.arguments import integer, template_argument
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
 from arlopti_openrlhf.lab.scoring import tables
-from arlopti_openrlhf.lab.scoring.inputs import encode, expand_models, read_rows
+from arlopti_openrlhf.lab.scoring.inputs import ADAPTER, encode, expand_models, read_rows
 from arlopti_openrlhf.ops.preflight.model import local_folder
+from arlopti_openrlhf.ops.rollouts.prompt_text import template_arguments
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
 
@@ -44,10 +45,10 @@ def main() -> None:
     checkpoints = {Path(value).name: names for value, names in folders.items() if len(names) > 1}
     if args.last and not checkpoints:
         parser.error(f"argument --last {args.last}: no --model is a directory of several checkpoints")
-    check_models(parser, "--model", list(models.values()))
+    check_models(parser, "--model", [model for model in models.values() if not Path(model, ADAPTER).exists()])
     # Read all of the data first. A row that lacks something should not end an evaluation half way.
     try:
-        rows = read_rows(args.data, by_source=args.reward is None)
+        rows = read_rows(args.data, args.reward is None, args.input_key, args.label_key)
     except (OSError, ValueError) as error:
         parser.error(f"argument --data: {error}")
     sources = sorted({row["datasource"] for row in rows})
@@ -64,14 +65,17 @@ def main() -> None:
         from transformers import AutoTokenizer
 
         from arlopti_openrlhf.lab.scoring import offline
+        from arlopti_openrlhf.lab.scoring.adapters import merged
 
-        settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed)
+        template = template_arguments(args.chat_template_args)
+        settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed, template)
         ((name, model),) = models.items()
         try:
+            model = merged(model, args.out / f"{name}.merged")
             if folder := local_folder(model):  # vLLM takes long to load, and a tokenizer does not
-                encode(AutoTokenizer.from_pretrained(folder), [row["prompt"] for row in rows])
+                encode(AutoTokenizer.from_pretrained(folder), [row["prompt"] for row in rows], template)
         except ValueError as error:
-            parser.error(f"argument --model: {error}")
+            parser.error(str(error))
         try:
             offline.evaluate(name, model, rows, settings, args.out, reward_source.load(parser, args))
         except RewardError as error:
@@ -90,7 +94,9 @@ def make_parser() -> Parser:
     parser = command_parser("evaluate", __doc__)
     add = parser.add_argument
     add("--model", nargs="+", required=True, help="Hugging Face directories or names, or a directory of checkpoints")
-    add("--data", nargs="+", required=True, help="files that prepare_data wrote")
+    add("--data", nargs="+", required=True, help="files that `arlopti data` wrote, or others with these keys")
+    for key, default in (("input_key", "prompt"), ("label_key", "label")):
+        add(f"--data.{key}", dest=key, default=default, help=f"as in `arlopti train` (default: {default})")
     add("--out", type=Path, required=True, help="folder to write")
     add(
         "--sampling",
@@ -100,6 +106,15 @@ def make_parser() -> Parser:
         metavar="PATTERN:n=N,t=T",
         help="samples per problem, and their temperature, for the sources that match. The last pattern that matches "
         'counts; given twice, it samples in both ways (default: "*:n=8,t=1")',
+    )
+    add(
+        "--data.chat_template_args",
+        dest="chat_template_args",
+        nargs="+",
+        default=[],
+        type=template_argument,
+        metavar="NAME=VALUE",
+        help="arguments of the model's chat template, as in `arlopti train`: enable_thinking=false",
     )
     reward_source.add_flag(parser)
     last = "of a directory of checkpoints, evaluate the last N, and tabulate their mean, too"
@@ -114,8 +129,10 @@ def command_for(model: str, args: argparse.Namespace) -> list[str]:
     """Return the command that evaluates one of the models with the same settings."""
     return [
         *(sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", "--model", model, "--out", str(args.out)),
-        *("--data", *args.data, f"--max-new-tokens={args.max_new_tokens}", f"--seed={args.seed}"),
+        *("--data", *args.data, f"--data.input_key={args.input_key}", f"--data.label_key={args.label_key}"),
+        *(f"--max-new-tokens={args.max_new_tokens}", f"--seed={args.seed}"),
         *(f"--sampling={spec}" for spec in args.sampling[1:]),  # without the default
+        *(["--data.chat_template_args", *args.chat_template_args] if args.chat_template_args else []),
         *(["--greedy"] if args.greedy else []),
         *([f"--reward={args.reward}"] if args.reward else []),
     ]

@@ -1,13 +1,14 @@
 """The flags that this package adds to OpenRLHF's training command, and what it knows of OpenRLHF's own."""
 
 import argparse
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from arlopti_openrlhf import methods
-from arlopti_openrlhf.cli.arguments import integer, number
+from arlopti_openrlhf.cli.arguments import integer, number, template_argument
 from arlopti_openrlhf.cli.method_checks import LOPTI_DEFAULTS, SELECTIVE, STOCK
 from arlopti_openrlhf.evaluation.sampling import parse_sampling
 from arlopti_openrlhf.grading import REWARDS
@@ -111,6 +112,16 @@ def _choice(choices: Sequence[str], default: str | None) -> dict[str, Any]:
     return {"choices": choices, "default": default}
 
 
+def _method(text: str) -> str:
+    """Refuse a name that no token method has. A file is looked at later, with what is in it."""
+    names = methods.built_in()
+    if text in names or text.endswith(".py"):
+        return text
+    near = difflib.get_close_matches(text, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}, and Python files (FILE.py)"
+    raise argparse.ArgumentTypeError(f"there is no token method {text}; {hint}")
+
+
 def _method_argument(text: str) -> str:
     """Refuse an argument of a token method that has not the form NAME.KEY=VALUE."""
     try:
@@ -121,8 +132,9 @@ def _method_argument(text: str) -> str:
 
 
 _SWITCH = {"action": "store_true"}
-_METHODS = {"nargs": "+", "default": [], "metavar": "NAME|FILE.py"}
+_METHODS = {"nargs": "+", "default": [], "metavar": "NAME|FILE.py", "type": _method}
 _METHOD_ARGUMENTS = {"nargs": "+", "default": [], "metavar": "NAME.KEY=VALUE", "type": _method_argument}
+_TEMPLATE = {"nargs": "+", "default": [], "metavar": "NAME=VALUE", "type": template_argument}
 _SAMPLING = {"action": "append", "default": [], "metavar": "PATTERN:n=N,t=T", "type": parse_sampling}
 
 # The title of their group -> our flags.
@@ -154,11 +166,16 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
     Flag("--algo.token_method_normalize", _SWITCH,
      "Divide the product of the token methods' weights by its mean over each rollout batch, so that its mean is 1. "
      "That takes away what a method does by the mere size of its weights."),
+    Flag("--algo.mask_truncated", _SWITCH,
+     "Leave answers that were cut off at the token limit out of the policy's loss and its denominators, KL and "
+     "entropy included. The selective update, which this needs, does not compute them. Their rewards still count in "
+     "the advantages of the other answers, and a critic learns from them."),
     Flag("--actor.update", _choice([STOCK, SELECTIVE], None),
      "stock computes the update as OpenRLHF does, with logits of every position, each prompt once per response, and "
      "old log-probs in a pass of their own. selective computes only what the update needs, with equal gradients. "
      "Before its first pass each model computes some log-probs both ways. Where they differ by more than rounding, "
-     "it says so and keeps stock's layout. Default: selective with AR, Lopti or a token method, else stock."),
+     "it says so and keeps stock's layout. Default: selective with AR, Lopti, a token method or "
+     "--algo.mask_truncated, else stock."),
     Flag("--actor.gradient_checkpointing_level", _choice(["auto", "whole"], "auto"),
      "What the selective update computes again with --actor.gradient_checkpointing_enable. whole: each layer, as "
      "OpenRLHF. auto (default): nothing if that is faster in the larger of OpenRLHF's own peak and the memory that is "
@@ -212,6 +229,9 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all."),
     Flag("--reward.retry_minutes", _number("[0, inf]", 10.0),
      "How long a sample waits for a reward server that does not answer before the run stops (default: 10)."),
+    Flag("--data.chat_template_args", _TEMPLATE,
+     "Arguments of the model's chat template, with --data.apply_chat_template, as in enable_thinking=false. A value "
+     "is JSON, or else text."),
     Flag("--eval.sampling", _SAMPLING,
      "Samples per problem and temperature for the data sources that match, as in aime:n=16,t=1. The last match "
      "counts. Default: --eval.n_samples_per_prompt and --eval.temperature."),

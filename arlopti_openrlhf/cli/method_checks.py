@@ -83,10 +83,14 @@ def uses_methods(args: SimpleNamespace) -> bool:
 
 
 def is_selective(args: SimpleNamespace) -> bool:
-    """Return whether the update computes only what it needs: if the user asks for it, and else with token methods."""
+    """Return whether the update computes only what it needs: if the user asks for it, or another flag needs it."""
     if args.actor.update is not None:
         return args.actor.update == SELECTIVE
-    return uses_methods(args) and needs_stock_update(args) is None and not is_vision_language(args)
+    return (
+        (uses_methods(args) or args.algo.mask_truncated)
+        and needs_stock_update(args) is None
+        and not is_vision_language(args)
+    )
 
 
 def of_update(args: SimpleNamespace) -> set[str]:
@@ -136,6 +140,8 @@ def _check_update(args: SimpleNamespace) -> Iterator[Finding]:
         problem = f"cannot go with --{stock_only} {attrgetter(stock_only)(args)}"
         remedy = f"set that to {STOCK_ONLY[stock_only]}, or --actor.update to stock"
         yield Finding.of(args, "actor.update", problem, remedy)
+    if args.algo.mask_truncated and not is_selective(args):
+        yield Finding.of(args, "algo.mask_truncated", "needs the selective update", f"take {_SELECTIVE_NEEDS}")
     if args.actor.fill_memory:
         if not is_selective(args):
             yield Finding.of(args, "actor.fill_memory", "is for the selective update", "leave it out")

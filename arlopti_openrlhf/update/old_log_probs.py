@@ -81,7 +81,8 @@ def compute(
 ) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
-    A collective call: under ZeRO-3 the ranks compute together, and one that has nothing left computes a stand-in.
+    A sample without a response token is not computed. A collective call: under ZeRO-3 the ranks compute together, and
+    one that has nothing left computes a stand-in.
 
     Args:
         actor: the policy, a text model.

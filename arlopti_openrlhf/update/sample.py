@@ -52,6 +52,24 @@ def numbered(items: Iterable[Experience]) -> list[Sample]:
     return samples
 
 
+def without_truncated(samples: Iterable[Sample]) -> list[Sample]:
+    """Return the samples with those that generation truncated cut behind their prompts, without a response token.
+
+    So no forward pass computes them, no loss or denominator counts them, and the plan gives them no room.
+    """
+    return [_cut(sample) if sample.truncated is not None and sample.truncated.any() else sample for sample in samples]
+
+
+def _cut(sample: Sample) -> Sample:
+    surplus = sample.length - sample.prompt_length - 1
+    names = [
+        name for name, value in vars(sample).items() if Experience.is_step_tensor_field(name) and value is not None
+    ]
+    parts = {name: vars(sample)[name] for name in names}
+    parts = {name: value[: len(value) - surplus] for name, value in parts.items()}
+    return replace(sample, **parts | {"action_mask": torch.zeros_like(parts["action_mask"])})
+
+
 def by_prompt(samples: Iterable[Sample]) -> list[list[Sample]]:
     """Group samples by their prompts, in the order in which these come first."""
     groups: dict[int, list[Sample]] = {}

@@ -29,6 +29,7 @@ class Settings:
     scope: str = "batch"  # the order of the passes (`plan.in_order`): "batch" or "minibatch"
     statistics: str = "bins"  # by probability: in "bins", or "off"
     checkpointing: str = "auto"  # of gradients, where OpenRLHF's flag enables it: "auto", or "whole" as OpenRLHF
+    masks_truncated: bool = False  # whether answers that generation truncated are left out
     fills_memory: bool = False  # whether micro-batches take what is free, and not as many samples as the user says
 
     @classmethod
@@ -42,6 +43,7 @@ class Settings:
             scope=args.algo.lopti.scope,
             statistics=args.logger.probability_stats,
             checkpointing=args.actor.gradient_checkpointing_level,
+            masks_truncated=args.algo.mask_truncated,
             fills_memory=args.actor.fill_memory,
         )
 
@@ -62,6 +64,8 @@ class Settings:
             if readers := [m.name for m in loaded if m.needs_entropies or m.divides_by_kept]:
                 what = "read entropies or divide by the tokens that they keep"
                 raise ValueError(f"token methods that {what} ({', '.join(readers)}) need the selective update")
+            if self.masks_truncated:
+                raise ValueError("--algo.mask_truncated needs the selective update")
             if self.scope != "batch":
                 raise ValueError(f"--algo.lopti.scope {self.scope} needs the selective update")
         elif flag := needs_stock_update(args):

@@ -17,7 +17,7 @@ from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, micro_ba
 from arlopti_openrlhf.update.micro_batches import is_idle, micro_batches
 from arlopti_openrlhf.update.plan import MiniBatch, Planner, in_order
 from arlopti_openrlhf.update.ranks import Ranks
-from arlopti_openrlhf.update.sample import PassWeights, Sample, numbered, stand_in
+from arlopti_openrlhf.update.sample import PassWeights, Sample, numbered, stand_in, without_truncated
 from arlopti_openrlhf.update.settings import Settings
 from arlopti_openrlhf.update.token_statistics import UpdateStatistics
 from arlopti_openrlhf.update.token_weights import TokenWeights
@@ -75,6 +75,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             (`UpdateStatistics.metrics`).
         """
         samples = numbered(self.replay_buffer.items)
+        if self.settings.masks_truncated:
+            samples = without_truncated(samples)
         self.replay_buffer.items = [*samples]
         if self.actor.shortcuts is None:
             longest = max(samples, key=lambda sample: sample.length, default=stand_in())
@@ -97,8 +99,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         known = self.token_weights.knows_nothing
         if not (self.token_weights.methods and self.first_pass_gives_old_log_probs):
             if self.token_weights.needs_entropies:
-                batches = self.planner.without_gradient(samples)
-                old_log_probs.compute(self.actor, batches, self.ranks, with_distributions=True)
+                self._compute_old_log_probs(samples)
             known = self.token_weights.learn(samples, self.ranks)
             self._weigh(samples, known)
 
@@ -134,11 +135,19 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
 
     def _learn_the_others(self, samples: list[Sample], first: MiniBatch) -> None:
         """Compute log π_old of all samples but those of the first mini-batch whose forward will give it."""
-        given = [sample for sample in first.samples if not is_idle(sample.advantages, self.args)]
+        given = [s for s in first.samples if s.action_mask.any() and not is_idle(s.advantages, self.args)]
         others = [sample for sample in samples if not any(sample is own for own in given)]
-        batches = self.planner.without_gradient(others)
-        old_log_probs.compute(self.actor, batches, self.ranks, self.token_weights.needs_entropies)
+        self._compute_old_log_probs(others)
         self._weigh(others, self.token_weights.knows_nothing)
+
+    def _compute_old_log_probs(self, samples: Sequence[Sample]) -> None:
+        """Compute log π_old of samples, and the entropies if a method asks for them. A collective call."""
+        answered = [sample for sample in samples if sample.action_mask.any()]
+        for sample in samples:
+            if not sample.action_mask.any():
+                sample.action_log_probs = torch.zeros(sample.action_mask.shape)
+        batches = self.planner.without_gradient(answered)
+        old_log_probs.compute(self.actor, batches, self.ranks, self.token_weights.needs_entropies)
 
     def _pass(
         self,
@@ -163,7 +172,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         engine, samples = self.actor.model, mini_batch.samples
         counted = [sample.action_mask if is_first else sample.weights.counted[index] for sample in samples]
         num_tokens, *totals = self.ranks.sum(0 if is_first else _num_updated(samples, index), *_totals(counted))
-        if not (num_tokens or is_first):
+        if not (totals[0] if is_first else num_tokens):
             optimizer_steps.pass_over(engine, self.actor_scheduler)
             self._average_weights()
             return 0, {}

@@ -4,7 +4,7 @@
 #
 #   METHOD="none ar lopti both" SEEDS=42 bash examples/scripts/sweep.sh bash examples/scripts/train_kk.sh
 #   METHOD=ar ALPHAS="0.1 0.3" SEEDS="1 2 3" bash examples/scripts/sweep.sh bash examples/scripts/train_kk.sh
-#   python -m arlopti_openrlhf.cli.analyze --runs "α 0.3=outputs/sweep/ar-alpha-0.3-seed-1/tensorboard,..." --out sweep
+#   arlopti analyze --runs "α 0.3=outputs/sweep/ar-alpha-0.3-seed-1/tensorboard,..." --out sweep
 set -euo pipefail
 
 METHOD=${METHOD:-both}  # none, ar, lopti, both, or several of them

@@ -2,10 +2,10 @@
 # The paper's Knights-and-Knaves run (arXiv 2505.12929, Tables 2 and 3) on one node with 4 GPUs of 80 GB.
 #
 # Data: the authors' files of 3 to 7 people (git clone https://github.com/zhyang2226/AR-Lopti). Prompts keep their text:
-#   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/kk/instruct/merge_34567ppl/train.parquet --prompt-format text --out data/kk/train.jsonl
-#   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/kk/instruct/[3-7]ppl/test_new.parquet --prompt-format text --out data/kk/test.jsonl
+#   arlopti data --from AR-Lopti/data/kk/instruct/merge_34567ppl/train.parquet --prompt-format text --out data/kk/train.jsonl
+#   arlopti data --from AR-Lopti/data/kk/instruct/[3-7]ppl/test_new.parquet --prompt-format text --out data/kk/test.jsonl
 # or new puzzles, 900 and 100 for each number of people as in the authors' files:
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
+#   arlopti data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 #
 # Then, from the repository's root:
 #   bash examples/scripts/train_kk.sh

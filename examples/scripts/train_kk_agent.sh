@@ -6,13 +6,13 @@
 #   bash examples/scripts/train_kk_agent.sh --train.agent_func_path my_agent.py
 #
 # Data: new puzzles of 3 to 7 people.
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
+#   arlopti data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec arlopti train \
   "${grpo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

@@ -6,7 +6,7 @@
 #   PARTIAL=1 bash examples/scripts/train_kk_async.sh
 #
 # Data: new puzzles of 3 to 7 people.
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
+#   arlopti data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
@@ -17,7 +17,7 @@ if [ "${PARTIAL:-0}" = 1 ]; then
   partial_flags=(--train.partial_rollout_enable)
 fi
 
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec arlopti train \
   "${grpo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

@@ -5,14 +5,14 @@
 #   METHOD=ar ALPHA=0.1 bash examples/scripts/train_kk_critic.sh
 #
 # Data: new puzzles of 3 to 7 people.
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
+#   arlopti data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 # The critic starts as the policy with a new head, and learns alone for the first ten steps.
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec arlopti train \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \
   "${hybrid_flags[@]}" \

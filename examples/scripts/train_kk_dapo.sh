@@ -6,7 +6,7 @@
 #   METHOD=lopti bash examples/scripts/train_kk_dapo.sh
 #
 # Data: new puzzles of 3 to 7 people.
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
+#   arlopti data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
@@ -14,7 +14,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 # Dynamic sampling leaves out prompts whose answers are all right or all wrong. The penalty grows over the last 1,024
 # of 4,096 tokens. Importance weights between the two engines are cut at 2.
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec arlopti train \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \
   "${hybrid_flags[@]}" \

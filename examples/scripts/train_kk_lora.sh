@@ -6,14 +6,14 @@
 #   bash examples/scripts/train_kk_lora.sh --ds.lora.rank 64 --ds.lora.alpha 128
 #
 # Data: new puzzles of 3 to 7 people.
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
+#   arlopti data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-7B-Instruct}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 # An adapter takes a higher learning rate than all weights do. Its checkpoints are small, whole models are not saved.
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec arlopti train \
   "${grpo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

@@ -3,12 +3,12 @@
 # machine that the nodes reach:
 #
 #   (umask 077 && openssl rand -hex 32 >reward_token)    # and copy it to the nodes
-#   python -m arlopti_openrlhf.cli.serve_rewards --grader kk --host 0.0.0.0 --port 5000 --token-file reward_token
+#   arlopti serve --grader kk --host 0.0.0.0 --port 5000 --token-file reward_token
 #   export REWARD_TOKEN=$(cat reward_token)
 #   REWARD_URL='http://rewards:5000/${REWARD_TOKEN}/get_reward' bash examples/scripts/train_kk_server.sh
 #
 # Data: new puzzles of 3 to 7 people.
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
+#   arlopti data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-3B-Instruct}
@@ -16,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 REWARD_URL=${REWARD_URL:-http://127.0.0.1:5000/get_reward}
 
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec arlopti train \
   "${grpo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

@@ -7,7 +7,7 @@
 #   GPUS=2 MODEL=Qwen/Qwen2.5-1.5B-Instruct bash examples/scripts/train_kk_small.sh
 #
 # Data: new puzzles of 2 and 3 people.
-#   python -m arlopti_openrlhf.cli.prepare_data --generate --people 2 3 --train 2000 --test 100 --prompt-format text --out data/kk
+#   arlopti data --generate --people 2 3 --train 2000 --test 100 --prompt-format text --out data/kk
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
@@ -16,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 GPUS=${GPUS:-1}
 
 # The optimizer is in the memory of the machine, and costs an update some time.
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec arlopti train \
   "${grpo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

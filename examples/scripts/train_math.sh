@@ -4,8 +4,8 @@
 # Data: the authors' files (git clone https://github.com/zhyang2226/AR-Lopti), which are DSR-Uniform without the test sets'
 # problems (or --dataset orz, with EPOCHS=1) and the test sets. Prompts are plain text, because a base model has no chat
 # template to follow.
-#   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/math/MATH-500.parquet AR-Lopti/data/deepscaler/minerva_dsr.parquet AR-Lopti/data/deepscaler/olympiad_bench_dsr.parquet AR-Lopti/data/deepscaler/amc_dsr.parquet AR-Lopti/data/deepscaler/aime_dsr.parquet --prompt-format text --out data/math/test.jsonl
-#   python -m arlopti_openrlhf.cli.prepare_data --from AR-Lopti/data/deepscaler_c/deepscaler_uniform_train.parquet --exclude data/math/test.jsonl --prompt-format text --out data/math/train.jsonl
+#   arlopti data --from AR-Lopti/data/math/MATH-500.parquet AR-Lopti/data/deepscaler/minerva_dsr.parquet AR-Lopti/data/deepscaler/olympiad_bench_dsr.parquet AR-Lopti/data/deepscaler/amc_dsr.parquet AR-Lopti/data/deepscaler/aime_dsr.parquet --prompt-format text --out data/math/test.jsonl
+#   arlopti data --from AR-Lopti/data/deepscaler_c/deepscaler_uniform_train.parquet --exclude data/math/test.jsonl --prompt-format text --out data/math/train.jsonl
 #
 # Then, from the repository's root (the paper recommends either method alone):
 #   METHOD=ar bash examples/scripts/train_math.sh
@@ -23,7 +23,7 @@ alpha=${ALPHA:-0.1}
 source "$(dirname "${BASH_SOURCE[0]}")/paper_settings.sh"
 
 # A rollout batch is 128 questions x 8 answers, two updates of 512 samples each.
-exec python -m arlopti_openrlhf.cli.train_ppo_ray \
+exec arlopti train \
   "${grpo_flags[@]}" \
   "${method_flags[@]}" \
   "${paper_flags[@]}" \

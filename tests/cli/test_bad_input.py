@@ -90,6 +90,12 @@ def refused(place, monkeypatch, capsys):
         ),
         ("evaluate --model model --data data.jsonl --out file", "{}/file is a file, not a folder"),
         ("evaluate --model model --data empty --out o", "Is a directory: 'empty'"),
+        (
+            "evaluate --model nope --data data.jsonl --out o",
+            "nope: it is neither a folder nor in the hub's cache, and",
+        ),
+        ("analyze --model nope --data data.jsonl --out o", "nope: it is neither a folder nor in the hub's cache, and"),
+        ("evaluate --model model --data data.jsonl --data.label_key answer --out o", "line 1: a row has no answer"),
         ("evaluate --model model --data torn.jsonl --out o", "argument --data: torn.jsonl, line 2: "),
         ("evaluate --model model --data unlabelled.jsonl --out o", "unlabelled.jsonl, line 1: a row has no label"),
         ("evaluate --model model --data unreadable.jsonl --out o", "unreadable.jsonl, line 2: a solution is numbered"),

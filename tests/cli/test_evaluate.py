@@ -143,6 +143,17 @@ def test_an_own_reward_grades_as_in_a_training(scores, measure, run, tmp_path, c
     assert run() == by_rule  # and none of the reward's answers
 
 
+def test_rows_have_the_keys_of_a_training(run, tmp_path):
+    """Without a datasource they are of OpenRLHF's, "default"."""
+    rows = [{"question": row["prompt"], "answer": row["label"], "datasource": row["datasource"]} for row in problems()]
+    for row in rows:
+        if row["datasource"] == "sums":
+            del row["datasource"]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    measured = run("--data.input_key", "question", "--data.label_key", "answer")
+    assert measured.keys() == {"kk_2ppl", "default"} and measured["default"]["accuracy"]["value"] == 1
+
+
 @pytest.mark.parametrize(
     ("source", "status", "said"),
     [

@@ -55,7 +55,6 @@ def test_nothing_is_wrong(flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--algo.token_method nope", "--algo.token_method nope: nope: there is no such token method"),
         (
             "--algo.ar.alpha 0.3 --algo.token_method_args ar.alpha=0.2",
             "--algo.token_method ar: ar.alpha=0.2: ar.alpha is given as 0.3 already",

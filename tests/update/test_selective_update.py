@@ -224,6 +224,47 @@ def test_nothing_is_computed_that_is_known(tiny_model):
     assert sorted(idle.forwards) == sorted([(False, n) for n in tokens[:1]] + [(True, 1), (True, tokens[1])])
 
 
+MASKED = {"algo.mask_truncated": True}
+
+
+def truncated(batch: list, *indices: int) -> list:
+    """Return the batch with those answers cut off at the token limit. Their log-probs must not show anywhere."""
+    for i, sample in enumerate(batch):
+        sample.truncated = torch.tensor([i in indices])
+        if i in indices:
+            for row in (sample.base_action_log_probs, sample.advantages):
+                row.fill_(50.0)
+    return batch
+
+
+@pytest.mark.parametrize("variant", ["grpo", "seq-mean", "gspo", "AR", "Lopti, entropy", "Lopti, no KL term"])
+def test_truncated_answers_are_out_of_the_loss_and_its_denominators(at_one_theta, variant):
+    """The gradient is that of OpenRLHF's own loop on a rollout batch in which these answers have no token."""
+    cut = (0, 1, 2, 3, 6, 13)  # a whole prompt, and two answers of others
+    plain, selective = at_one_theta
+    overrides = {"algo.kl.use_loss": True, "algo.kl.init_coef": 0.1} | PLAIN_GRPO | VARIANTS[variant]
+    is_stock = not (overrides["algo.ar.alpha"] or overrides["algo.lopti.eta"])
+    without = experiences(seed=1, empty=cut, samples_per_prompt=4)
+    expected = plain.run(without, overrides | {"algo.mask_truncated": False}, on_policy=True, stock=is_stock)
+    batch = truncated(experiences(seed=1, samples_per_prompt=4), *cut)
+    result = selective.run(batch, overrides | MASKED, on_policy=True)
+    for ours, theirs in zip(result.gradients, expected.gradients, strict=True):
+        assert relative_distance(ours, theirs) < 1e-5
+    assert_no_nan(result.status)
+    assert result.status["truncated"] == pytest.approx(len(cut) / SAMPLES)
+
+
+def test_a_mini_batch_of_truncated_answers_takes_no_step_and_computes_no_answer(tiny_model):
+    group = Group(flags(tiny_model, "--train.batch_size", str(SAMPLES // 2)), selective=True)
+    batch = truncated(experiences(seed=1, samples_per_prompt=4), *range(SAMPLES))
+    group.run(batch, PLAIN_GRPO, on_policy=True)  # the actor checks itself, once
+    for overrides in (PLAIN_GRPO, LOPTI, LOPTI | {"algo.lopti.quantile": 0.3, "algo.lopti.eta": None}):
+        result = group.run(batch, overrides | MASKED, on_policy=True)
+        assert (result.steps, result.gradients) == (0, [])
+        assert max((tokens for _, tokens in result.forwards), default=0) <= 64  # of `stand_in`
+        assert_no_nan(result.status)
+
+
 @pytest.mark.parametrize("scope, more", [("batch", {}), ("minibatch", {}), ("batch", WITHOUT_KL)])
 def test_two_mini_batches_and_two_epochs(tiny_model, scope, more):
     """The weights move: off-policy passes need the old log-probs of the weights that sampled."""

@@ -81,7 +81,7 @@ class _BadLabel(ValueError):
 
 
 def read_file(path: str | Path, prompt_format: str) -> Iterator[Read]:
-    """Yield the rows of a published verl-style parquet file, or of a file that `prepare_data` wrote.
+    """Yield the rows of a published verl-style parquet file, or of a file that `arlopti data` wrote.
 
     verl's files have the columns `prompt`, `reward_model` (whose `ground_truth` is read) and `data_source`; K&K's also
     have `names`. All turns of a prompt are kept. With the format "text", a single turn is its text to the letter. In

@@ -1,14 +1,18 @@
-"""Read what is evaluated: models by name or folder, and the problems that `cli.prepare_data` wrote."""
+"""Read what is evaluated: models by name or folder, and the problems that `arlopti data` wrote."""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from arlopti_openrlhf import terminal
 from arlopti_openrlhf.grading.sources import reward_of
+from arlopti_openrlhf.ops.preflight.model import local_folder
 
 Row = dict[str, Any]  # prompt, label, datasource
+ADAPTER = "adapter_config.json"  # in the folder of a LoRA adapter
+_PATIENCE = 10.0  # seconds for an answer of the hub
 
 
 def natural_key(name: str) -> list[int | str]:
@@ -24,7 +28,7 @@ def expand_models(values: Sequence[str], last: int | None = None) -> dict[str, s
     and of rows in tables, so no two may be alike.
 
     Raises:
-        ValueError: a directory holds no model, or two models have one name.
+        ValueError: a directory holds no model, two models have one name, or a model is neither here nor on the hub.
     """
     found: list[tuple[str, str]] = []
     for value in values:
@@ -32,7 +36,7 @@ def expand_models(values: Sequence[str], last: int | None = None) -> dict[str, s
         inside = sorted((folder.parent for folder in path.glob("*/config.json")), key=lambda f: natural_key(f.name))
         if not path.is_dir():
             found.append((value.rsplit("/", 1)[-1], value))
-        elif (path / "config.json").exists():
+        elif (path / "config.json").exists() or (path / ADAPTER).exists():
             found.append((path.absolute().name, value))
         elif inside:
             found += [(folder.name, str(folder)) for folder in inside[-(last or 0) :]]
@@ -42,14 +46,32 @@ def expand_models(values: Sequence[str], last: int | None = None) -> dict[str, s
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"argument --model: two models have one name: {', '.join(twice)}")
+    for _, model in found:
+        _ask_hub(model)
     return dict(found)
 
 
-def encode(tokenizer, prompts: Sequence[str | list[dict]]) -> tuple[list[str], list[list[int]]]:
+def _ask_hub(model: str) -> None:
+    """Raise ValueError if a model is neither a folder nor in the hub's cache, and the hub does not show it."""
+    if local_folder(model):
+        return
+    import huggingface_hub
+
+    try:
+        huggingface_hub.model_info(model, timeout=_PATIENCE)
+    except Exception as error:  # the hub's own errors, and those of the connection
+        why = terminal.one_line((str(error).splitlines() or [""])[0])
+        problem = "it is neither a folder nor in the hub's cache, and the hub cannot be asked for it"
+        raise ValueError(f"argument --model {model}: {problem}: {type(error).__name__}: {why}") from None
+
+
+def encode(
+    tokenizer, prompts: Sequence[str | list[dict]], template: Mapping[str, Any] | None = None
+) -> tuple[list[str], list[list[int]]]:
     """Return prompts as final texts and as token ids, as OpenRLHF gives them to vLLM.
 
-    Texts are taken as they are, and chat messages get the tokenizer's chat template. The text then already holds every
-    special token.
+    Texts are taken as they are, and chat messages get the tokenizer's chat template with the arguments in `template`.
+    The text then already holds every special token.
 
     Raises:
         ValueError: the model has no chat template, or it does not take the messages, such as a system text.
@@ -58,12 +80,12 @@ def encode(tokenizer, prompts: Sequence[str | list[dict]]) -> tuple[list[str], l
         texts = [
             prompt
             if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **(template or {}))
             for prompt in prompts
         ]
     except Exception as error:  # a template raises what it likes
         name = tokenizer.name_or_path
-        raise ValueError(f"{name}: its chat template does not render the prompts: {error}") from None
+        raise ValueError(f"argument --model: {name}: its chat template does not render the prompts: {error}") from None
     return texts, tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
@@ -96,23 +118,28 @@ def read_records(file: str) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{file}, line {number}: {error}") from None
 
 
-def read_rows(files: Sequence[str], by_source: bool = True) -> list[Row]:
+def read_rows(
+    files: Sequence[str], by_source: bool = True, input_key: str = "prompt", label_key: str = "label"
+) -> list[Row]:
     """Return the rows of JSON lines or parquet, in the order of the files.
 
     Args:
         files: their paths.
         by_source: the rule of each row's source grades, and its grader reads every label here.
+        input_key, label_key: where rows have the prompt and the label. They get these as `prompt` and `label`, and
+            OpenRLHF's datasource "default" if they have none.
 
     Raises:
-        OSError, ValueError: a file cannot be read, there is no row, or one lacks prompt, label or datasource, or has a
-            label that its grader cannot read.
+        OSError, ValueError: a file cannot be read, there is no row, or one lacks prompt or label, or has a label that
+            its grader cannot read.
     """
     rows = []
     for where, row in (record for file in files for record in read_records(file)):
-        names = ("prompt", "label", "datasource")
-        missing = [n for n in names if not isinstance(row, dict) or row.get(n) in (None, "", [])]
+        missing = [n for n in (input_key, label_key) if not isinstance(row, dict) or row.get(n) in (None, "", [])]
         if missing:
             raise ValueError(f"{where}: a row has no {', '.join(missing)}: {json.dumps(row, default=str)[:100]}")
+        own = {"prompt": row[input_key], "label": row[label_key], "datasource": row.get("datasource") or "default"}
+        row = row | own
         if not isinstance(row["datasource"], str):
             raise ValueError(f"{where}: its datasource is not text: {row['datasource']!r}")
         try:

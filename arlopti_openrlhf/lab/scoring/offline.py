@@ -6,7 +6,7 @@ Responses are written as they come, so an evaluation that was interrupted contin
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ class Settings(NamedTuple):
     greedy: bool  # whether every problem is also answered once at temperature 0
     max_new_tokens: int
     seed: int
+    template: Mapping[str, Any] = {}  # arguments of the chat template
 
 
 class Job(NamedTuple):
@@ -43,7 +44,7 @@ class Job(NamedTuple):
 def evaluate(
     name: str, model: str, rows: Sequence[Row], settings: Settings, out: Path, reward: OwnReward | None = None
 ) -> None:
-    """Answer and grade every row that `cli.prepare_data` wrote, with the model of that name.
+    """Answer and grade every row that `arlopti data` wrote, with the model of that name.
 
     The folder gets NAME.responses.jsonl, with every response, and NAME.json, with the measures. Without a reward, the
     rule of each row's source grades.
@@ -57,6 +58,7 @@ def evaluate(
         if settings.greedy and all(way.temperature for way in ways):
             jobs.append(Job(i, 1, 0.0))
     version = [version_of(model), settings.max_new_tokens, settings.seed, *([reward.version] if reward else [])]
+    version += [dict(settings.template)] if settings.template else []
     keys = {job: _key(rows[job.row], job, version) for job in jobs}
 
     # What an earlier run with the same model and settings has answered is kept.
@@ -73,8 +75,9 @@ def evaluate(
             chunk, open_jobs = open_jobs[:size], open_jobs[size:]
             prompts = [rows[job.row]["prompt"] for job in chunk]
             asked = [(job.n, job.temperature) for job in chunk]
-            whole = {"with_end": True} if reward else {}
-            answered = list(generate(engine, prompts, asked, settings.max_new_tokens, **whole))
+            more: dict = {"with_end": True} if reward else {}
+            more |= {"template": settings.template} if settings.template else {}
+            answered = list(generate(engine, prompts, asked, settings.max_new_tokens, **more))
             texts = [(prompt, [response.text for response in output.outputs]) for prompt, output in answered]
             grades = grade_all([rows[job.row] for job in chunk], texts, reward)
             with open(path, "a", encoding="utf-8") as file:
@@ -206,15 +209,17 @@ def generate(
     sampling: Sequence[tuple[int, float]],
     max_new_tokens: int,
     with_end: bool = False,
+    template: Mapping[str, Any] | None = None,
 ) -> list[tuple[str, Any]]:
     """Return the final text of each prompt and vLLM's `RequestOutput`, in the order of the prompts.
 
     `sampling` has, for each prompt, the number of responses and their temperature. With `with_end` the text of a
-    response has the token that ends it, as in what a training's reward gets.
+    response has the token that ends it, as in what a training's reward gets. `template` has arguments of the chat
+    template.
     """
     from vllm import SamplingParams
 
-    texts, token_ids = encode(engine.get_tokenizer(), prompts)
+    texts, token_ids = encode(engine.get_tokenizer(), prompts, template)
     inputs = [{"prompt_token_ids": ids} for ids in token_ids]
     parameters = [
         SamplingParams(

@@ -154,7 +154,7 @@ def _load_tokenizer(args: SimpleNamespace) -> "PreTrainedTokenizerBase | None":
     """Return the actor's tokenizer, or None where there is none. The check of the model says so."""
     folder = local_folder(args.actor.model_name_or_path)
     try:
-        return load_tokenizer(folder) if folder else None
+        return prompt_text.with_arguments(load_tokenizer(folder), args.data.chat_template_args) if folder else None
     except Exception:  # transformers raises anything
         return None
 
@@ -166,6 +166,11 @@ def _template(args: SimpleNamespace, tokenizer: "PreTrainedTokenizerBase | None"
 def _check_all_prompts(sets: Sequence[DataSet], args: SimpleNamespace) -> Iterator[Finding]:
     """Report prompts that are missing, cannot be rendered, are too long, or not what the model was made for."""
     tokenizer = _load_tokenizer(args)
+    flag, given = "data.chat_template_args", args.data.chat_template_args
+    if given and not args.data.apply_chat_template:
+        yield Finding.of(args, flag, "no chat template is applied", "add --data.apply_chat_template")
+    elif given and tokenizer and (names := ", ".join(prompt_text.not_in_template(tokenizer, given))):
+        yield Finding.of(args, flag, f"the model's chat template does not read {names}", "correct the name")
     where: list[tuple[str, Row]] = []
     texts: list[str] = []
     for data in sets:

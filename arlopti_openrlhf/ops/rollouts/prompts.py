@@ -34,6 +34,7 @@ def prepare_datasets(strategy, tokenizer) -> tuple["Prompts", Any, int]:
         ValueError: there would be no optimizer step. Upstream would save the model as it came.
     """
     args = strategy.args
+    prompt_text.with_arguments(tokenizer, args.data.chat_template_args)
     loader, eval_loader, max_steps = _upstream_datasets(strategy, tokenizer)
     if not max_steps:
         raise ValueError(

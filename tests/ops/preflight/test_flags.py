@@ -68,6 +68,7 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--train.micro_batch_size 5", "--train.batch_size", "micro-batches of 5 on 1 ranks of actor"),
         ("--algo.ar.alpha 0.3 --train.micro_batch_size 5", "--train.batch_size", "give a multiple of 5"),
         ("--actor.fill_memory", "--actor.fill_memory", "is for the selective update"),
+        ("--algo.mask_truncated --actor.update stock", "--algo.mask_truncated", "needs the selective update"),
         (
             "--algo.ar.alpha 0.3 --actor.fill_memory --train.dynamic_batch_enable",
             "--actor.fill_memory",

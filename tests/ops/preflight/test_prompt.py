@@ -3,15 +3,22 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from arlopti_testing.preflight_command import changed
+from openrlhf.utils.config import hierarchize
 from tokenizers import Tokenizer, processors
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
+from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.lab.data import knights_knaves
+from arlopti_openrlhf.lab.scoring.inputs import encode
 from arlopti_openrlhf.ops.preflight import data
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer
+from arlopti_openrlhf.ops.rollouts.prompt_text import template_arguments
+from arlopti_openrlhf.ops.rollouts.prompts import prepare_datasets
 
 QUIZ = "Who is a knight?"
 TEXT, CHAT = knights_knaves.chatml(QUIZ), knights_knaves.messages(QUIZ)
@@ -187,3 +194,29 @@ def test_tools_of_a_row(check, folder, tmp_path):
     [found] = check(CHAT, **flags)[0]
     assert found.startswith("--data.apply_chat_template True: ") and "does not give the row's tools" in found
     assert check(CHAT)[0] == []
+
+
+@pytest.mark.parametrize("given", [[], ["enable_thinking=false"]])
+def test_run_dry_run_and_evaluation_give_the_template_the_same_arguments(check, folder, tmp_path, given):
+    """As Qwen3's template reads this one."""
+    thinks = "{% if enable_thinking is defined and enable_thinking is false %}{% else %}<think>{% endif %}"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}" + thinks)
+    expected = QUIZ if given else f"{QUIZ}<think>"
+    findings, described = check([{"role": "user", "content": QUIZ}], data__chat_template_args=given)
+    assert repr(expected) in described and not [finding for finding in findings if "chat_template_args" in finding]
+    encoded, _ = encode(AutoTokenizer.from_pretrained(folder), [CHAT[-1:]], template_arguments(given))
+    assert encoded == [CHAT[-1]["content"] + expected.removeprefix(QUIZ)]
+    flags = f"--data.prompt_dataset {tmp_path}/d.jsonl --data.input_key prompt --data.apply_chat_template"
+    flags += " --rollout.n_samples_per_prompt 1 --rollout.batch_size 1 --train.batch_size 1"
+    args = hierarchize(parse([*flags.split(), *(["--data.chat_template_args", *given] if given else [])]))
+    strategy = SimpleNamespace(args=args, print=print, is_rank_0=lambda: False)
+    strategy.setup_dataloader = lambda data, *_, **__: DataLoader(data, batch_size=1)
+    loader, _, _ = prepare_datasets(strategy, AutoTokenizer.from_pretrained(folder))
+    assert loader.loader.dataset.prompts == [expected]
+
+
+def test_an_argument_that_the_template_does_not_read_is_an_error(check):
+    [finding] = check(CHAT, data__chat_template_args=["enable_thinkin=false"])[0]
+    assert finding.startswith("!--data.chat_template_args") and "does not read enable_thinkin" in finding
+    [finding] = check(TEXT, data__chat_template_args=["enable_thinking=false"], **PLAIN)[0]
+    assert "no chat template is applied" in finding
