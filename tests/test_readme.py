@@ -7,12 +7,16 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from openrlhf.models import PolicyLoss
 
 from arlopti_openrlhf.cli import main, train_ppo_ray
 from arlopti_openrlhf.cli.flags import TABLES
 from arlopti_openrlhf.grading.reward_answers import normalise
+from arlopti_openrlhf.token_update import advantage_weights
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "benchmarks/README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
@@ -106,17 +110,37 @@ def test_the_results_of_the_page_are_those_of_the_csv_files():
         assert known and {*row} - {*names, ""} <= set().union(*known), row
 
 
-def test_the_readme_begins_with_the_price_and_with_what_is_not_shown():
-    """Before the drawings and the commands, one item each. The figures are those of the page on costs."""
+def test_the_readmes_first_screen():
+    """The idea as code, the flags and the engine with its figures, in 200 words, then what is shown and what is not."""
     first = text_of("README.md").split("![")[0]
-    assert len(first.splitlines()) < 25 and re.findall(r"^- \*\*(.+?)\.\*\*", first, re.M) == [
-        "The price",
-        "Shown",
-        "Not shown",
-    ]
+    words = re.sub(r"```.*?```", "", first.split("- **Shown")[0], flags=re.DOTALL).split()
+    assert len(words) <= 200 and len(first.splitlines()) < 45
+    assert re.findall(r"^- \*\*(.+?)\.\*\*", first, re.M) == ["Shown", "Not shown"]
     costs = dict(re.findall(r"^\| ([\w +]+) \| (0\.\d\d) \|", section("docs/costs.md", "Time"), re.M))
-    price = first.split("**The price.**")[1].split("\n- ")[0]
-    assert re.findall(r"0\.\d\d", price) == [costs["AR + Lopti"], costs["GRPO"]]
+    engine = first.split("**Without a method**")[1].split("\n- ")[0]
+    assert "--actor.update selective" in engine and "one optimizer step" in " ".join(engine.split())
+    assert re.findall(r"0\.\d\d", engine) == [costs["GRPO"], costs["AR + Lopti"]]
+
+
+def test_the_readmes_lines_have_the_updates_gradients():
+    """Of both passes, by the tokens' log-probs, where the policy has moved and some tokens are clipped."""
+    (code,) = blocks("README.md", "python")
+    generator = torch.Generator().manual_seed(0)
+    old = (0.02 + 0.97 * torch.rand(1, 48, generator=generator)).log()
+    theta = (old + 0.4 * torch.randn(1, 48, generator=generator)).requires_grad_()
+    advantages, found = torch.randn(1, 48, generator=generator), []
+    optimizer = SimpleNamespace(
+        zero_grad=lambda: setattr(theta, "grad", None), step=lambda: found.append(theta.grad.clone())
+    )
+    names = dict(torch=torch, old_log_probs=old, advantages=advantages, log_probs=lambda: theta, optimizer=optimizer)
+    exec(code, names | {"alpha": 0.3, "eta": 0.5, "eps": 0.2})
+    weights, low, mask = advantage_weights(old, 0.3), old.exp() < 0.5, torch.ones(1, 48, dtype=torch.long)
+    for gradient, group in zip(found, (low, ~low), strict=True):
+        log_probs = theta.detach().clone().requires_grad_()
+        held = torch.where(group, log_probs, old)
+        loss, *_ = PolicyLoss(0.2, 0.2)(held, old, advantages * weights * group, action_mask=mask)
+        loss.backward()
+        torch.testing.assert_close(gradient, log_probs.grad)
 
 
 def test_every_name_from_the_paper_to_the_code_exists():
@@ -128,7 +152,7 @@ def test_every_name_from_the_paper_to_the_code_exists():
 
 def test_the_tree_of_files_is_there():
     paths = tree_paths(re.search(r"```\n(.*?)```", section("docs/architecture.md", "The house"), re.DOTALL)[1])
-    assert "arlopti_openrlhf/update/step.py" in paths
+    assert "arlopti_openrlhf/update/loss.py" in paths
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing, f"the tree has {', '.join(missing)}"
     rooms = {path.parent.name for path in (ROOT / "arlopti_openrlhf").glob("*/__init__.py")}
