@@ -51,7 +51,7 @@ class Row(NamedTuple):
 # fmt: off
 TABLE = (
     # LoRA, before the method: its reference is computed by upstream's `forward`
-    Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.lora:BaseModel", LORA,
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "ops.lora:BaseModel", LORA,
         "gives the base model's log-probs"),
     # The methods, on OpenRLHF's loop or by the selective update
     Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "reference:ReferenceTrainer", REFERENCE,
@@ -68,7 +68,7 @@ TABLE = (
         "gives each rank whole prompts, with dynamic batches"),
     Row(_ASYNC, "TrainingActor", EXTENDS, "update.whole_prompts:WholePrompts", SELECTIVE,
         "gives each rank whole prompts, with dynamic batches"),
-    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "update.lora:MergedSync", LORA,
+    Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "ops.lora:MergedSync", LORA,
         "sends merged weights to vLLM"),
     # A machine without CUDA
     Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:PolicyActor", WITHOUT_CUDA,

@@ -16,7 +16,8 @@ from openrlhf.trainer import ppo_trainer
 
 from arlopti_openrlhf import bindings
 from arlopti_openrlhf.bindings import CARE, LORA, POLICY_IS_REFERENCE, REFERENCE, REPLACES, SELECTIVE, TABLE, Row
-from arlopti_openrlhf.update import lora, whole_prompts
+from arlopti_openrlhf.ops import lora
+from arlopti_openrlhf.update import whole_prompts
 
 PACKAGE = Path(bindings.__file__).parent
 EVERYTHING = {CARE, SELECTIVE, LORA, POLICY_IS_REFERENCE}

@@ -111,7 +111,7 @@ def test_the_results_of_the_page_are_those_of_the_csv_files():
 
 
 def test_the_readmes_first_screen():
-    """The idea as code, the flags and the engine with its figures, in 200 words, then what is shown and what is not."""
+    """The idea as code, the flags and the engine with its figures, in 200 words, then what is shown and not."""
     first = text_of("README.md").split("![")[0]
     words = re.sub(r"```.*?```", "", first.split("- **Shown")[0], flags=re.DOTALL).split()
     assert len(words) <= 200 and len(first.splitlines()) < 45

@@ -16,7 +16,7 @@ ENTRIES = (
      "buffer_cpu_offload eps_clip tokenizer dataloader_pin_memory vllm_engines **kwargs",
      "update.trainer.TokenUpdateTrainer"),
     (signature, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", "self",
-     "update.lora.MergedSync.broadcast_to_vllm"),
+     "ops.lora.MergedSync.broadcast_to_vllm"),
     (signature, LOSS, "PolicyLoss.forward",
      "self log_probs old_log_probs advantages action_mask rollout_log_probs dp_size batch_num_tokens "
      "global_batch_size", "update.loss.pass_policy_loss"),
@@ -62,7 +62,7 @@ ENTRIES = (
      "update.loss.pass_policy_loss"),
     (text, PPO_ACTOR, "ActorPPOTrainer.broadcast_to_vllm",
      "for n, p in model.named_parameters() if … param.shape if self.strategy.args.ds.zero_stage != 3 else "
-     "param.ds_shape … deepspeed.zero.GatheredParameters([param], enabled=", "update.lora.merged_parameters"),
+     "param.ds_shape … deepspeed.zero.GatheredParameters([param], enabled=", "ops.lora.merged_parameters"),
     (text, BUFFER, "NaiveReplayBuffer.__init__", "self.items: List[Experience] = []",
      "update.trainer.TokenUpdateTrainer._train"),
     (text, "openrlhf.utils.deepspeed.deepspeed", "", 'mesh_dim_names=("dp", "sp", "tp")', "update.ranks.Ranks"),
@@ -94,9 +94,9 @@ ENTRIES = (
      "advantages kl rewards scores response_length truncated total_length index prompts labels images mm_train_inputs "
      "info", "update.trainer.TokenUpdateTrainer"),
     (text, "peft.tuners.tuners_utils", "BaseTunerLayer", "return self._disable_adapters",
-     "update.lora.without_adapters"),
+     "ops.lora.without_adapters"),
     (text, "peft.tuners.lora.layer", "Linear.forward",
      "if self.disable_adapters: if self.merged: self.unmerge() result = self.base_layer(x, *args, **kwargs)",
-     "update.lora.without_adapters"),
+     "ops.lora.without_adapters"),
 )
 # fmt: on

@@ -16,7 +16,7 @@ MODULES = {
     "peft/__init__.py": "raise RuntimeError('imported')",
     "peft/tuners/tuners_utils.py": "class BaseTunerLayer:\n    def f(self):\n        return self._disable_adapters\n",
 }
-MOVED = ("peft.tuners.lora.layer.Linear.forward: the module is gone. Who depends on it: update.lora.without_adapters",)
+MOVED = ("peft.tuners.lora.layer.Linear.forward: the module is gone. Who depends on it: ops.lora.without_adapters",)
 
 
 def wheel(folder: Path, package: str, prefix: str = "") -> Path:

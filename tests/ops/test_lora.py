@@ -12,7 +12,7 @@ from openrlhf.trainer.ray import ppo_actor
 from peft import LoraConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from arlopti_openrlhf.update.lora import merged_parameters, without_adapters
+from arlopti_openrlhf.ops.lora import merged_parameters, without_adapters
 
 
 def lora_model(folder, dtype=torch.float32, targets="all-linear"):
