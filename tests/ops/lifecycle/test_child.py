@@ -1,11 +1,17 @@
 """The child of a run turns what ends it into last lines and an exit code, and tells its parent what goes on."""
 
+import fcntl
 import json
 import os
+import pty
+import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 
+import psutil
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
@@ -84,35 +90,59 @@ def test_an_actor_that_died_is_named_with_its_last_line():
     ]
 
 
-WAITS = """
-import os, socket, sys, time
+# A run on Ray, whose controller takes steps until it is asked to stop, or until an actor dies that nobody waits for.
+RUN = """
+import os, sys, time
 from pathlib import Path
-import ray
-from arlopti_openrlhf.ops.lifecycle import child
-from arlopti_openrlhf.ops.lifecycle.parent import Child
-child._LOOK = 1.0
-words = int(sys.argv[1])
-link = Child(socket.socket(), words)
-link.folder = Path("/nonexistent")
-link.wait_for_request = lambda: time.sleep(1000)
-with child._Run(link, str).ending():
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20)
+from types import SimpleNamespace
+from arlopti_openrlhf.ops.lifecycle.parent import Parent
 
-    @ray.remote(num_cpus=0)
-    class Engine:
-        def __init__(self, dies):
-            assert dies != "at start", "no memory for the cache"
+folder, dies = Path(sys.argv[1]), sys.argv[2]
 
-        def live(self, dies):
-            print("my last line", flush=True)
-            time.sleep(1)
-            os._exit(1)
+def train(link, again):
+    import ray
+    from arlopti_openrlhf.ops.lifecycle import child, cluster, progress, stopping
+    wandb = SimpleNamespace(key=None)
+    logger = SimpleNamespace(console="progress", wandb=wandb)
+    args = SimpleNamespace(
+        ckpt=SimpleNamespace(path=str(folder)), logger=logger, reward=SimpleNamespace(remote_url=None)
+    )
+    child._LOOK = 1.0
+    with child.of_run(link, args):
+        cluster.of_run(link, args)
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20)
 
-    ended = Engine.remote("")  # the run itself ends it
-    ray.kill(ended)
-    engine = Engine.remote(sys.argv[2])
-    engine.live.remote(sys.argv[2])  # nobody waits for it
-    time.sleep(300)
+        @ray.remote(num_cpus=0)
+        class Engine:
+            def __init__(self, dies):
+                assert dies != "at start", "no memory for the cache"
+
+            def live(self, dies):
+                print("my last line", flush=True)
+                time.sleep(1)
+                os._exit(1)
+
+        @ray.remote(num_cpus=0)
+        class Controller:
+            def fit(self):
+                stopping.set_training()
+                progress.say("prompts", progress.Prompts(64, 0))
+                for step in range(1, 1000):
+                    progress.say("step", progress.Step(step, step, "reward 1"))
+                    time.sleep(0.5)
+                    try:
+                        stopping.obey()
+                    except stopping.Interrupted:
+                        (folder / "saved").touch()
+                        raise
+
+        ray.kill(Engine.remote(""))  # the run itself ends it
+        if dies:
+            engine = Engine.remote(dies)
+            engine.live.remote(dies)  # nobody waits for it
+        ray.get(Controller.remote().fit.remote())
+
+sys.exit(Parent(5, 0, lambda: "").run(train))
 """
 
 
@@ -124,10 +154,28 @@ with child._Run(link, str).ending():
         ("at start", ["Engine cannot start", "no memory for the cache"]),
     ],
 )
-def test_an_actor_whose_death_nobody_waits_for_ends_the_run(dies, said):
-    words = os.memfd_create("last words")
-    command = [sys.executable, "-c", WAITS, str(words), dies]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, pass_fds=[words])
-    code, text, is_stop = json.loads(os.pread(words, 2**16, 0))
-    assert done.returncode == code == 1 and not is_stop
-    assert all(part in text for part in said), text
+def test_an_actor_whose_death_nobody_waits_for_ends_the_run(dies, said, tmp_path):
+    command = [sys.executable, "-c", RUN, str(tmp_path), dies]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and all(part in done.stderr for part in said), done.stderr
+
+
+@pytest.mark.whole_stack
+def test_ctrl_c_in_a_terminal_reaches_the_controller(tmp_path):
+    pid, terminal = pty.fork()
+    if not pid:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.execv(sys.executable, [sys.executable, "-c", RUN, str(tmp_path), ""])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    text, started = b"", []
+    try:
+        while part := os.read(terminal, 2**16):
+            text += part
+            if b"step 3 " in text and not started:
+                started = psutil.Process(pid).children(recursive=True)
+                os.write(terminal, b"\x03")
+    except OSError:  # a terminal ends so
+        pass
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130, text
+    assert (tmp_path / "saved").exists() and b"run stopped: SIGINT received" in text
+    assert len(started) > 5 and not any(process.is_running() for process in started)
