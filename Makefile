@@ -149,6 +149,10 @@ $(STACK):
 		echo "make setup: needs a C++ compiler (g++): DeepSpeed compiles its CPU optimizer" >&2
 		exit 1
 	fi
+	if ! $$python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+		echo "make setup: needs libnuma.so.1, as in the package libnuma1: vLLM links to it" >&2
+		exit 1
+	fi
 	rm -rf .venv
 	log=.venv/setup.log
 	install=".venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile"

@@ -1,17 +1,31 @@
+import os
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+# GitHub's workflows know where they run. Elsewhere OWNER is a placeholder.
+SERVER, NAME = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+REPOSITORY = f"{SERVER}/{NAME}" if SERVER and NAME else "https://github.com/OWNER/arlopti_openrlhf"
+
+
+def readme() -> str:
+    """Return README.md with absolute links, because a package index has none of the files that it links to."""
+    text = (HERE / "README.md").read_text("utf-8").replace("](../../actions/", f"]({REPOSITORY}/actions/")
+    text = re.sub(r"(!\[[^]]*\])\((?!\w+:|#)", rf"\1({REPOSITORY}/raw/main/", text)
+    return re.sub(r"(?<!\w)(\[[^]]*\])\((?!\w+:|#)", rf"\1({REPOSITORY}/blob/main/", text)
+
 
 setup(
     name="arlopti_openrlhf",
     # An import would fail, because the package's dependencies may not be there yet.
     version=re.search(r'__version__ = "(.+)"', (HERE / "arlopti_openrlhf/__init__.py").read_text("utf-8")).group(1),
     description="Advantage Reweighting and Low-Probability Token Isolation for OpenRLHF",
-    long_description=(HERE / "README.md").read_text("utf-8"),
+    long_description=readme(),
     long_description_content_type="text/markdown",
+    url=REPOSITORY,
+    project_urls={"Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md", "Issues": f"{REPOSITORY}/issues"},
     author="The maintainers of arlopti_openrlhf",
     license="Apache-2.0",
     classifiers=[

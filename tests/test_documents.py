@@ -1,5 +1,6 @@
 """The documents name only what exists, their links resolve, and the citation and the changelog are of this version."""
 
+import os
 import re
 import subprocess
 import sys
@@ -94,7 +95,18 @@ def test_the_packages_metadata_are_the_citations():
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     citation = yaml.safe_load(text_of("CITATION.cff"))
     assert said[:3] == [citation["authors"][0]["name"], citation["version"], citation["license"]]
-    assert "Typing :: Typed" in said and "http" not in "".join(said)  # there is no URL yet
+    assert "Typing :: Typed" in said and said[3] == "https://github.com/OWNER/arlopti_openrlhf"  # there is no URL yet
+
+
+def test_a_package_index_gets_absolute_links():
+    """A workflow's are those of its repository."""
+    own = {"GITHUB_SERVER_URL": "https://git.example", "GITHUB_REPOSITORY": "we/it"}
+    command = [sys.executable, "setup.py", "--long-description"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, check=True)
+    links = re.findall(r"\]\(([^)\s]+)\)", done.stdout)
+    assert len(links) > 20 and all(re.match("https://|#", link) for link in links)
+    prefix = "https://git.example/we/it"
+    assert {f"{prefix}/raw/main/docs/methods.svg", f"{prefix}/blob/main/docs/flags.md"} <= {*links}
 
 
 def test_the_changelog_has_this_version():

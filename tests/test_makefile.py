@@ -69,6 +69,11 @@ def setup(machine: Path) -> str:
         ),
         ("python3.11", '[[ "$2" == *include* ]] && echo /nowhere || exit 0', "needs Python's headers, as in the pack"),
         ("c++", None, "needs a C++ compiler (g++)"),
+        (
+            "python3.11",
+            f'[[ "$2" != *libnuma* ]] && exec {sys.executable} "$@"; exit 1',
+            "needs libnuma.so.1, as in the package libnuma1",
+        ),
     ],
 )
 def test_what_is_missing_is_said_before_the_old_environment_goes(machine, tool, body, message):
@@ -117,7 +122,16 @@ def test_the_weekly_workflow_calls_targets():
     starts, jobs = workflow("upstream")
     minute, hour, *days, weekday = schedule(starts)
     assert minute.isdigit() and hour.isdigit() and days == ["*", "*"] and weekday in "0123456"
-    assert commands(jobs) == ["make upstream", "make test PYTHON=python${{ matrix.python }}"]
+    lock = "pip install uv && python requirements/lock.py --upgrade"
+    assert commands(jobs) == [
+        "make upstream",
+        f"{lock} && make test",
+        f"{lock} --override requirements/newest.txt",
+        "make quickstart ARGS=--reduced",
+        "make test ARGS=tests/contract",
+        "make test PYTHON=python${{ matrix.python }}",
+    ]
+    assert jobs["newest"]["continue-on-error"] == "true" and "continue-on-error" not in jobs["today"]
     makefile = (ROOT / "Makefile").read_text("utf-8")
     assert "\nupstream: setup\n" in makefile and "\ntest: setup\n" in makefile
     assert jobs["pythons"]["strategy"]["matrix"]["python"] == ["3.12", "3.13"]  # the nightly one has 3.11
