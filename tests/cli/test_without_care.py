@@ -29,7 +29,7 @@ def start(monkeypatch):
 def test_upstream_gets_the_arguments_of_its_own_parser(start):
     args, _, has, _ = start()
     names = set(vars(args.algo)) | set(vars(args.logger)) | set(vars(args))
-    assert has is None and not names & {"ar", "lopti", "token_method", "console", "ops", "dry_run", "without_repair"}
+    assert not has and not names & {"ar", "lopti", "token_method", "console", "ops", "dry_run", "without_repair"}
     assert args.reward.remote_url == [str(Path(without_care.__file__).parents[1] / "grading/kk_reward.py")]
 
 

@@ -94,8 +94,40 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_to_the_bit(inputs, tmp
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+STEP = """
+import json, sys, torch
+from examples.in_one_process import FLAGS, Training, arguments
+inputs, update = sys.argv[1:]
+flags = "--rollout.batch_size 2 --train.batch_size 16 --train.micro_batch_size 4 --rollout.max_new_tokens 12 "
+flags += f"--algo.lopti.eta 0.004 --reward.remote_url {inputs}/reward.py --actor.model_name_or_path {inputs}/model "
+args = arguments([*FLAGS.split(), *flags.split(), "--actor.update", update])
+training = Training(args)
+torch.manual_seed(0)
+puzzles = [json.loads(line) for line in open(f"{inputs}/train.jsonl", encoding="utf-8")]
+print(json.dumps(training.step(puzzles[:2])))
+"""
+
+
+def test_the_examples_step_is_the_same_with_the_reference_and_the_selective_update(inputs):
+    found = []
+    for update in ("stock", "selective"):
+        done = subprocess.run(
+            [sys.executable, "-c", STEP, str(inputs), update], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    reference, selective = found
+    for name in (
+        "rollout/reward_mean",
+        "lopti/low/actor_grad_norm",
+        "lopti/high/actor_grad_norm",
+        "lopti/low/num_tokens",
+    ):
+        assert reference[name] == pytest.approx(selective[name], rel=1e-4) and reference[name] > 0
+
+
 def test_the_action_mask_selects_the_answer():
-    from study.in_process import as_experience
+    from examples.in_one_process import as_experience
 
     one = as_experience(prompt=[7, 8, 9], answer=[4, 5, 0], is_truncated=False)
     assert one.sequences[:, 1:][one.action_mask.bool()].tolist() == [4, 5, 0]
