@@ -9,9 +9,11 @@ code for it.
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.cli import train_ppo_ray
+from arlopti_openrlhf.ops.lifecycle.parent import Child
 from arlopti_openrlhf.patching import plain_class
 
 
@@ -19,9 +21,9 @@ def main() -> None:
     """Put the fault of CHAOS_FAULT into the policy's actor once the command trains, in its child."""
     train = train_ppo_ray.train
 
-    def train_with_fault(*args) -> None:
+    def train_with_fault(args: SimpleNamespace, child: Child) -> None:
         put_the_fault()
-        train(*args)
+        train(args, child)
 
     train_ppo_ray.train = train_with_fault
     train_ppo_ray.main()
