@@ -116,7 +116,6 @@ class Around(NamedTuple):
 # The outermost first.
 AROUND = (
     Around("ops.lifecycle.child:of_run", "tells the parent how far the run is, and why it ends"),
-    Around("bindings:load", "imports what is rebound"),
     Around("ops.lifecycle.cluster:of_run", "wraps ray.init: a cluster of the run's own, on this machine only"),
 )
 
@@ -183,14 +182,6 @@ def surrounded(run: Any, args: SimpleNamespace) -> Iterator[None]:
             if context := resolve(row.ours)(run, args):
                 around.enter_context(context)
         yield
-
-
-def load(run: object, args: object) -> None:
-    """Import all that the table names, apart from the command, which would bind what stands there now."""
-    for row in TABLE:
-        if row.module != _CLI:
-            importlib.import_module(row.module)
-            resolve(row.ours)
 
 
 def resolve(ours: str) -> Any:

@@ -39,6 +39,12 @@ class Guarded:
     def __init__(self, name: str, tracker: Any) -> None:
         self._name, self._tracker = name, tracker
 
+    def close(self) -> None:
+        """Do nothing. Upstream closes a tracker after the last step, and another evaluation follows."""
+
+    def close_for_good(self) -> None:
+        self._call("close")
+
     def __getattr__(self, method: str) -> Callable[..., None]:
         return partial(self._call, method)
 
@@ -52,17 +58,7 @@ class Guarded:
             say(f"{self._name} has failed, and the run goes on without it: {type(error).__name__}: {error}")
 
 
-class _StaysOpen:
-    """Upstream closes a tracker after the last step, and another evaluation follows."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def close_for_good(self) -> None:
-        super().close()  # type: ignore[misc]  # of the logger
-
-
-class ResumableTensorboard(_StaysOpen, TensorboardLogger):
+class ResumableTensorboard(TensorboardLogger):
     """`TensorboardLogger` that can drop the steps after a checkpoint, which the resumed run takes again."""
 
     writer: Any  # upstream's
@@ -84,7 +80,7 @@ class ResumableTensorboard(_StaysOpen, TensorboardLogger):
         self.writer.add_histogram_raw(name, min=edges[0], max=edges[-1], **moments, **bins, global_step=step)
 
 
-class ResumableWandb(_StaysOpen, WandbLogger):
+class ResumableWandb(WandbLogger):
     """`WandbLogger` of one run, unless WANDB_RUN_ID names another. Its config can be filtered by `algo.ar.alpha`."""
 
     def __init__(self, run_id: str, args: Any) -> None:
@@ -97,6 +93,6 @@ class ResumableWandb(_StaysOpen, WandbLogger):
     def log_histogram(self, name: str, weights: list[float], edges: np.ndarray, step: int) -> None:
         self.handle.log({name: self.handle.Histogram(np_histogram=(weights, edges))})  # at the step logged last
 
-    def close_for_good(self) -> None:
-        super().close_for_good()
+    def close(self) -> None:
+        super().close()
         self.handle.teardown()  # Ray would kill wandb's process, which writes a traceback then

@@ -36,7 +36,7 @@ def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
         killed.log_train(step, {"reward": float(step)})
     killed.log_eval(2, {"accuracy": 0.2})
     killed.log_eval(4, {"accuracy": 0.4})
-    killed.close_for_good()
+    killed.close()
     second = int(time.time())  # TensorBoard reads files by their second, which their names have
     assert wait_until(lambda: time.time() >= second + 1)
     resumed = trackers.ResumableTensorboard(args)
@@ -44,7 +44,7 @@ def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
     for step in range(checkpoint + 1, 6):
         resumed.log_train(step, {"reward": 10.0 * step})
     resumed.log_eval(5, {"accuracy": 0.5})
-    resumed.close_for_good()
+    resumed.close()
 
     events = EventAccumulator(str(tmp_path / "tensorboard" / "run"), size_guidance={"scalars": 0})
     events.Reload()
