@@ -25,13 +25,14 @@ _Item = TypeVar("_Item")
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the data sets of training and evaluation."""
     training, total, found = read(TRAINING, args)
-    evaluation, _, of_evaluation = read(EVALUATION, args)
+    evaluation, evaluated, of_evaluation = read(EVALUATION, args)
     yield from found + of_evaluation
     yield from _check_labels(training + evaluation, args)
     yield from _check_all_prompts(training + evaluation, args)
     if total is not None:
         yield from _check_count(total, args)
-    yield from _check_sampling(evaluation, args)
+    if evaluated is not None:  # otherwise there are sources that nobody has seen
+        yield from _check_sampling(evaluation, args)
     if not args.data.max_images_per_prompt:  # otherwise one question may be asked of many images
         yield from repeats.check(args, *(_prompts(sets, args.data.input_key) for sets in (training, evaluation)))
 

@@ -321,6 +321,8 @@ def test_the_rows_that_are_evaluated(check, tmp_path):
     assert second.startswith("!--eval.sampling b: it matches no source of the evaluation; the sources are a")
     [found] = check(**flags, data__max_samples=40)
     assert found.startswith("--data.max_samples 40: of the 48 rows of --eval.dataset OpenRLHF takes the first 40;")
+    [found] = check(**flags | {"eval__dataset": f"{a},org/b"})  # whose sources are not known
+    assert "not checked: it is not on this machine" in found
     [found] = check(data__prompt_dataset=f"{a},{b}", data__max_samples=16)
     assert found.startswith("!--data.max_samples 16: of the 48 rows of --data.prompt_dataset OpenRLHF takes the first")
 
