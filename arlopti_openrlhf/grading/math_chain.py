@@ -34,18 +34,7 @@ def sides(answer: object) -> list:
         relations = getattr(answer, "_unsorted_args", answer.args)
     if not relations or not all(isinstance(relation, sympy.Eq) for relation in relations):
         return []
-    first, *others = relations[0].lhs, *(relation.rhs for relation in relations)
-    return [sympy.Symbol("name") if _names_another_value(first, others) else first, *others]
-
-
-def _names_another_value(first: Any, others: list) -> bool:
-    """Return whether e, i or γ is no constant but a name, as that of an eccentricity in e = 1/2."""
-    constant = _with_constants(first)
-    if constant not in (sympy.E, sympy.I, sympy.EulerGamma):
-        return False
-    numbers = [side for side in others if isinstance(side, sympy.Expr) and not side.free_symbols]
-    distances = [sympy.Abs(side - constant).evalf() for side in numbers]
-    return any(isinstance(distance, sympy.Float) and distance > 0.05 for distance in distances)
+    return [relations[0].lhs, *(relation.rhs for relation in relations)]
 
 
 def is_name(side: sympy.Basic) -> bool:
@@ -80,8 +69,7 @@ def values(found: list) -> list:
 def contradicts_itself(parsed: object, latex: str) -> bool:
     """Return whether an answer, or an item of it, equates what is not equal.
 
-    Functions are evaluated in radians or in degrees, and logarithms to base 10 or e. What has no known value, as f(2),
-    is no contradiction.
+    Functions are evaluated in radians or in degrees. What has no known value, as f(2), is no contradiction.
 
     Args:
         parsed: the answer.
@@ -107,11 +95,7 @@ def _agree(found: list, latex: str) -> bool:
     ]
     # A turn is no difference between two angles.
     turn = 360 if len(numbers) == latex.count("\\circ") == 2 else 0
-    known = {
-        (value, _tolerance(side, value, latex), _rounding(value, latex))
-        for side in numbers
-        if (value := _value(side)) is not None
-    }
+    known = {(value, _tolerance(side, value, latex)) for side in numbers if (value := _value(side)) is not None}
     if not all(itertools.starmap(_near, ((a, b, turn) for a, b in itertools.combinations(known, 2)))):
         return False
     # In a chain, expressions in the same variables are one expression. x^2 = 2x is an equation.
@@ -124,15 +108,13 @@ def _agree(found: list, latex: str) -> bool:
 
 
 def _near(first: tuple, second: tuple, turn: int) -> bool:
-    (a, slack_a, rounding_a), (b, slack_b, rounding_b) = first, second
+    (a, slack_a), (b, slack_b) = first, second
     if is_undefined(a) or is_undefined(b):
         return bool(a == b)
     difference = sympy.Abs(a - b)
     if turn:
         difference = min(difference % turn, -difference % turn)
-    # Two whole numbers are two answers: neither is the other rounded.
-    rounding = 0 if a.is_Integer and b.is_Integer else max(rounding_a, rounding_b)
-    return bool(difference <= max(slack_a, slack_b, rounding, 0 if difference.is_Rational else _NOISE * sympy.Abs(b)))
+    return bool(difference <= max(slack_a, slack_b, 0 if difference.is_Rational else _NOISE * sympy.Abs(b)))
 
 
 def _value(side: sympy.Expr) -> sympy.Expr | None:
@@ -159,20 +141,6 @@ def _tolerance(side: sympy.Expr, value: sympy.Expr, latex: str) -> sympy.Expr:
     return total
 
 
-def _rounding(value: sympy.Expr, latex: str) -> sympy.Expr:
-    """Return how far a whole number may be from what it rounds: half its last digit that is not 0, 1% at most."""
-    if "\\approx" not in latex or not value.is_Integer or not value:
-        return sympy.Integer(0)
-    digits = str(abs(value))
-    unit = sympy.Integer(10) ** (len(digits) - len(digits.rstrip("0")))
-    return min(unit / sympy.Integer(2), abs(value) / sympy.Integer(100))
-
-
-def _natural(side: sympy.Basic) -> sympy.Basic:
-    ten = [x for x in side.atoms(sympy.log) if len(x.args) > 1 and x.args[1] == 10]
-    return side.xreplace({x: sympy.log(x.args[0]) for x in ten})
-
-
 def in_degrees(parsed: Any) -> Any:
     """Return an expression whose angles are plain numbers with these in degrees."""
     changes: dict = {}
@@ -189,4 +157,4 @@ def _angle(side: sympy.Basic) -> sympy.Basic:
     return side * 180 / sympy.pi if isinstance(side, sympy.Expr) and side.has(sympy.pi) else side
 
 
-_READINGS: tuple[Callable[[Any], Any], ...] = (lambda side: side, in_degrees, _natural)
+_READINGS: tuple[Callable[[Any], Any], ...] = (lambda side: side, in_degrees)

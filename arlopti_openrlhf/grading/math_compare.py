@@ -17,7 +17,7 @@ from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.math_normalization import normalize_latex
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parser
-from sympy import Basic, Eq, Expr, Function, Integer, MatrixBase
+from sympy import Basic, Eq, Expr, Function, MatrixBase
 
 from arlopti_openrlhf.grading.math_chain import contradicts_itself, in_degrees
 from arlopti_openrlhf.grading.math_equal import equal
@@ -36,27 +36,23 @@ from arlopti_openrlhf.grading.math_text import (
     with_formulas,
     with_times,
 )
-from arlopti_openrlhf.grading.math_units import CURRENCIES, MULTIPLIER, split_unit, words
+from arlopti_openrlhf.grading.math_units import CURRENCY, MULTIPLIER, split_unit, words
 
 # Not part of a word or of a longer number.
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}(?!\w)")
 _MULTIPLIED = re.compile(rf"(\$|\\\]|\\\))[\s-]+((?:{MULTIPLIER.pattern})(?![a-zA-Z]))")
-_CONGRUENCE = re.compile(
-    r"(.*\\equiv)?(.*?)\(?\s*(?:\\[bp]?mod(?![a-zA-Z])|\\(?:text|mathrm)\s*\{\s*\(?mod\s*\}?)"
-    r"\s*\{?\s*([^{}()\s]+)\s*\}?\s*\)?\s*",
-    re.DOTALL,
-)
-# What restricts a label's formulas, and is no part of an answer.
-_CONDITION = re.compile(r"\$\s*,?\s*(?:where|for\s+(?:some|any|all|every))\b.*\Z", re.DOTALL)
 _AND = re.compile(r"(?<![a-zA-Z])(and|or)(?![a-zA-Z])")
 _LISTED = re.compile(r"[,;]|\\text\s*\{\s*(?:and|or)\s*\}")
+# Letters that name a value, and would be read as a constant or as a product: e = 1/2, AB = 5.
+_NAMED = re.compile(r"\A\s*(?:\\angle\s*|\|)?([eiIE]|[A-Z]{2,3})\|?\s*(?==)")
 _PREFACE = re.compile(r"\A\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*answer[^{}]*\}\s*:?", re.IGNORECASE)
 # A gap between two values, and not one after a comma or before a unit.
 _QUAD = re.compile(r"(?<=[^\s,;:=])\s*\\q?quad(?![a-zA-Z])\s*(?=[^\s,;=\\}]|\\(?!text|math|q?quad|[pb]mod|[ ,;:!]))")
 # Words between two numbers, which would be read as products of letters.
 _BETWEEN = re.compile(r"\\(?:text|mathrm|mbox)\s*\{(?!\s*,?\s*(?:or|and)\s*\})[^{}]*[a-zA-Z][^{}]*\}(?=[^=,;]*\d)")
+# Between two statements, and not in \lim_{x \to 0}.
+_INDEX = re.compile(r"_\s*\{[^{}]*\}")
 _ARROW = re.compile(r"\\(?:implies|iff|therefore|to|(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow)(?![a-zA-Z])|[→⇒⟹⇔∴]")
-_NAME = re.compile(r"\s*\\?(?!\d)\w+\s*(?:\([^()]*\))?\s*")
 _ORDERED = re.compile(r"[<>]|\\(?:[lg]eq?|ne|in)(?![a-zA-Z])")
 # math-verify's defaults, but for the units, which are ours.
 _TARGETS = (
@@ -103,8 +99,6 @@ class _Labels(NamedTuple):
     words: Set[str]
     has_ratio: bool
     has_base: bool
-    has_arrow: bool
-    has_modulus: bool
 
 
 def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str] = ()) -> bool:
@@ -124,14 +118,13 @@ def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str]
         if leaves_work(found, labels) and repeats(found, question):
             return False
         answer, boxed = found, True
+    letter = choice(answer)[0] if boxed else ""
     if boxed and any(_names(answer) & _names(label) for label in labels):
         return True
     known = _Labels(
         frozenset().union(*map(words, labels)),
         any(map(is_ratio, labels)),
         any(number.base for label in labels if (number := _read_label(label).numbers[-1])),
-        any(map(_ARROW.search, labels)),
-        any("\\pmod" in str(part) for label in labels for part in _read_label(label).parsed),
     )
     answer = choice(answer)[1] if boxed else answer
     read = _read_answer(answer, known) if boxed else _read_text(answer, known)
@@ -139,6 +132,7 @@ def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str]
         return False
     if not boxed and any(isinstance(part, str) and leaves_work(part, labels) for part in read.parsed):
         return False
+    labels = [label for label in labels if not letter or choice(label)[0] in ("", letter)]
     return any(_is_right(_read_label(label), read) for label in labels)
 
 
@@ -158,91 +152,43 @@ def _is_right(label: _Reading, answer: _Reading) -> bool:
 
 
 def _read_answer(answer: str, labels: _Labels) -> _Reading:
-    is_approximate = "\\approx" in answer or "≈" in answer
     answer = re.sub(r"(?<![\\.])[.,;:]\s*\Z", "", re.sub(r"(?<!\\)\$", "", answer).strip())
     answer = _QUAD.sub(", ", _PREFACE.sub("", rewritten(answer)).strip().removeprefix("="))
-    answer = _modulo(answer, labels.has_modulus)
-    if not labels.has_arrow:
-        answer = _last_statement(answer)
-    if any(
+    if _ARROW.search(_INDEX.sub("", answer)) or any(
         split_unit(f"1 {text[0]}", labels.words)[0] != "1"
         for text in _BETWEEN.finditer(answer)
         if re.search(r"\d[^=,;]*\Z", answer[: text.start()])
     ):
         answer = "?"
-    reading = _read(answer, labels)
-    return reading._replace(latex=reading.latex + "\\approx" * is_approximate)
-
-
-def _modulo(latex: str, has_modulus: bool = True) -> str:
-    r"""Return x \equiv 5 \pmod{4} as "? [1] \pmod{4}" if a label has a modulus, and else as 5.
-
-    Other LaTeX is returned as it is. A congruence that does not hold becomes unreadable.
-    """
-    match = _CONGRUENCE.fullmatch(latex)
-    if not match or not ("\\equiv" in latex or "\\pmod" in latex):
-        return latex
-    if not re.fullmatch(r"[1-9]\d*", match[3]):
-        return latex if has_modulus else match[2]
-    modulus = int(match[3])
-    *others, last = re.split(r"\\equiv|=", (match[1] or "") + match[2])
-    known, residues = (
-        [_expression(split_unit(side, frozenset())[0])[0] for side in sides] for sides in (others, _LISTED.split(last))
-    )
-    is_clear = not known or all(isinstance(x, Expr) for x in (*known, residues[-1]))
-    holds = is_clear and all(x.free_symbols or (x - residues[-1]).doit() % modulus == 0 for x in known)
-    if has_modulus and holds and all(isinstance(x, Integer) for x in residues):
-        return f"? {sorted({int(x) % modulus for x in residues})} \\pmod{{{modulus}}}"
-    return latex if has_modulus else match[2] if holds else "?"
-
-
-def _last_statement(latex: str) -> str:
-    r"""Return the last of several statements, with what others say of its value, as x=1=2 for x=1 \implies x=2."""
-    if any(latex[: arrow.start()].count("{") != latex[: arrow.start()].count("}") for arrow in _ARROW.finditer(latex)):
-        return latex  # as in \\lim_{x \\to 0}
-    *others, last = _ARROW.split(latex)
-    name, *rest = _sides(last)
-    known: list[str] = []
-    for first, *given in map(_sides, others):
-        if not given or not _has_letters(first):
-            known += [] if _ORDERED.search(first) else [first, *given]
-        elif first.strip() == name.strip() or (not rest and _NAME.fullmatch(first)):
-            known += given
-        elif first.strip() in name and _NAME.fullmatch(first) and not _has_letters(given[-1]):
-            name = ""  # it is no unknown, as in x=3 \\implies 4x=12
-    return "=".join(filter(str.strip, [name, *known, *rest] if rest else [*known, name]))
-
-
-def _has_letters(side: str) -> bool:
-    return bool(re.search("[a-zA-Z]", re.sub(r"\\text\s*\{[^{}]*\}|\\(?:[dt]?frac|sqrt|pi)(?![a-zA-Z])", "", side)))
+    return _read(answer, labels)
 
 
 @functools.lru_cache(maxsize=1024)
 def _read_label(label: str) -> _Reading:
-    known = _Labels(words(label), is_ratio(label), True, True, True)
+    known = _Labels(words(label), is_ratio(label), True)
+    label = choice(label)[1]
     if "$" in label.replace("\\$", ""):
-        parts = FORMULA.split(_CONDITION.sub("$", label))  # as in `_in_formulas`
+        parts = FORMULA.split(label)  # as in `_in_formulas`
         if re.search("[a-zA-Z]", _AND.sub("", "".join(parts[::4]))):
-            parsed = _parse(_in_formulas(label.replace("\\$", ""), rewritten), "any_match")
             # Of "odd $n$" and "all $n$ except $1$", no formula alone is the answer.
-            is_number = len(parts) == 5 and "mod" not in label and isinstance(parsed[0], Expr) and parsed[0].is_number
-            return _Reading(parsed if is_number else [], frozenset(), False, [None])
+            return _Reading([], frozenset(), False, [None])
         parts[::4] = (_AND.sub(r"\\text{ \1 }", part) for part in parts[::4])
         label = "".join(parts[::2]).rstrip(". ")
-    reading = _read(_modulo(rewritten(label)), known)
+    reading = _read(rewritten(label), known)
     # A label that is not read is met by its own letters alone (`math_reward`).
-    is_read = any(isinstance(part, Basic | MatrixBase) or "\\pmod" in part for part in reading.parsed)
+    is_read = "mod" not in label and any(isinstance(part, Basic | MatrixBase) for part in reading.parsed)
     return reading if is_read else reading._replace(parsed=[])
 
 
 def _read(latex: str, labels: _Labels) -> _Reading:
     """Read LaTeX with its unit as a unit, and as the product that it also is."""
+    latex = _NAMED.sub(r"x_{\1}", latex)
     numbers = [based_number(split_unit(side, labels.words)[0]) for side in latex.split("=")]
     latex = shown = with_times(latex, labels.has_ratio)
     if len(numbers) > 1 or not labels.has_base:
         latex = _in_base_ten(latex, numbers)
-    currency = {unit for sign, unit in CURRENCIES.items() if sign in latex}
-    latex = re.sub("|".join(map(re.escape, CURRENCIES)), "", latex)
+    currency = {"dollar"} if CURRENCY in latex else set()
+    latex = latex.replace(CURRENCY, "")
     *named, last = _sides(latex)
     bare, measures = split_unit(last, labels.words)
     bare = "=".join([*(split_unit(side, labels.words)[0] for side in named), bare])

@@ -82,6 +82,8 @@ def grade(response: str, answer: object, prompt: str = "") -> Grade:
     labels = _alternatives(answer)
     response = _outside_thoughts(response)
     box = last_box(response[-MAX_RESPONSE:])
+    if box == "":
+        return Grade(0.0, boxed=False, timed_out=False)
     if box is None:
         return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False, question=numbers(prompt))
     if len(box) > MAX_ANSWER or (leaves_work(box, labels) and repeats(box, numbers(prompt))):
@@ -121,15 +123,15 @@ def reward_func(
 
 
 def _outside_thoughts(response: str) -> str:
-    """Return what follows the last thought, or the thought if nothing follows. One that was cut off has no answer."""
-    thought, _, rest = response.rpartition("</think>")
-    return rest.partition("<think>")[0] if _END.sub("", rest[-MAX_TAIL:]) else thought
+    """Return what follows the last thought. One that was cut off has no answer."""
+    return response.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last closed `\boxed{}` that is not inside another, or None. An empty box is none.
+    r"""Return the content of the last closed `\boxed{}` that is not inside another. An empty box is none.
 
-    Boxes that only a comma, a relation or a word such as "or" stands between are one list, with all their contents.
+    Without such a box, return "" if one never closes, and else None. Boxes that only a comma, a relation or a word
+    such as "or" stands between are one list, with all their contents.
     """
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
@@ -152,9 +154,10 @@ def last_box(text: str) -> str | None:
             is_box = len(token[0]) > 1
             boxes += is_box
             opened.append((token.start(), token.end()) if is_box else None)
+    if not found:
+        return "" if boxes else None
     # The answer may stand in two boxes.
-    is_one = len(set(map(str.strip, found[::2]))) == 1
-    return (found[0] if is_one else "".join(found)) if found else None
+    return found[0] if len(set(map(str.strip, found[::2]))) == 1 else "".join(found)
 
 
 def label_text(answer: object) -> str:
@@ -199,7 +202,7 @@ def _label(value: object) -> str:
     if isinstance(value, str) and re.match(r'\s*\{\s*"[^"]*"\s*:', value):
         raise ValueError(f"a label is a JSON object: {value[:80]!r}")
     text = _without_dollars(str(value))
-    box = last_box(text)  # it may be a whole solution
+    box = last_box(text) or None  # it may be a whole solution
     text = text if box is None else _without_dollars(box)
     if not text or _EMPTY_BOX.fullmatch(text):
         raise ValueError("a label is empty")

@@ -16,17 +16,15 @@ _UNICODE = str.maketrans(
     | {0xFEE0 + code: chr(code) for code in range(0x21, 0x7F)}  # the wide forms of ASCII
     | {sign: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", sign).split("⁄")) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
     | dict.fromkeys("≃≅≊≋", r"\approx ")
-    | {"∈": r"\in ", "∅": r"\emptyset ", "′": "'", "⟨": r"\langle ", "⟩": r"\rangle "}
+    | {"∈": r"\in ", "∅": r"\emptyset ", "′": "'"}
     | dict.fromkeys("\u2009\u202f\u00a0", " ")
 )
 _RAISED = re.compile("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ]+|[₀₁₂₃₄₅₆₇₈₉]+")
 _GAP = r"(?:\s|~|\\[ ,;:!>]|\\q?quad(?![a-zA-Z]))+"
 _TEXT = r"\\(?:text(?:rm|it|bf|sf|normal)?|math(?:rm|it|bf|sf)|mbox)\s*"
-_FUNCTION = "ln|log|exp|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc"
 _BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 # An argument without braces. A command that has arguments itself is none.
 _BARE = r"(\\pi(?![a-zA-Z])|\\[a-zA-Z]+(?![a-zA-Z]|\s*[{\[])|[^\s\\{}])"
-_REALS = r"\\in\s*\\mathbb\s*\{?\s*R\s*\}?"
 _DECORATED = re.compile(r"\\(?:underline|uline|boldsymbol|bm|pmb|emph)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -34,21 +32,15 @@ _REWRITES = [
         (r"\\[hv]?phantom\s*\{[^{}]*\}", " "),
         (rf"(\\[dtc]?frac)\s*{_BARE}", r"\1{\2}"),
         (rf"(\\[dtc]?frac\s*{_BRACED})\s*{_BARE}", r"\1{\2}"),
-        (rf"(\\sqrt\s*\[[^\]]*\])\s*{_BARE}", r"\1{\2}"),
         (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
         (r"\^\s*\(([^()]*)\)", r"^{(\1)}"),
         (rf"\^\s*(\\[dt]?frac\s*{_BRACED}\s*{_BRACED}|\\sqrt\s*(?:{_BRACED}|\d))", r"^{\1}"),
         (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
-        (r"\\Pr(?![a-zA-Z])", "P"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
-        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=[\d)])!=", "! ="),
         (rf"{_TEXT}\{{([^{{}}a-zA-Z\u3400-\u9fff\\]*)\}}", r" \1 "),
-        (rf"(?:{_TEXT}|\\operatorname\s*)\{{\s*({_FUNCTION})\s*\}}", r"\\\1 "),
-        (rf"(?<![\\a-zA-Z])({_FUNCTION})(?=[\s(\d])", r"\\\1 "),
-        (r"\A\s*\\(?:sim|cong)(?![a-zA-Z])", ""),
         (r"\\(?:text)?color\s*\{\w*\}|\\(?:displaystyle|textstyle|Large|large|bf|rm|checkmark)(?![a-zA-Z])", " "),
         (
             r"\\(?:approx(?:eq)?|simeq|doteq|cong|triangleq|coloneqq|propto|[lL]eftrightarrow)(?![a-zA-Z])|~=|:=|==+",
@@ -58,28 +50,8 @@ _REWRITES = [
         (r"(?<=\S)\s*\\sim(?![a-zA-Z])", " = "),
         (r"\\(?:vee|lor)(?![a-zA-Z])", r"\\text{ or }"),
         (r"\\(?:log|ln)\s*_\s*(?:e|\{\s*(?:\\(?:mathrm|text)\s*)?\{?e\}?\s*\})(?![a-zA-Z])", r"\\ln "),
-        (r"\\lg(?![a-zA-Z])", r"\\log_{10} "),
-        (rf"{_TEXT}\{{\s*OR\s*\}}", r"\\text{ or }"),
         (rf"(?:\\q?quad)?\s*{_TEXT}\{{\s*(and|or)\s*\}}(?:\s*\\q?quad(?![a-zA-Z]))?", r" \\text{ \1 } "),
-        # (x, y) = (1, 2), (x, y) = (3, 4)
-        (r"([,;]|\\text\{ (?:and|or) \})\s*\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)\s*=", r"\1 "),
-        # {x | x < 3}
-        (
-            rf"(?:\\left)?\\\{{\s*[a-zA-Z]\s*(?:{_REALS}\s*)?(?:\\middle\s*)?(?:\\mid|\\vert|\||:)"
-            rf"([^{{}}:|]*?)(?:,\s*[a-zA-Z]\s*{_REALS}\s*)?(?:\\right)?\\\}}",
-            r"\1",
-        ),
-        # f(x) = cx for any constant c, and 2k\pi, k \in \mathbb{Z}
-        (rf"(?:,|{_GAP[:-1]})*{_TEXT}\{{[\s,]*for\s+(?:any|all|every)\s[^{{}}\d]*\}}[^,;\d<>=]*\Z", ""),
-        (r",\s*[a-z]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?\s*\Z", ""),
-        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
-        (r"\\langle(?![a-zA-Z])", "("),
-        (r"\\rangle(?![a-zA-Z])", ")"),
-        (r"<\s*=", r"\\le "),
-        (r">\s*=", r"\\ge "),
         (r"(?<=[a-zA-Z)}])'+", r"^{\\prime}"),
-        (r"((?:\d\u0305)+)", r"\\overline{\1}"),
-        (r"\.(\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)\s*(?:\\[lc]?dots(?![a-zA-Z])|\.\.\.|…)", r".\1\\overline{\2\3}"),
         # Two factors, which would be read as the mixed number 2 3/1.
         (r"(?<![\w^}])(\d+)\s*(?=\(-?[\d.]+\))", r"\1 \\cdot "),
         (rf"{_TEXT}\{{[\s~]*(?:percent(?:age)?|pct|per\s+cent)[\s~]*\}}|(?<=\d)\s*per\s*cent\s*\Z", r"\\%"),
@@ -88,15 +60,6 @@ _REWRITES = [
         (r"([^=,;]*(?:[})]|\d\s*/\s*\d+))\s*\\?%\s*\Z", r"(\1) \\cdot 1\\%"),
     )
 ]
-_MILLIONS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_IN_MILLIONS = re.compile(
-    rf"(?<=\d)((?:{_GAP})?)(?:{_TEXT}\{{[\s~]*({'|'.join(_MILLIONS)})(?![a-z])"
-    rf"|(?<=[\s~])({'|'.join(_MILLIONS)})(?![a-z]))"
-)
-_REPEATED = r"(?:\\(?:overline|bar|dot)\s*(?:\{([\d\u0305]+)\}|(\d))(?:(\d*)\\dot\s*\{?(\d)\}?)?|\((\d+)\))"
-_REPEATING = re.compile(rf"(?<![\w.])(\d*)\.(\d*)(?:\\[,!]|\s)*{_REPEATED}(?![\d(])")
-# 1 1/4. What may be thousands, as 12 345/678, is none.
-_MIXED = re.compile(rf"(?<![\w.^/])(\d+){_GAP}(\d{{1,2}})\s*/\s*(\d+)(?![\w.^!])")
 _TWO_NUMBERS = re.compile(rf"(?<![\w.^])(\d+){_GAP}(?=[\d.])")
 _THOUSANDS = re.compile(rf"(?<![\w.^])\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)")
 _NAMES = "two three four five six seven eight nine ten eleven twelve"
@@ -141,11 +104,8 @@ def rewritten(latex: str) -> str:
         latex = unwrapped
     for pattern, replacement in _REWRITES:
         latex = pattern.sub(replacement, latex)
-    latex = _IN_MILLIONS.sub(_in_ones, latex)
-    latex = _REPEATING.sub(_as_fraction, latex)
     latex = _BASED.sub(lambda match: "{}_{{{}}}".format(*_based(match)), latex)
     latex = re.sub(r"(?<![\w^}])(\d+)\s*_(?!\{\d+\})", r"\1 ? _", latex)
-    latex = _MIXED.sub(lambda match: match[0] if _is_argument(latex, match) else _mixed(match), latex)
     latex = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), latex)
     return _TWO_NUMBERS.sub(lambda match: match[0] if _is_argument(latex, match) else f"{match[1]} ? ", latex)
 
@@ -172,23 +132,6 @@ def with_formulas(text: str) -> str:
     """Return text with dollars around what is no plain number, as 15n and 15 thousand, which would be read as 15."""
     text = _MULTIPLIED.sub(r"$\1\\text{ \2}$", text)
     return _PLAIN.sub(lambda match: f"${match[0]}$" if re.search("[a-zA-Z!{]", match[0]) else match[0], text)
-
-
-def _mixed(match: re.Match) -> str:
-    return f"{match[1]}\\frac{{{match[2]}}}{{{match[3]}}}" if int(match[2]) < int(match[3]) else match[0]
-
-
-def _in_ones(match: re.Match) -> str:
-    power = f" \\cdot 10^{{{_MILLIONS[match[2] or match[3]]}}}"
-    return power + ("\\text{" if match[2] else " ")
-
-
-def _as_fraction(match: re.Match) -> str:
-    whole, fixed, *rest = (part or "" for part in match.groups())
-    period = re.sub(r"\D", "", "".join(rest))
-    nines = "9" * len(period) + "0" * len(fixed)
-    numerator = int(whole + fixed + period) - int((whole + fixed) or "0")
-    return f"\\frac{{{numerator}}}{{{nines}}}"
 
 
 def _based(match: re.Match) -> tuple[str, int]:
@@ -336,7 +279,8 @@ def final_answer(text: str) -> str | None:
     rest = next((sentence for sentence in sentences if sentence.strip() and _is_closed(sentence)), rest)
     rest = _DELIMITERS.sub("", rest).strip()
     bare, _ = split_unit(rest, frozenset())
-    is_formula = _TOKENS.fullmatch(bare) or (announced and bare.isalpha()) or _MULTIPLIED.fullmatch(rest)
+    is_word = bare.isalpha() and bool(tagged or announced)
+    is_formula = _TOKENS.fullmatch(bare) or is_word or _MULTIPLIED.fullmatch(rest)
     return rest if is_formula and re.search(r"[\w\\]", rest) else None
 
 

@@ -15,9 +15,9 @@ _SPELLINGS = """
     month; yr year; am; pm; mph; kmh kph; rpm; N newton; J joule; kJ kilojoule; eV; keV; MeV; GeV; cal calorie;
     kcal kilocalorie; W watt; kW kilowatt; V volt; mV millivolt; A amp ampere; C celsius; F fahrenheit; K kelvin;
     Pa pascal; kPa; atm; bar; Hz hertz; kHz; MHz; GHz; T tesla; mol mole; rad radian; deg degree; ohm; bit; byte;
-    cent; dollar USD; euro EUR; rupee INR; yuan RMB CNY yen JPY
+    cent; dollar USD; euro EUR
 """
-CURRENCIES = {r"\$": "dollar", "€": "euro", "£": "lb", r"\pounds": "lb", "₹": "rupee", "¥": "yuan"}
+CURRENCY = r"\$"
 _UNITS = {spelling: unit.split()[0] for unit in _SPELLINGS.split(";") for spelling in unit.split()}
 _FOLDED = {spelling.lower(): unit for spelling, unit in _UNITS.items() if len(spelling) > 1}
 _POWERS = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
@@ -44,12 +44,10 @@ _NO_SINGULARS = frozenset(
     there true under unless until when where which with wrong two three four five six seven eight nine ten score
     """.split()
 )
-_ASCII = "\x7f"  # what is greater is a Chinese word, and a unit
 # They change the number. A quarter is counted too, and a month only ends like a fraction.
 MULTIPLIER = re.compile(
     r"hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w*teen|\w*tie|hundred|thousand|\w*illion)ths?"
     r"|tens|hundreds?|thousands?|\w*illions?|dozens?|gross|lakhs?|lacs?|crores?|myriads?|googols?|permilles?"
-    r"|[\u3400-\u9fff]*(?:[万亿兆千百十半打双对零一二三四五六七八九两]|分之)[\u3400-\u9fff]*"
 )
 _SPACE = r"(?:\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z]))*"
 _COMMAND = r"\\(?:text(?:rm|it|bf|normal|sf)?|math(?:rm|bf|sf)|mbox|operatorname)\s*"
@@ -58,7 +56,7 @@ _TEXT_AT_END = re.compile(
     rf"(?<![\\\s~]){_SPACE}{_COMMAND}\{{((?:[^{{}}]|\^\{{-?\d\}})*)\}}{_POWER}{_SPACE}\.?{_SPACE}\Z"
 )
 _WORD_AT_END = re.compile(
-    rf"(?<=[\d}})\]%\s~/])(?<!\\)({_SPACE})(?<![\\a-zA-Z])([a-zA-Z]+(?:/[a-zA-Z]+)?|[\u3400-\u9fff]+){_POWER}{_SPACE}\Z"
+    rf"(?<=[\d}})\]%\s~/])(?<!\\)({_SPACE})(?<![\\a-zA-Z])([a-zA-Z]+(?:/[a-zA-Z]+)?){_POWER}{_SPACE}\Z"
 )
 # What a noun in the singular may follow, as in 1 solution and 3/4 cup.
 _SINGULAR = re.compile(
@@ -101,7 +99,7 @@ def words(text: str) -> frozenset[str]:
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"(?<![a-zA-Z\\])[a-zA-Z]+|[\u3400-\u9fff]+", text.replace(".", ""))
+    return re.findall(r"(?<![a-zA-Z\\])[a-zA-Z]+", text.replace(".", ""))
 
 
 def _unit(word: str) -> str | None:
@@ -115,8 +113,6 @@ def _unit(word: str) -> str | None:
 def _is_plain_unit(word: str, before: str, is_apart: bool) -> bool:
     # One letter is a variable, but after a number and a space. So are several right after a number, and a few letters
     # after an expression with variables, as in `3V + 2 Mm`.
-    if word > _ASCII:
-        return _is_counted(word)
     parts = word.split("/")
     is_number = not _VARIABLE.search(before.rpartition("=")[2])
     if not is_apart or min(map(len, parts)) == 1:
@@ -131,7 +127,7 @@ def _is_plain_unit(word: str, before: str, is_apart: bool) -> bool:
 
 def _is_unit(text: str, label_words: Set[str], singular: bool) -> bool:
     # A digit would be a second answer, but for a power.
-    if not re.fullmatch(r"(?:[^\W\d_]+\d?|\^(?:-?\d|\{-?\d\})|[\s~./·*,()°-]|\\[ ,]|\\cdot )*", text):
+    if not re.fullmatch(r"(?:[a-zA-Z]+\d?|\^(?:-?\d|\{-?\d\})|[\s~./·*,()°-]|\\[ ,]|\\cdot )*", text):
         return False
     parts = _words(text)
     if parts and all(word in _POWERS for word in parts):
@@ -147,8 +143,7 @@ def _is_counted(word: str, singular: bool = False) -> bool:
     word = word.lower()
     if MULTIPLIER.fullmatch(word) or word in _NO_NOUNS or (singular and word in _NO_SINGULARS):
         return False
-    is_known = word in _COUNTED or word in _POWERS or word > _ASCII
-    return is_known or (len(word) > 2 + (not singular) and (singular or word.endswith("s")))
+    return word in _COUNTED or word in _POWERS or (len(word) > 2 + (not singular) and (singular or word.endswith("s")))
 
 
 def _measures(text: str, power: str) -> frozenset[str]:

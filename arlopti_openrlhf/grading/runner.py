@@ -221,7 +221,7 @@ class WorkerPool:
         self.function, self.timeout, self.memory_gib, self.patience = function, timeout, memory_gib, patience
         self.timed_out = self.died = 0
         self.closed = False
-        self._free = threading.Semaphore(workers)
+        self._threads = ThreadPoolExecutor(workers, "call")  # which serve the calls in their order
         self._starting = threading.Lock()
         self._process: Process | None = None
 
@@ -232,19 +232,21 @@ class WorkerPool:
             TimedOut, Died, Raised: see there.
             RuntimeError: the function cannot be loaded, or the pool is closed.
         """
-        with self._free:
-            for _ in range(2):
-                try:
-                    reply = self.start().ask(args, self.timeout, self.patience)
-                except TimeoutError:
-                    self.timed_out += 1
-                    raise TimedOut(f"no result after {self.timeout:g} s") from None
-                except OSError:
-                    self.died += 1
-                else:
-                    if "raised" in reply:
-                        raise Raised(reply["raised"]) from RuntimeError(reply["traceback"])
-                    return reply["result"]
+        return self._threads.submit(self._call, args).result()
+
+    def _call(self, args: tuple) -> Any:
+        for _ in range(2):
+            try:
+                reply = self.start().ask(args, self.timeout, self.patience)
+            except TimeoutError:
+                self.timed_out += 1
+                raise TimedOut(f"no result after {self.timeout:g} s") from None
+            except OSError:
+                self.died += 1
+            else:
+                if "raised" in reply:
+                    raise Raised(reply["raised"]) from RuntimeError(reply["traceback"])
+                return reply["result"]
         raise Died("its process ended, twice")
 
     def start(self) -> Process:

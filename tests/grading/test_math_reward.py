@@ -132,7 +132,7 @@ def test_spellings_of_one_label():
         ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
         ("} \\boxed {3} {", "3"),
         ("no box", None),
-        ("\\boxed{", None),
+        ("\\boxed{", ""),
         ("\\boxed 5", None),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_label_that_is_a_whole_solution_is_its_final_answer(label, answer):
 
 @pytest.mark.usefixtures("patient")
 def test_without_a_box_the_library_extracts():
-    for text, label in (("答案是5元。", "5"), ("The answer is £100.", "100"), ("<answer>C: 36</answer>", "C")):
+    for text, label in (("答案是5。", "5"), ("The answer is \\$100.", "100"), ("<answer>C: 36</answer>", "C")):
         assert grade(text, label) == (1.0, False, False), text
     assert grade("The answer is -1 + sqrt(3).", "\\sqrt{3} - 1") == (1.0, False, False)
     assert grade("We get x = 3. The answer is 42.", "42") == (1.0, False, False)
@@ -197,7 +197,9 @@ def test_without_a_box_the_library_extracts():
         (0, "so \\boxed{42}</think> The answer is 41."),  # the template began the thought
         (0, "<think>maybe \\boxed{42}, let me check again"),
         (0, "<think>a</think> hm <think>maybe \\boxed{42}"),
-        (1, "so \\boxed{42}</think>\n<|im_end|>"),  # nothing follows the thought
+        (0, "so \\boxed{42}</think>\n<|im_end|>"),  # nothing follows the thought
+        (0, "<think>so \\boxed{42}</think>"),
+        (0, "It is 42, so \\boxed{42"),
         (1, "so \\boxed{42}"),
     ],
 )
@@ -284,6 +286,20 @@ print([asyncio.run(graded(path)) for path in {REWARD_FILES!r}])
     assert result.stdout.strip() == str([[0.0] * 3 + [1.0] + [0.0] * 4] * 2), result.stderr
 
 
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("label", "right", "wrong"),
+    [
+        ("Yes", ["<answer>Yes</answer>", "The answer is Yes.", "\\boxed{\\text{Yes}}"], ["<answer>No</answer>"]),
+        ("True", ["<answer>True</answer>"], ["<answer>False</answer>", "<answer>not True</answer>"]),
+        ("(C) 36", ["\\boxed{36}", "\\boxed{C}", "\\boxed{(C) 36}"], ["\\boxed{(A) 36}", "\\boxed{35}", "\\boxed{A}"]),
+        (r"\textbf{(C) }\frac12", ["\\boxed{1/2}", "\\boxed{0.5}", "\\boxed{C}"], ["\\boxed{(B) 1/2}", "\\boxed{2}"]),
+    ],
+)
+def test_words_in_tags_and_labels_with_the_letter_of_a_choice(label, right, wrong):
+    assert [grade(response, label).score for response in right + wrong] == [1] * len(right) + [0] * len(wrong)
+
+
 def test_batches():
     prompts = ["<|im_start|>user\nWrite \\boxed{8}<|im_end|>\n<|im_start|>assistant\n"] * 3
     result = reward_func(
@@ -339,8 +355,8 @@ def test_a_label_that_was_rounded_when_it_was_read(label):
         ("Calculate 1 + 9.", "10", "To calculate 1 + 9, we need to combine them by adding them both. This is", 0),
         ("Calculate 12 * 4.", "48", "To calculate 12 * 4, it's a multiplicative conversion problem.", 0),
         # What it said before.
+        ("Calculate 6 - 5.", "1", "To calculate 6 - 5, we need to subtract 5 from 6. \n\n6 - 5 =", 0),
         ("Calculate 1 + 9.", "10", "1 + 9 = 10\n\nThis is a classic example of a mathematical identity", 1),
-        ("Calculate 6 - 5.", "1", "To calculate 6 - 5, we need to subtract 5 from 6. \n\n6 - 5 =", 1),
         # Declared as the answer.
         ("Calculate 12 * 12.", "144", "12 * 12", 0),
         ("Calculate 12 * 12.", "144", "The answer is 12 * 12.", 0),
