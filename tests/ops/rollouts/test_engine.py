@@ -60,16 +60,9 @@ def ask(labels: str) -> tuple[list, Llm]:
 
     async def run() -> list:
         actor.llm = Llm()
+        common = {"sampling_params": SamplingParams(), "max_length": 8, "hf_tokenizer": None, "images": None}
         requests = [
-            {
-                "prompt": "p" * i,
-                "label": label,
-                "sampling_params": SamplingParams(),
-                "max_length": 8,
-                "hf_tokenizer": None,
-                "images": None,
-                "seeds": [10 * i, 10 * i + 1],
-            }
+            common | {"prompt": "p" * i, "label": label, "seeds": [10 * i, 10 * i + 1]}
             for i, label in enumerate(labels.split(), start=1)
         ]
         return await asyncio.wait_for(actor.generate_in_order(requests), 20)
