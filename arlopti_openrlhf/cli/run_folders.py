@@ -7,13 +7,13 @@ long as it lives.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli import config_file
-from arlopti_openrlhf.cli.processes import InUse, lock
+from arlopti_openrlhf.cli.processes import InUse, lock, look
 from arlopti_openrlhf.ops.checkpoints import files as checkpoint_files
 from arlopti_openrlhf.ops.preflight.check import refuse_if_fatal
 from arlopti_openrlhf.ops.preflight.finding import Finding
@@ -24,12 +24,19 @@ _MODEL = ("config.json", "adapter_config.json")  # one of them is in every model
 
 
 def check(args: SimpleNamespace) -> list[Finding]:
-    """Return which of the run's folders hold what another run has left. Nothing is made.
+    """Return which of the run's folders another run writes to, or hold what it has left. Nothing is made.
 
     Args:
         args: upstream's nested arguments, as its `train` gets them.
     """
-    return [*_check_checkpoints(args), *_check_models(args)]
+    found = []
+    for flag, folder in _folders(args):
+        try:
+            with suppress(OSError):  # it has no locks
+                look(folder / LOCK)
+        except InUse as process:
+            found.append(_in_use(flag, folder, process))
+    return found or [*_check_checkpoints(args), *_check_models(args)]
 
 
 @contextmanager
@@ -47,12 +54,16 @@ def held(args: SimpleNamespace) -> Iterator[None]:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 stack.enter_context(lock(folder / LOCK))
             except InUse as process:
-                problem = f"a run that goes on writes there, process {process} ({folder / LOCK})"
-                refuse_if_fatal([Finding(flag, folder, problem, "wait for its end, or give another path")])
+                refuse_if_fatal([_in_use(flag, folder, process)])
             except OSError as error:
                 line = f"{folder} has no lock ({error}), so that a second run there would not be noticed."
                 terminal.say(line, file=sys.stderr)
         yield
+
+
+def _in_use(flag: str, folder: Path, process: InUse) -> Finding:
+    problem = f"a run that goes on writes there, process {process} ({folder / LOCK})"
+    return Finding(flag, folder, problem, "wait for its end, or give another path")
 
 
 def _folders(args: SimpleNamespace) -> list[tuple[str, Path]]:

@@ -123,6 +123,8 @@ def test_a_folder_in_use_is_refused_with_its_process_and_host(run_that_goes_on, 
             pass
         by = f"a run that goes on writes there, process {first.pid} on {socket.gethostname()}"
         assert refused.value.code == 2 and f"error: {named}: {by}" in capsys.readouterr().err
+        [finding] = run_folders.check(arguments(flags))
+        assert str(finding).startswith(f"{named}: {by}")
     with run_folders.held(arguments(f"{model}other {path}path --ckpt.disable_ds")):  # it saves no checkpoints
         pass
     first.kill()
