@@ -128,7 +128,7 @@ def make_parser() -> Parser:
 def command_for(model: str, args: argparse.Namespace) -> list[str]:
     """Return the command that evaluates one of the models with the same settings."""
     return [
-        *(sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", "--model", model, "--out", str(args.out)),
+        *(sys.executable, "-P", "-m", "arlopti_openrlhf", "evaluate", "--model", model, "--out", str(args.out)),
         *("--data", *args.data, f"--data.input_key={args.input_key}", f"--data.label_key={args.label_key}"),
         *(f"--max-new-tokens={args.max_new_tokens}", f"--seed={args.seed}"),
         *(f"--sampling={spec}" for spec in args.sampling[1:]),  # without the default

@@ -63,7 +63,8 @@ class Log:
                 bar.set_postfix(match.groupdict(), refresh=False)
                 bar.update(max(int(match[1]) - bar.n, 0))
 
-        self.run(f"python -m {command}", [sys.executable, "-m", *command.split(), *flags], advance)
+        # -P: a math.py in the working folder must not take the place of Python's.
+        self.run(f"python -m {command}", [sys.executable, "-P", "-m", *command.split(), *flags], advance)
         bar.update(bar.total - bar.n)  # a resumed command says less
 
 

@@ -7,7 +7,7 @@ long as it lives.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,12 +24,19 @@ _MODEL = ("config.json", "adapter_config.json")  # one of them is in every model
 
 
 def check(args: SimpleNamespace) -> list[Finding]:
-    """Return which of the run's folders hold what another run has left. Nothing is made.
+    """Return which of the run's folders another run writes to, or hold what it has left. Nothing is made.
 
     Args:
         args: upstream's nested arguments, as its `train` gets them.
     """
-    return [*_check_locks(args), *_check_checkpoints(args), *_check_models(args)]
+    found = []
+    for flag, folder in _folders(args):
+        try:
+            with suppress(OSError):  # it has no locks
+                look(folder / LOCK)
+        except InUse as process:
+            found.append(_in_use(flag, folder, process))
+    return found or [*_check_checkpoints(args), *_check_models(args)]
 
 
 @contextmanager
@@ -55,18 +62,6 @@ def held(args: SimpleNamespace, process: int) -> Iterator[None]:
                 line = f"{folder} has no lock ({error}), so that a second run there would not be noticed."
                 terminal.say(line, file=sys.stderr)
         yield
-
-
-def _check_locks(args: SimpleNamespace) -> list[Finding]:
-    found = []
-    for flag, folder in _folders(args):
-        try:
-            look(folder / LOCK)
-        except InUse as process:
-            found.append(_in_use(flag, folder, process))
-        except OSError:  # `held` reports that it cannot lock
-            continue
-    return found
 
 
 def _in_use(flag: str, folder: Path, process: InUse) -> Finding:

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import argparse
 import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,6 +84,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("the token must be visible ASCII, because it is sent in a header")
     if not 0 <= args.port < 2**16:  # uvicorn would listen on another one
         parser.error(f"argument --port: {args.port} is no port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(args.host, args.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:  # uvicorn would say so once the graders are ready
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        parser.error(f"argument --port: {args.host}:{args.port} cannot be listened on: {error.strerror or error}")
     if token is None and not _is_this_machine(args.host):
         risk = f"whoever reaches {args.host}:{args.port} may use the graders: give --token-file, or --host 127.0.0.1"
         print(f"arlopti serve: warning: no token: {risk}", file=sys.stderr, flush=True)

@@ -54,7 +54,8 @@ def test_models_side_by_side(tmp_path, monkeypatch, capsys):
 
     def run(command):
         processes.append(command)
-        main(*command[3:])
+        assert command[1:5] == ["-P", "-m", "arlopti_openrlhf", "evaluate"]
+        main(*command[5:])
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(evaluate.subprocess, "run", run)

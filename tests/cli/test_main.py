@@ -56,6 +56,12 @@ def test_a_command_gets_its_own_words_and_its_status_is_passed_on():
     assert "--algo.ar.alpha" in arlopti("train", "--help").stdout
 
 
+def test_train_without_flags_says_what_is_missing():
+    result = arlopti("train")
+    assert result.returncode == 2 and "there is no source of rewards" in result.stderr
+    assert "AttributeError" not in result.stderr
+
+
 HELPER_BESIDE = "import in_the_working_folder\nimport next_to_the_file\n"
 
 

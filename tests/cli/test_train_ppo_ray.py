@@ -54,6 +54,8 @@ def nested(argv: list[str]):
         ("--train.colocate_all true", ["unrecognized arguments: true: --train.colocate_all takes no value\n"]),
         ("--algo.token_method_args alpha=1", ["--algo.token_method_args", "alpha=1", "NAME.KEY=VALUE"]),
         ("--algo.token_method ar --algo.token_method_args ar.alpha=", ["ar.alpha=", "NAME.KEY=VALUE"]),
+        ("--algo.token_method lopt", ["there is no token method lopt; did you mean lopti?"]),
+        ("--data.chat_template_args enable_thinking", ["enable_thinking is not of the form NAME=VALUE"]),
         ("--algo.token_method_normalize", ["--algo.token_method_normalize", "give --algo.token_method"]),
         ("--reward.remote_url KK", ["--reward.remote_url", "KK", "kk, math, math_boxed"]),
         ("--reward.remote_url kk,math", ["--reward.remote_url", "kk,math", "one Python file"]),
