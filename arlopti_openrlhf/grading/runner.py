@@ -34,8 +34,6 @@ from arlopti_openrlhf import user_files
 from arlopti_openrlhf.grading.environment import without_secrets
 from arlopti_openrlhf.grading.reward_answers import to_json
 
-# Why not pebble's ProcessPool? With 5.2.3, one call that was busy in C held up the others for 3 s, and an idle worker
-# that was killed from outside broke the pool.
 # Why not an actor of Ray? Its process would see no GPU, and an error on import would crash it without a status. A call
 # took 0.9 ms and the process 128 MB (Ray 2.55), where a thread here takes 0.06 ms and the process 16 MB.
 
