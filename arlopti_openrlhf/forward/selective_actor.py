@@ -208,18 +208,11 @@ class SelectiveActor(Actor):
         whole_head=_whole_head,
     ) -> tuple[Tensor, ModelOutput]:
         """Return (N, 1 to 3) log-probs, entropies and Σ_{j≠o} P_j²; and the model's output."""
-        head: nn.Module = self._causal_lm.get_output_embeddings()
+        head, wanted = self._causal_lm.get_output_embeddings(), (with_entropy, with_statistics)
 
         def columns(states: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             found = selected_log_probs(
-                states,
-                weight,
-                layout.targets,
-                bias,
-                self.temperature,
-                with_entropy,
-                with_statistics,
-                trained=lambda: layout.trained,
+                states, weight, layout.targets, bias, self.temperature, *wanted, lambda: layout.trained
             )
             return torch.stack([column for column in found if column is not None], dim=-1)
 

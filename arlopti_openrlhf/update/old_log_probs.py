@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.forward.transfer import on_device
-from arlopti_openrlhf.update.ranks import Ranks
+from arlopti_openrlhf.update.plan import Planner
 from arlopti_openrlhf.update.sample import MicroBatch, Sample, stand_in
 
 
@@ -77,7 +77,7 @@ def store(
 
 @torch.no_grad()
 def compute(
-    actor: SelectiveActor, batches: Sequence[Sequence[Sample]], ranks: Ranks, with_distributions: bool = False
+    actor: SelectiveActor, items: Sequence[Sample], planner: Planner, with_distributions: bool = False
 ) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
@@ -86,12 +86,16 @@ def compute(
 
     Args:
         actor: the policy, a text model.
-        batches: the samples of each pass.
-        ranks: the data-parallel ranks.
+        items: single samples.
+        planner: says which samples share a pass.
         with_distributions: whether each sample gets its `distributions` too.
     """
+    for sample in items:
+        if not sample.action_mask.any():
+            sample.action_log_probs = torch.zeros(sample.action_mask.shape)
+    batches = planner.without_gradient([sample for sample in items if sample.action_mask.any()])
     actor.eval()
-    for i in range(ranks.max(len(batches))):
+    for i in range(planner.ranks.max(len(batches))):
         samples = batches[i] if i < len(batches) else [stand_in()]
         batch = make_experience_batch(samples)
         layout = actor.lay_out(batch.sequences, batch.action_mask, batch.attention_mask)

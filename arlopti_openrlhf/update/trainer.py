@@ -99,7 +99,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         known = self.token_weights.knows_nothing
         if not (self.token_weights.methods and self.first_pass_gives_old_log_probs):
             if self.token_weights.needs_entropies:
-                self._compute_old_log_probs(samples)
+                old_log_probs.compute(self.actor, samples, self.planner, with_distributions=True)
             known = self.token_weights.learn(samples, self.ranks)
             self._weigh(samples, known)
 
@@ -137,17 +137,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         """Compute log π_old of all samples but those of the first mini-batch whose forward will give it."""
         given = [s for s in first.samples if s.action_mask.any() and not is_idle(s.advantages, self.args)]
         others = [sample for sample in samples if not any(sample is own for own in given)]
-        self._compute_old_log_probs(others)
+        old_log_probs.compute(self.actor, others, self.planner, self.token_weights.needs_entropies)
         self._weigh(others, self.token_weights.knows_nothing)
-
-    def _compute_old_log_probs(self, samples: Sequence[Sample]) -> None:
-        """Compute log π_old of samples, and the entropies if a method asks for them. A collective call."""
-        answered = [sample for sample in samples if sample.action_mask.any()]
-        for sample in samples:
-            if not sample.action_mask.any():
-                sample.action_log_probs = torch.zeros(sample.action_mask.shape)
-        batches = self.planner.without_gradient(answered)
-        old_log_probs.compute(self.actor, batches, self.ranks, self.token_weights.needs_entropies)
 
     def _pass(
         self,
