@@ -294,7 +294,7 @@ def divide(samples: Sequence[Sample], budget: int, price: Callable = cost, count
             room.append(budget)
         batches[i] += part
         room[i] -= taken
-    while len(batches) < count:
+    while 0 < len(batches) < count:
         prices = [price(batch) if len(batch) > 1 else 0 for batch in batches]
         largest = batches.pop(prices.index(max(prices)))
         batches += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]

@@ -29,7 +29,7 @@ exec arlopti train \
   "${paper_flags[@]}" \
   "${hybrid_flags[@]}" \
   "${run_flags[@]}" \
-  --reward.remote_url math \
+  --reward.remote_url math_boxed \
   --rollout.batch_size 128 \
   --rollout.temperature 1.0 \
   --train.batch_size 512 \

@@ -81,7 +81,7 @@ def test_the_last_checkpoints_in_two_ways_and_their_mean(tmp_path, tiny_model, m
         evaluate.main()
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(evaluate.subprocess, "run", lambda command: main(*command[3:]))
+    monkeypatch.setattr(evaluate.subprocess, "run", lambda command: main(*command[command.index("evaluate") + 1 :]))
     own = ["--data", str(tmp_path / "data.jsonl"), "--out", str(tmp_path / "out"), "--last", "3"]
     main("--model", str(tmp_path / "run"), *own, "--sampling", "kk_*:n=1,t=0", "--sampling", "kk_*:n=2,t=1")
     table = (tmp_path / "out/table.md").read_text()

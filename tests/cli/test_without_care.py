@@ -62,7 +62,7 @@ def test_a_lora_run_has_a_reference_of_its_own(start, more, gpus):
         ("--without_repair lora", "--without_repair ['lora']: is for what --ops off leaves out"),
         ("--reward.remote_url http://host/${NOT_THERE}", "NOT_THERE is not set"),
         ("--algo.lopti.scope minibatch", "--algo.lopti.scope minibatch: Lopti is off"),
-        ("--algo.token_method nonesuch", "there is no such token method"),
+        ("--algo.token_method nonesuch", "there is no token method nonesuch"),
     ],
 )
 def test_what_cannot_be_is_refused(start, capsys, flags, line):

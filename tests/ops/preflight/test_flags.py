@@ -193,7 +193,8 @@ def known_to_work(folder: Path) -> dict[str, list[str]]:
         for variables in [{}, {"ALGO": "reinforce++"}, {"METHOD": "none"}]:
             done = launch(script, folder, LIGER="0", **variables)  # its kernels are for GPUs
             assert done.returncode == 0
-            commands[f"{script.name} {variables}"] = (folder / "argv").read_text().split("\0")[2:-1]
+            argv = (folder / "argv").read_text().split("\0")[:-1]
+            commands[f"{script.name} {variables}"] = argv[2:] if argv[0] == "-m" else argv[1:]
     for task in TASKS.values():
         plan = Plan(folder, task, task.full, seed=0)
         commands[f"quickstart {task.name}"] = quickstart.training_flags(plan)
