@@ -23,17 +23,19 @@ MATH_HOURS = (37, 48)  # of a run on four GPUs, by Appendix C.2
 
 
 def trainings(command: str, folder: Path) -> list[list[str]]:
-    """Run a command of the page with a `python` that writes its arguments down. Return the flags of each training."""
-    python, argv = folder / "python", folder / "argv"
-    python.write_text(
-        f"#!/bin/sh\nprintf '%s\\0' \"$@\" >> {shlex.quote(str(argv))}\necho >> {shlex.quote(str(argv))}\n"
-    )
-    python.chmod(0o755)
+    """Run a command of the page with programs that write their arguments down. Return the flags of each training."""
+    argv = folder / "argv"
+    for program in (folder / "python", folder / "arlopti"):
+        program.write_text(
+            f"#!/bin/sh\nprintf '%s\\0' \"$@\" >> {shlex.quote(str(argv))}\necho >> {shlex.quote(str(argv))}\n"
+        )
+        program.chmod(0o755)
     argv.write_text("")
     subprocess.run(["bash", "-c", f"PATH={folder}:$PATH\n{command}"], cwd=ROOT, check=True, timeout=60)
     words = [line.split("\0") for line in argv.read_text("utf-8").split("\0\n")[:-1]]
-    assert all(started[:2] == ["-m", TRAIN] for started in words)
-    return [started[2:] for started in words]
+    starts = {"-m": ["-m", TRAIN], "train": ["train"]}  # train_kk.sh also starts the study's module
+    assert all(started[: len(starts[started[0]])] == starts[started[0]] for started in words)
+    return [started[len(starts[started[0]]) :] for started in words]
 
 
 @pytest.fixture(scope="module")
