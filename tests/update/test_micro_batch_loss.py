@@ -20,7 +20,7 @@ OLD = torch.full((2, 3), -1.0)
 
 
 def micro_batch(**fields) -> MicroBatch:
-    return MicroBatch(samples=(), weights=None, layout=None, denominators=DENOMINATORS, share=1.0, **fields)
+    return MicroBatch(samples=(), weights=None, layout=None, plan=None, denominators=DENOMINATORS, share=1.0, **fields)
 
 
 def pass_weights(factors: torch.Tensor, updated: torch.Tensor) -> PassWeights:
