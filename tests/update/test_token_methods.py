@@ -246,7 +246,7 @@ def test_only_tokens_with_a_weight_are_computed(group):
     assert updated / tokens == pytest.approx(masked.status["token_method/eighty_twenty/mean_weight"], abs=0.1)
     assert all(masked.unknown)
     before, within = ([n for with_gradient, n in masked.forwards if with_gradient == kind] for kind in (False, True))
-    assert len(before) == SAMPLES // RANKS  # one by one, as --rollout.micro_batch_size says, and once
+    assert 0 < len(before) < SAMPLES // RANKS  # as many samples at a time as fit, and once
     assert sum(within) < sum(n for _, n in whole.forwards)
 
 
