@@ -96,8 +96,8 @@ class ReferenceTrainer(ActorPPOTrainer):
         with replaced_attribute(self, "actor_loss_fn", pass_loss):
             status = super().training_step(experience, kl_ctl, step, info)
         if not updated.any():  # upstream's means over no token are NaN
-            metrics = status["metrics"].items()
-            status["metrics"] = {n: 0.0 if isinstance(v, float) and v != v else v for n, v in metrics}
+            values = {n: torch.as_tensor(value).nan_to_num() for n, value in status["metrics"].items()}
+            status["metrics"] = {n: value.tolist() if value.ndim == 0 else value for n, value in values.items()}
         return status | {"num_action_tokens": float(response.sum()) or 1e-9}  # upstream divides by their sum
 
     def _step_unless_empty(self, take_step, optimizer, actor, scheduler, **kwargs) -> None:
