@@ -77,7 +77,7 @@ def check(flat: argparse.Namespace) -> Checked:
         try:
             _execute(statement, block.path, names)
         except Exception as error:
-            # Without a source of rewards upstream reads a model that is not there. `values` says what may be given.
+            # Upstream reads a reward model that is not there. `values.check_reward_is_given` says what may be given.
             if isinstance(error, AttributeError) and not any(vars(flat)[name] for name in _REWARDS):
                 continue
             findings.append(_finding(statement, error, block.path, vars(flat)))

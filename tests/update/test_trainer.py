@@ -38,7 +38,8 @@ def group(request, tiny_model):
 
 @pytest.fixture(scope="module")
 def group_of_two_mini_batches(tiny_model):
-    more = ("--train.batch_size", str(SAMPLES // 2), "--actor.adam.lr", "1e-2")
+    # With the default seed the reference happens to draw the same mini-batches in both epochs, one of 70 ways.
+    more = ("--train.batch_size", str(SAMPLES // 2), "--actor.adam.lr", "1e-2", "--train.seed", "1")
     return {kind: Group(flags(tiny_model, *more), selective=kind, off_policy=True) for kind in (False, True)}
 
 
@@ -130,8 +131,7 @@ def test_order_of_the_steps(group_of_two_mini_batches, scope, order, expected, s
         assert mini_batches(LOW, epoch) == mini_batches(HIGH, epoch)
         assert set.union(*mini_batches(LOW, epoch)) == set(range(SAMPLES // RANKS))
     # Shuffled anew each epoch.
-    orders = [[uids for of_pass in passes[i : i + 4] for _, uids in of_pass] for i in (0, 4)]
-    assert orders[0] != orders[1]
+    assert mini_batches(LOW, 0) != mini_batches(LOW, 1)
     # The groups are those of the sampling policy, whatever the weights have become.
     low = [(e.action_log_probs.exp() < 0.5).logical_and(e.action_mask.bool()) for e in batch]
     for stage, uids, before, updated in result.seen:

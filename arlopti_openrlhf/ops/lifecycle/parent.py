@@ -284,6 +284,8 @@ def _exit_after(act: Callable[[], None]) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     with suppress(OSError):
