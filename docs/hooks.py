@@ -12,8 +12,9 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-# Tables that are too long for a page, and that pages link to.
-TABLES = {str(path.relative_to(ROOT)): path.name for path in sorted((ROOT / "study/results").glob("*.csv"))}
+# Files that pages link to: tables too long for a page, and the source to read first.
+LINKED = [*sorted((ROOT / "study/results").glob("*.csv")), ROOT / "arlopti_openrlhf/reference.py"]
+FILES = {str(path.relative_to(ROOT)): path.name for path in LINKED}
 _SOURCES = {page: file for file, page in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()(?!#|\w+:)([^)#\s]+)")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.M | re.S)
@@ -28,18 +29,18 @@ def page_link(link: str, page: str) -> str:
     """
     source = _SOURCES.get(page, f"docs/{page}")
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
-    if target in PAGES | TABLES:
-        return posixpath.relpath((PAGES | TABLES)[target], posixpath.dirname(page) or ".")
+    if target in PAGES | FILES:
+        return posixpath.relpath((PAGES | FILES)[target], posixpath.dirname(page) or ".")
     if target.startswith("docs/"):
         return posixpath.relpath(target.removeprefix("docs/"), posixpath.dirname(page) or ".")
     return link
 
 
 def on_files(files, config):
-    """Add the pages and tables. MkDocs calls it."""
+    """Add the pages and files. MkDocs calls it."""
     from mkdocs.structure.files import File
 
-    for file, page in (PAGES | TABLES).items():
+    for file, page in (PAGES | FILES).items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / file)))
     return files
 

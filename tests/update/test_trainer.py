@@ -38,8 +38,7 @@ def group(request, tiny_model):
 
 @pytest.fixture(scope="module")
 def group_of_two_mini_batches(tiny_model):
-    # With the default seed the reference happens to draw the same mini-batches in both epochs, one of 70 ways.
-    more = ("--train.batch_size", str(SAMPLES // 2), "--actor.adam.lr", "1e-2", "--train.seed", "1")
+    more = ("--train.batch_size", str(SAMPLES // 2), "--actor.adam.lr", "1e-2")
     return {kind: Group(flags(tiny_model, *more), selective=kind, off_policy=True) for kind in (False, True)}
 
 
@@ -108,30 +107,30 @@ def test_one_group_alone_is_that_groups_stage(group):
     ],
 )
 def test_order_of_the_steps(group_of_two_mini_batches, scope, order, expected, selective):
-    """Two mini-batches per rank, two epochs: the passes come as design and flags say."""
+    """Two mini-batches per rank, three epochs: the passes come as design and flags say."""
     if scope == "minibatch" and not selective:
         pytest.skip("the reference has only the published order")
-    lopti = {"algo.lopti.eta": 0.5, "algo.lopti.scope": scope, "algo.lopti.order": order, "train.max_epochs": 2}
+    lopti = {"algo.lopti.eta": 0.5, "algo.lopti.scope": scope, "algo.lopti.order": order, "train.max_epochs": 3}
     batch = experiences(seed=4)
     result = group_of_two_mini_batches[selective].run(batch, OFF | lopti)
-    assert result.steps == 8
+    assert result.steps == 12
     # Micro-batches of one rank, until they hold a mini-batch's samples
     passes = [[]]
     for stage, uids, *_ in result.seen:
         if sum(len(others) for _, others in passes[-1]) == SAMPLES // RANKS // 2:
             passes.append([])
         passes[-1].append((stage, uids))
-    assert [{stage for stage, _ in of_pass} for of_pass in passes] == [{stage} for stage in expected * 2]
+    assert [{stage for stage, _ in of_pass} for of_pass in passes] == [{stage} for stage in expected * 3]
 
     def mini_batches(stage, epoch):
         of_epoch = passes[epoch * 4 : epoch * 4 + 4]
         return [{uid for _, uids in of_pass for uid in uids} for of_pass in of_epoch if of_pass[0][0] == stage]
 
-    for epoch in (0, 1):
+    for epoch in range(3):
         assert mini_batches(LOW, epoch) == mini_batches(HIGH, epoch)
         assert set.union(*mini_batches(LOW, epoch)) == set(range(SAMPLES // RANKS))
-    # Shuffled anew each epoch.
-    assert mini_batches(LOW, 0) != mini_batches(LOW, 1)
+    # Shuffled anew each epoch. Two of the three may draw the same halves, as happens 1 time in 35 to any two.
+    assert any(mini_batches(LOW, epoch) != mini_batches(LOW, 0) for epoch in (1, 2))
     # The groups are those of the sampling policy, whatever the weights have become.
     low = [(e.action_log_probs.exp() < 0.5).logical_and(e.action_mask.bool()) for e in batch]
     for stage, uids, before, updated in result.seen:
