@@ -22,6 +22,7 @@ from arlopti_openrlhf.upstream import find_source
 _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"
 _REWARDS = ("reward.model_name_or_path", "reward.remote_url", "train.agent_func_path")
+_NO_REWARD = Finding("--reward.remote_url", "", "there is no source of rewards", f"give --{' or --'.join(_REWARDS)}")
 
 
 class _Parser(bad_input.Parser):
@@ -69,7 +70,7 @@ def check(flat: argparse.Namespace) -> Checked:
     """
     block = _block()
     names = block.names | {"args": copy.deepcopy(flat), "train": lambda args: None}
-    findings = []
+    findings = [] if any(vars(flat)[name] for name in _REWARDS) else [_NO_REWARD]
     for statement in block.checking:
         if isinstance(statement, ast.ImportFrom) and statement.module == _CONFIG:
             names["hierarchize"] = hierarchize
@@ -77,8 +78,7 @@ def check(flat: argparse.Namespace) -> Checked:
         try:
             _execute(statement, block.path, names)
         except Exception as error:
-            # Upstream reads a reward model that is not there. `values.check_reward_is_given` says what may be given.
-            if isinstance(error, AttributeError) and not any(vars(flat)[name] for name in _REWARDS):
+            if isinstance(error, AttributeError) and _NO_REWARD in findings:  # reads its model
                 continue
             findings.append(_finding(statement, error, block.path, vars(flat)))
     return Checked(names["args"], findings)

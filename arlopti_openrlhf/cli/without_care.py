@@ -12,7 +12,7 @@ from arlopti_openrlhf.cli import command_line, flags, method_checks
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.ops.checkpoints.files import MANIFEST
 from arlopti_openrlhf.ops.lifecycle import credentials
-from arlopti_openrlhf.ops.preflight import check, values
+from arlopti_openrlhf.ops.preflight import check
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
 from arlopti_openrlhf.update.settings import Settings
@@ -39,7 +39,7 @@ def run(flat: argparse.Namespace, differences: Sequence[upstream.Difference]) ->
     check.refuse_if_fatal(findings)
     findings += method_checks.check_methods(given)
     args, of_upstream = command_line.check(flags.without_ours(flat))
-    check.refuse_if_fatal([*findings, *of_upstream, *values.check_reward_is_given(given)])
+    check.refuse_if_fatal([*findings, *of_upstream])
     if findings:
         terminal.say(*check.listed(findings), file=sys.stderr)
     if has:

@@ -67,13 +67,6 @@ def check_ranges(args: SimpleNamespace) -> Iterator[Finding]:
             yield from _check_rate(args, f"{model}.{optimizer}.lr")
 
 
-def check_reward_is_given(args: SimpleNamespace) -> Iterator[Finding]:
-    """Yield that there is no reward, for which upstream's own check looks into a model that is not there."""
-    if not (args.reward.remote_url or args.reward.model_name_or_path or args.train.agent_func_path):
-        remedy = "give --reward.remote_url, --reward.model_name_or_path or --train.agent_func_path"
-        yield Finding.of(args, "reward.model_name_or_path", "there is no source of rewards", remedy)
-
-
 def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield values that go wrong late or in silence."""
     if not args.actor.model_name_or_path:
@@ -99,7 +92,6 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if (args.vllm.num_engines or 0) < 1:
         problem = "OpenRLHF generates with vLLM alone, and no engine is asked for"
         yield Finding.of(args, "vllm.num_engines", problem, "give at least 1")
-    yield from check_reward_is_given(args)
     if args.data.input_template and args.data.apply_chat_template:
         problem, remedy = "unused with --data.apply_chat_template", "leave one of the two flags out"
         yield Finding("--data.input_template", repr(args.data.input_template), problem, remedy, is_fatal=False)

@@ -36,7 +36,7 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--eval.steps 0 --eval.dataset x", "--eval.steps", "[1, inf)"),
         ("--logger.logging_steps 0", "--logger.logging_steps", "[1, inf)"),
         ("--ds.zero_stage 1 --ds.grad_accum_dtype fp32", "--ds.grad_accum_dtype", "take --ds.zero_stage 2"),
-        ("--reward.remote_url=", "--reward.model_name_or_path", "no source of rewards"),
+        ("--reward.remote_url=", "--reward.remote_url", "no source of rewards"),
         ("--data.prompt_dataset=", "--data.prompt_dataset", "there is no data"),
         ("--actor.model_name_or_path=", "--actor.model_name_or_path", "there is no model"),
         # What ends a run after its first rollout, or trains on nothing.
