@@ -14,7 +14,6 @@ from arlopti_openrlhf.evaluation.sampling import parse_sampling
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.repairs import REPAIRS
 
 CONFIG = "--config"
 
@@ -188,8 +187,6 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
     Flag("--ops", _choice(["on", "off"], "on"),
      "off: the run is OpenRLHF's own, with the update of the given methods and nothing else of this package. Only the "
      "methods and their flags are checked beforehand (default: on)."),
-    Flag("--without_repair", {"nargs": "+", "default": [], "choices": sorted(REPAIRS), "metavar": "NAME"},
-     f"Repairs of OpenRLHF's defects to leave out: {', '.join(sorted(REPAIRS))}. docs/flags.md explains them."),
 ), "faults": (
     Flag("--dry-run", _SWITCH,
      "Check everything that can be checked beforehand, list all findings and exit: status 0 where the run can "
@@ -218,8 +215,6 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
     Flag("--reward.timeout_seconds", _number("(0, 604800]", 300.0),
      "Wall-clock limit of one call of a reward function. A call that takes longer is ended, and the run stops with "
      "its query (default: 300; a week at most)."),
-    Flag("--alarm.flat_reward_steps", _count(20),
-     "Alarm after so many steps in a row without a reward above the lowest one (default: 20)."),
 ), "rewards, evaluation and logs": (
     Flag("--logger.probability_stats", _choice(["bins", "off"], None),
      "Log statistics of each update's tokens to wandb and TensorBoard, by probability in bins of 0.25. Default: bins "

@@ -28,7 +28,6 @@ from arlopti_openrlhf.ops.lifecycle.parent import Child, Parent
 from arlopti_openrlhf.ops.preflight import check, model_code, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
 from arlopti_openrlhf.ops.preflight.placement import gpus_placed
-from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.update.settings import Settings, needs_stock_update
 
 
@@ -125,7 +124,7 @@ def _how_to_go_on(path: Path) -> str:
 def _has(args: SimpleNamespace) -> set[str]:
     """Return what a run with care has that not every run has."""
     has = dict.fromkeys(method_checks.of_update(args), True)
-    if is_made("lora", args) and args.ds.lora.rank:
+    if args.ds.lora.rank:
         reference = args.algo.kl.init_coef > 0 and not values.loads_reference(args)
         has |= {bindings.LORA: True, bindings.POLICY_IS_REFERENCE: reference}
     return {name for name, is_there in has.items() if is_there}
@@ -176,7 +175,7 @@ def _completed(flat: argparse.Namespace) -> argparse.Namespace:
         stock_only = needs_stock_update(args)
         why = f"--{stock_only} {value[stock_only]}" if stock_only else "a vision model"
         lines.append(f"{why}: the update is computed as OpenRLHF does, without statistics by probability.")
-    if args.ds.lora.rank and args.algo.kl.init_coef > 0 and is_made("lora", args):
+    if args.ds.lora.rank and args.algo.kl.init_coef > 0:
         is_policy = "the policy without its adapter is the reference, and no second model is loaded"
         is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"
         line = is_loaded if values.loads_reference(args) else is_policy

@@ -29,7 +29,7 @@ def start(monkeypatch):
 def test_upstream_gets_the_arguments_of_its_own_parser(start):
     args, _, has, _ = start()
     names = set(vars(args.algo)) | set(vars(args.logger)) | set(vars(args))
-    assert not has and not names & {"ar", "lopti", "token_method", "console", "ops", "dry_run", "without_repair"}
+    assert not has and not names & {"ar", "lopti", "token_method", "console", "ops", "dry_run"}
     assert args.reward.remote_url == [str(Path(without_care.__file__).parents[1] / "grading/kk_reward.py")]
 
 
@@ -59,7 +59,6 @@ def test_a_lora_run_has_a_reference_of_its_own(start, more, gpus):
     ("flags", "line"),
     [
         ("--train.deterministic", "--train.deterministic True: is for what --ops off leaves out"),
-        ("--without_repair lora", "--without_repair ['lora']: is for what --ops off leaves out"),
         ("--reward.remote_url http://host/${NOT_THERE}", "NOT_THERE is not set"),
         ("--algo.lopti.scope minibatch", "--algo.lopti.scope minibatch: Lopti is off"),
         ("--algo.token_method nonesuch", "there is no token method nonesuch"),

@@ -24,7 +24,6 @@ from arlopti_openrlhf.ops.checkpoints import files, state, unpickling
 from arlopti_openrlhf.ops.checkpoints.ranks import everywhere, on_rank_0, say
 from arlopti_openrlhf.ops.health.guard import GuardedStrategy, engine_of, first_non_finite
 from arlopti_openrlhf.ops.lifecycle.stopping import Diverged, RunStopped
-from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.patching import replaced_attribute
 
 # What upstream's controllers take from a checkpoint, for a run that has none yet.
@@ -69,8 +68,7 @@ class CheckpointStrategy(GuardedStrategy):
 
     def _ds_init_train_model(self, model, cfg: dict):
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
-        if is_made("learning_rate", self.args):
-            learning_rate.stay_at_minimum(scheduler, cfg)
+        learning_rate.stay_at_minimum(scheduler, cfg)
         return model, optimizer, scheduler
 
     def _ds_init_eval_model(self, model) -> Any:

@@ -10,6 +10,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 _ROLLOUT_GAP = 0.1  # nats per token between vLLM's and the actor's log-probs, on average
+_FLAT_REWARD_STEPS = 20  # in a row without a reward above the lowest one
 _GRAD_NORM_FACTOR = 10  # times the median
 _STEPS = 100  # of the median
 _FEWEST_STEPS = 10  # that a median is taken of
@@ -25,7 +26,6 @@ class Alarms:
     """
 
     def __init__(self, args: Any) -> None:
-        self.flat_reward_steps: int = args.alarm.flat_reward_steps
         self.penalty: float | None = args.reward.stop_properly_penalty_coef
         # vLLM's log-probs, if importance sampling asks for them, are those among the tokens that top_p leaves.
         is_corrected = args.algo.advantage.is_correction_level != "off"
@@ -74,7 +74,7 @@ class Alarms:
         self._lowest_reward = min(self._lowest_reward, status["rollout/reward_min"])
         is_flat = status["rollout/reward_max"] <= self._lowest_reward
         self._flat_steps = self._flat_steps + 1 if is_flat else 0
-        if self._flat_steps < self.flat_reward_steps:
+        if self._flat_steps < _FLAT_REWARD_STEPS:
             return None
         return f"{self._flat_steps} steps in a row without a reward above the lowest one, {self._lowest_reward:g}"
 

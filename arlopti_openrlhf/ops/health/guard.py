@@ -11,7 +11,6 @@ from openrlhf.utils.deepspeed.deepspeed_utils import _z3_params_to_fetch
 from torch import Tensor
 from torch import distributed as dist
 
-from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.patching import Upstream
 
 
@@ -107,8 +106,7 @@ class GuardedStrategy(DeepspeedStrategy):
         super().backward(loss, model, _optimizer, **kwargs)
 
     def moving_average(self, model, model_ema, beta=0.992, device="cpu") -> None:
-        is_sharded = self.stage == 3 and is_made("ema_zero3", self.args)
-        if not is_sharded and not is_refused(engine_of(model)):
+        if self.stage != 3 and not is_refused(engine_of(model)):
             return super().moving_average(model, model_ema, beta, device)
         self.time_steps["ema"] += 1  # upstream counts micro-batches, and averages at every so many
         is_due = self.time_steps["ema"] % self.accumulated_gradient == 0 or self.use_dynamic_batch

@@ -1,7 +1,9 @@
 """Checks what the run needs of this machine besides GPUs: folders to write to, shared memory, disk."""
 
+import logging.handlers
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding.of(args, "logger.tensorboard_dir", problem, remedy, is_fatal=False)
     if starts_cluster():
         yield from _check_shared_memory()
+        yield from _check_kernels()
 
 
 def _check_shared_memory() -> Iterator[Finding]:
@@ -45,6 +48,18 @@ def _check_shared_memory() -> Iterator[Finding]:
         # On a GPU, vLLM with one rank keeps little there, and Ray falls back to another folder.
         is_fatal = size.free < _LEAST_SHARED_MEMORY and cpu.uses_cpu()
         yield Finding("", "", f"/dev/shm has {of_all}", remedy, is_fatal)
+
+
+def _check_kernels() -> Iterator[Finding]:
+    """Load vLLM's kernels as its engine does, which warns of what it lacks, and ends at the first one it needs."""
+    from vllm.platforms import current_platform
+
+    warnings = logging.handlers.BufferingHandler(capacity=sys.maxsize)
+    logging.getLogger("vllm").addHandler(warnings)
+    current_platform.import_kernels()
+    for record in warnings.buffer:
+        remedy = "install the library that it misses, or a vLLM that fits this PyTorch and this machine"
+        yield Finding("", "", record.getMessage(), remedy)
 
 
 def _why_not_writable(folder: Path) -> str | None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +31,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the source of rewards. `values` looks whether there is one."""
     sources = args.reward.remote_url or [""]
     ours = REWARDS.get(sources[0])
-    if agent := args.train.agent_func_path:  # vLLM's engines load it when they start, and say what is wrong with it
-        if not Path(agent).is_file():
-            yield Finding.of(args, "train.agent_func_path", "there is no such file", "correct the path")
+    if args.train.agent_func_path:  # vLLM's engines load it when they start, and say what is wrong with it
         return
     if ours:
         if ours.package and not importlib.util.find_spec(ours.package.replace("-", "_")):

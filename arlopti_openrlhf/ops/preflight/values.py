@@ -3,12 +3,12 @@
 import os
 from collections.abc import Iterator
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 
 from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.repairs import is_made
 
 NO_SOURCE = "is no source of rewards"
 SOURCES = f"give {', '.join(REWARDS)}, one Python file, or URLs with commas between them"
@@ -98,6 +98,10 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if args.logger.wandb.key == credentials.WANDB and not os.environ.get(credentials.WANDB):
         problem = "the variable is not set, so wandb has no key"
         yield Finding.of(args, "logger.wandb.key", problem, "set it, or leave the flag out", is_fatal=False)
+    file = (args.reward.remote_url or [""])[0]
+    for name, path in (("reward.remote_url", file), ("train.agent_func_path", args.train.agent_func_path or "")):
+        if path.endswith(".py") and not Path(path).is_file():
+            yield Finding(f"--{name}", path, "there is no such file", "correct the path")
     yield from _check_late(args)
 
 
@@ -172,7 +176,7 @@ def loads_reference(args: SimpleNamespace) -> bool:
 
     In 4 bits OpenRLHF computes the norms of a LoRA policy in float32 and those of a reference in bf16, so they differ.
     """
-    repaired = args.ds.lora.rank and is_made("lora", args)
+    repaired = args.ds.lora.rank and args.ops == "on"
     return args.algo.kl.init_coef > 0 and (not repaired or args.ds.load_in_4bit)
 
 

@@ -9,7 +9,6 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import launcher
 
 from arlopti_openrlhf.ops.lifecycle import progress
-from arlopti_openrlhf.ops.repairs import is_made
 from arlopti_openrlhf.patching import replaced_attribute
 
 
@@ -29,7 +28,7 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
 
     def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
         """Return upstream's result, in which equal rewards count as 0 under `group_norm`."""
-        if self.args.algo.advantage.estimator != "group_norm" or not is_made("equal_rewards", self.args):
+        if self.args.algo.advantage.estimator != "group_norm":
             return super().compute_advantages_and_returns(experiences)
         rewards: list[torch.Tensor] = []
         apply_length_penalties = upstream.apply_length_penalties

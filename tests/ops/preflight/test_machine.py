@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +211,15 @@ def test_what_the_run_would_join(cluster, started, named, problem):
     found = cluster(started, named)
     assert len(found) == (problem is not None)
     assert all(problem in line and "\n" not in line for line in found)
+
+
+def test_vllm_without_its_kernels(monkeypatch):
+    """As without libnuma.so.1, to which those for a CPU link. vLLM warns, and its engine ends at the first of them."""
+    assert list(machine._check_kernels()) == []
+    for name in ("_C", "_C_AVX2", "_C_AVX512"):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", None)
+    [found] = machine._check_kernels()
+    assert found.is_fatal and "Failed to import from vllm._C" in found.problem
 
 
 @pytest.mark.parametrize(
