@@ -1,6 +1,7 @@
 """A resumed run continues in one curve of TensorBoard and in one run of wandb. No tracker ends a run."""
 
 import json
+import logging
 import resource
 import threading
 import time
@@ -18,6 +19,9 @@ from arlopti_openrlhf.cli import command_line, train_ppo_ray
 from arlopti_openrlhf.ops.checkpoints import state
 from arlopti_openrlhf.ops.health import trackers
 from arlopti_openrlhf.ops.lifecycle import credentials, progress
+
+# A thread of wandb's logs that it has lost its process, whenever that is, and other tests look for what is logged.
+logging.getLogger("wandb").propagate = False
 
 
 def arguments(folder, run_name: str, resumes: bool, **wandb) -> SimpleNamespace:
