@@ -15,13 +15,12 @@ from arlopti_testing.update_workers import (
     flags,
     relative_distance,
 )
-from arlopti_testing.update_workers import cluster as cluster_of_workers
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from arlopti_openrlhf import token_method
 from arlopti_openrlhf.methods import built_in
 
-pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 NONE = OFF | {"algo.ar.alpha": 0.0}
 BOTH = OFF | {"algo.lopti.eta": 0.5}
 WITH_ROLLOUT = {"algo.advantage.is_correction_level": "token"}
@@ -40,12 +39,6 @@ BAND = ["surprisal_band.lo=1", "surprisal_band.hi=2"]
 # ZeRO's stage, ranks. The others take too long for every change.
 LAYOUTS = [(3, 2), *(pytest.param(layout, marks=pytest.mark.long) for layout in ((2, 1), (2, 2), (3, 1)))]
 STAR = [("AR + Lopti", loss) for loss in LOSSES] + [(method, "token-mean") for method in METHODS]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_of_workers():
-        yield
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: f"zero{layout[0]}, {layout[1]} ranks")
