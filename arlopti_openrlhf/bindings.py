@@ -71,14 +71,14 @@ TABLE = (
     Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "ops.lora:MergedSync", LORA,
         "sends merged weights to vLLM"),
     # A machine without CUDA
-    Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:PolicyActor", WITHOUT_CUDA,
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "cpu.refusals:CpuPolicyActor", WITHOUT_CUDA,
         "refuses what such a machine cannot do"),
     # Care for a run
     Row("openrlhf.utils.deepspeed", "DeepspeedStrategy", EXTENDS, "ops.checkpoints.saving:CheckpointStrategy", CARE,
         "refuses steps that are not finite; writes and loads whole checkpoints"),
     Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "ops.health.update_health:ActorPPOTrainer", CARE,
         "counts refused steps, and compares vLLM's log-probs with the actor's"),
-    Row(_ACTOR, "PolicyModelActor", EXTENDS, "ops.health.guard:PolicyActor", CARE,
+    Row(_ACTOR, "PolicyModelActor", EXTENDS, "ops.health.guard:GuardedPolicyActor", CARE,
         "names the first parameter that is not finite"),
     Row(_ENGINE, "SingleTurnAgentExecutor", REPLACES, "ops.rollouts.reward_client:RewardExecutor", CARE,
         "waits for rewards, bounds their time, and ends the run where there is none",

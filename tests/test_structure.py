@@ -17,7 +17,7 @@ FILES = sorted(
 # Lines of each room, at most. A limit falls, or moves with the module that moves. No room lives off another's.
 BUDGETS = {
     ".": 1454,
-    "cli": 2741,
+    "cli": 2735,
     "cpu": 599,
     "evaluation": 147,
     "forward": 1245,
@@ -25,17 +25,17 @@ BUDGETS = {
     "lab": 3395,
     "methods": 563,
     "update": 1832,
-    "ops": 506,
-    "ops/checkpoints": 867,
-    "ops/health": 478,
+    "ops": 485,
+    "ops/checkpoints": 865,
+    "ops/health": 477,
     "ops/lifecycle": 1039,
-    "ops/preflight": 2209,
-    "ops/rollouts": 919,
+    "ops/preflight": 2163,
+    "ops/rollouts": 914,
 }
 TEST_BUDGETS = {
-    ".": 5105,
+    ".": 4907,
     "arlopti_testing": 1025,
-    "cli": 2832,
+    "cli": 2829,
     "contract": 975,
     "cpu": 779,
     "evaluation": 156,
@@ -43,14 +43,14 @@ TEST_BUDGETS = {
     "grading": 1941,
     "lab": 1321,
     "long": 2118,
-    "ops": 571,
+    "ops": 486,
     "ops/checkpoints": 537,
     "ops/health": 407,
     "ops/lifecycle": 843,
-    "ops/preflight": 2352,
+    "ops/preflight": 2323,
     "ops/rollouts": 1513,
     "study": 693,
-    "update": 2822,
+    "update": 3016,
 }
 IMPORTS_BETWEEN_ROOMS = 273  # at most, and it only falls
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines

@@ -68,7 +68,7 @@ def main() -> None:
         from arlopti_openrlhf.lab.scoring.adapters import merged
 
         template = template_arguments(args.chat_template_args)
-        settings = offline.Settings(args.sampling, args.greedy, args.max_new_tokens, args.seed, template)
+        settings = offline.ScoringSettings(args.sampling, args.greedy, args.max_new_tokens, args.seed, template)
         ((name, model),) = models.items()
         try:
             model = merged(model, args.out / f"{name}.merged")

@@ -7,7 +7,7 @@ from arlopti_openrlhf import cpu
 from arlopti_openrlhf.patching import Upstream
 
 
-class PolicyActor(Upstream):
+class CpuPolicyActor(Upstream):
     """`PolicyModelActor` that checks the machine it is on. The pre-flight knows the driver's only."""
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:

@@ -42,7 +42,7 @@ _TURNS = (
 _HEADERS = re.compile("|".join(map(re.escape, _TURNS)))
 
 
-class Grade(NamedTuple):
+class KkGrade(NamedTuple):
     """What one response earned.
 
     reward: 3, -0.5, -1 or -3.
@@ -57,7 +57,7 @@ class Grade(NamedTuple):
     answered: bool
 
 
-def grade(response: str, solution: str) -> Grade:
+def grade(response: str, solution: str) -> KkGrade:
     r"""Grade one whole assistant turn, a prefilled `<think>` included, by Logic-RL's rule.
 
     The answer is the text between `<answer>` and `</answer>`. It is readable where the substrings "knight" and "knave"
@@ -79,12 +79,12 @@ def grade(response: str, solution: str) -> Grade:
     people = _people(solution)
     answer = _answer(response)
     if answer is None:
-        return Grade(MALFORMED + UNREADABLE, 0.0, well_formed=False, answered=False)
+        return KkGrade(MALFORMED + UNREADABLE, 0.0, well_formed=False, answered=False)
     roles = _roles(answer, [sentence for sentence, _ in people])
     if roles is None:
-        return Grade(WELL_FORMED + UNREADABLE, 0.0, well_formed=True, answered=False)
+        return KkGrade(WELL_FORMED + UNREADABLE, 0.0, well_formed=True, answered=False)
     right = roles == [role for _, role in people]
-    return Grade(WELL_FORMED + (RIGHT if right else WRONG), float(right), well_formed=True, answered=True)
+    return KkGrade(WELL_FORMED + (RIGHT if right else WRONG), float(right), well_formed=True, answered=True)
 
 
 def assistant_turn(query: str, prompt: str | None) -> str:
@@ -143,7 +143,7 @@ def reward_func(
     """
     grades = list(map(grade, assistant_turns(queries, prompts, labels), labels))
     columns = torch.tensor(list(zip(*grades, strict=True)), dtype=torch.float32)  # each contiguous, or Ray fails
-    rewards, scores, well_formed, answered = columns.reshape(len(Grade._fields), -1)
+    rewards, scores, well_formed, answered = columns.reshape(len(KkGrade._fields), -1)
     return {"rewards": rewards, "scores": scores, "extra_logs": {"well_formed": well_formed, "answered": answered}}
 
 

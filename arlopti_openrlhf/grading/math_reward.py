@@ -52,7 +52,7 @@ _ANNOUNCES = re.compile(r"\banswer\b|^####", re.IGNORECASE | re.MULTILINE)
 _END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
 
 
-class Grade(NamedTuple):
+class MathGrade(NamedTuple):
     """What one response earned.
 
     score: 1.0 where the final answer equals the label, else 0.0. It is the reward.
@@ -65,7 +65,7 @@ class Grade(NamedTuple):
     timed_out: bool
 
 
-def grade(response: str, answer: object, prompt: str = "") -> Grade:
+def grade(response: str, answer: object, prompt: str = "") -> MathGrade:
     r"""Grade one response against its label.
 
     Args:
@@ -83,11 +83,11 @@ def grade(response: str, answer: object, prompt: str = "") -> Grade:
     response = _outside_thoughts(response)
     box = last_box(response[-MAX_RESPONSE:])
     if box == "":
-        return Grade(0.0, boxed=False, timed_out=False)
+        return MathGrade(0.0, boxed=False, timed_out=False)
     if box is None:
         return _compare(_END.sub("", response[-MAX_TAIL:]), labels, boxed=False, question=numbers(prompt))
     if len(box) > MAX_ANSWER or (leaves_work(box, labels) and repeats(box, numbers(prompt))):
-        return Grade(0.0, boxed=True, timed_out=False)
+        return MathGrade(0.0, boxed=True, timed_out=False)
     return _compare(box.strip(), labels, boxed=True)
 
 
@@ -118,7 +118,7 @@ def reward_func(
         with ThreadPoolExecutor(WORKERS) as threads:
             grades = list(threads.map(grade, turns, labels, [prompt or "" for prompt in prompts]))
     columns = torch.tensor(list(zip(*grades, strict=True)), dtype=torch.float32)  # each contiguous, or Ray fails
-    scores, boxed, timed_out = columns.reshape(len(Grade._fields), -1)
+    scores, boxed, timed_out = columns.reshape(len(MathGrade._fields), -1)
     return {"rewards": scores, "scores": scores.clone(), "extra_logs": {"well_formed": boxed, "timed_out": timed_out}}
 
 
@@ -233,20 +233,20 @@ def worker_pool(workers: int = WORKERS) -> WorkerPool:
         return _pool
 
 
-def _compare(answer: str, labels: tuple[str, ...], boxed: bool, question: tuple[str, ...] = ()) -> Grade:
+def _compare(answer: str, labels: tuple[str, ...], boxed: bool, question: tuple[str, ...] = ()) -> MathGrade:
     try:
         return _finished(answer, labels, boxed, question)
     except (TimedOut, Died):
-        return Grade(0.0, boxed, timed_out=True)
+        return MathGrade(0.0, boxed, timed_out=True)
 
 
 # The responses to one prompt are graded close together, and many agree. A comparison that was not finished raises and
 # is not kept, for the machine may have been slow.
 @functools.lru_cache(maxsize=2**14)
-def _finished(answer: str, labels: tuple[str, ...], boxed: bool, question: tuple[str, ...]) -> Grade:
+def _finished(answer: str, labels: tuple[str, ...], boxed: bool, question: tuple[str, ...]) -> MathGrade:
     if boxed and any(plain(answer) == plain(label) for label in labels):
-        return Grade(1.0, boxed, timed_out=False)
+        return MathGrade(1.0, boxed, timed_out=False)
     try:
-        return Grade(float(worker_pool().call(answer, labels, boxed, question)), boxed, timed_out=False)
+        return MathGrade(float(worker_pool().call(answer, labels, boxed, question)), boxed, timed_out=False)
     except Raised as error:  # what math-verify lets through comes from the answer, such as deep recursion
-        return Grade(0.0, boxed, timed_out="MemoryError" in str(error.__cause__))
+        return MathGrade(0.0, boxed, timed_out="MemoryError" in str(error.__cause__))

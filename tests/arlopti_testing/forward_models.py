@@ -103,13 +103,7 @@ def assert_same(stock, ours, batch, **kwargs):
 
 
 def assert_equal(found, expected):
-    """Hold the results of `run` together: each log-prob and entropy, and the gradient by its norm.
-
-    In float32 two of our roundings are larger than stock's. On a CPU, attention by parts gets its normalizers in
-    float32: at scores of 16 to 64 times these models', a gradient differs by 5e-5 from float64's, and stock's by 7e-6.
-    And the head takes log p as the difference of two large numbers: for likely tokens that has 2 to 3 times the error
-    of `log_softmax`.
-    """
+    """Compare the results of `run`: log-probs, entropies, the gradient by its norm (docs/costs.md on roundings)."""
     (b, gradient_b), (a, gradient_a) = found, expected
     for x, y in zip(a, b, strict=True):
         torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)

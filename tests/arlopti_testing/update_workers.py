@@ -118,7 +118,7 @@ def probe_class(selective):
 
     ppo_actor.Actor = SelectiveActor if selective else Actor
 
-    class Probe(PolicyActor, guard.PolicyActor, plain_class(ppo_actor.PolicyModelActor)):
+    class Probe(PolicyActor, guard.GuardedPolicyActor, plain_class(ppo_actor.PolicyModelActor)):
         def init_model_from_pretrained(self, strategy, pretrain, max_steps, float32):
             from openrlhf.utils import utils
 

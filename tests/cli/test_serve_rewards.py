@@ -348,11 +348,9 @@ def test_half_requests_and_clients_that_leave_cost_neither_the_end_nor_a_traceba
 def test_a_head_has_a_limit_of_size(custom, sent):
     with socket.create_connection(("127.0.0.1", int(custom.url.rsplit(":")[-1])), 20) as client:
         client.sendall(sent)
-        with pytest.raises(ConnectionError):  # 64 MiB
-            for _ in range(1024):
+        with pytest.raises(ConnectionError):
+            for _ in range(1024):  # 64 MiB
                 client.sendall(b"x" * 2**16)
-                if client.recv(2**10, socket.MSG_DONTWAIT) == b"":
-                    raise ConnectionError
     assert psutil.Process(custom.pid).memory_info().rss < 2**29
 
 

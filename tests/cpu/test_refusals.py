@@ -37,7 +37,7 @@ def test_the_policys_actors_check(monkeypatch):
     monkeypatch.setattr(ppo_actor, "PolicyModelActor", upstream)  # back, afterwards
     monkeypatch.setattr(plain_class(upstream), "init_model_from_pretrained", lambda self, *args: given.append(args))
     monkeypatch.setattr(refusals, "check", lambda args, syncs: given.append((args, syncs)))
-    bindings.put(row for row in bindings.TABLE if row.ours == "cpu.refusals:PolicyActor")
+    bindings.put(row for row in bindings.TABLE if row.ours == "cpu.refusals:CpuPolicyActor")
     actor = object.__new__(plain_class(ppo_actor.PolicyModelActor))
     strategy = SimpleNamespace(args="args")
     actor.init_model_from_pretrained(strategy, "model", 10, ["engine"])

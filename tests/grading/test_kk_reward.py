@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arlopti_openrlhf.grading import kk_reward
-from arlopti_openrlhf.grading.kk_reward import Grade, assistant_turn, grade, reward_func
+from arlopti_openrlhf.grading.kk_reward import KkGrade, assistant_turn, grade, reward_func
 
 SOLUTION = "(1) Zoey is a knight\n(2) Oliver is a knave"
 ANSWER = "(1) Zoey is a knight\n(2) Oliver is a knave"
 WRONG_ANSWER = "(1) Zoey is a knave\n(2) Oliver is a knave"
 
-RIGHT = Grade(1.0 + 2.0, 1.0, well_formed=True, answered=True)
-WRONG = Grade(1.0 - 1.5, 0.0, well_formed=True, answered=True)
-UNREADABLE = Grade(1.0 - 2.0, 0.0, well_formed=True, answered=False)
-MALFORMED = Grade(-1.0 - 2.0, 0.0, well_formed=False, answered=False)
+RIGHT = KkGrade(1.0 + 2.0, 1.0, well_formed=True, answered=True)
+WRONG = KkGrade(1.0 - 1.5, 0.0, well_formed=True, answered=True)
+UNREADABLE = KkGrade(1.0 - 2.0, 0.0, well_formed=True, answered=False)
+MALFORMED = KkGrade(-1.0 - 2.0, 0.0, well_formed=False, answered=False)
 
 
 def turn(answer: str, thought: str = "Suppose Zoey is a knave. Then knaves tell the truth.") -> str:
@@ -391,7 +391,7 @@ def sampled(prompt: str, answer: str = ANSWER) -> str:
     return response.removeprefix("<think>") if prompt.rstrip().endswith("<think>") else response
 
 
-def graded(query: str, prompt: str | None) -> Grade:
+def graded(query: str, prompt: str | None) -> KkGrade:
     return grade(assistant_turn(query, prompt), SOLUTION)
 
 
@@ -507,7 +507,7 @@ def test_a_header_that_the_prompt_lacks_is_not_believed():
 def test_no_text_makes_the_turn_raise(text):
     for query in (text, text * 50, PROMPT + text, text + PROMPT):
         for prompt in (text, text * 50, PROMPT, PROMPT + text, None):
-            assert isinstance(grade(assistant_turn(query, prompt), SOLUTION), Grade)
+            assert isinstance(grade(assistant_turn(query, prompt), SOLUTION), KkGrade)
 
 
 # ── OpenRLHF's contract ──

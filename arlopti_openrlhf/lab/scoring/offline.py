@@ -23,7 +23,7 @@ from arlopti_openrlhf.lab.scoring.waiting import quiet
 _CHUNK = 4096  # responses that are generated before they are written
 
 
-class Settings(NamedTuple):
+class ScoringSettings(NamedTuple):
     """How every model is asked."""
 
     sampling: Sequence[Sampling]  # a default, then those that were given: the last pattern that matches counts
@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 def evaluate(
-    name: str, model: str, rows: Sequence[Row], settings: Settings, out: Path, reward: OwnReward | None = None
+    name: str, model: str, rows: Sequence[Row], settings: ScoringSettings, out: Path, reward: OwnReward | None = None
 ) -> None:
     """Answer and grade every row that `arlopti data` wrote, with the model of that name.
 
@@ -93,7 +93,7 @@ def evaluate(
     (out / f"{name}.json").write_text(json.dumps(measured, indent=1) + "\n", "utf-8")
 
 
-def _estimates(records: Sequence[tuple[Job, dict]], settings: Settings) -> dict[str, dict]:
+def _estimates(records: Sequence[tuple[Job, dict]], settings: ScoringSettings) -> dict[str, dict]:
     """Return the measures by source. Ways of sampling it after the first have their own, as `SOURCE@n=N,t=T`."""
     groups: dict[tuple[str, int, float], list[list[Response]]] = defaultdict(list)
     without_scores = set()

@@ -10,7 +10,6 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 _ROLLOUT_GAP = 0.1  # nats per token between vLLM's and the actor's log-probs, on average
-_FLAT_REWARD_STEPS = 20  # in a row without a reward above the lowest one
 _GRAD_NORM_FACTOR = 10  # times the median
 _STEPS = 100  # of the median
 _FEWEST_STEPS = 10  # that a median is taken of
@@ -24,6 +23,8 @@ class Alarms:
     Args:
         args: the nested arguments.
     """
+
+    flat_reward_steps = 20  # in a row without a reward above the lowest one
 
     def __init__(self, args: Any) -> None:
         self.penalty: float | None = args.reward.stop_properly_penalty_coef
@@ -74,7 +75,7 @@ class Alarms:
         self._lowest_reward = min(self._lowest_reward, status["rollout/reward_min"])
         is_flat = status["rollout/reward_max"] <= self._lowest_reward
         self._flat_steps = self._flat_steps + 1 if is_flat else 0
-        if self._flat_steps < _FLAT_REWARD_STEPS:
+        if self._flat_steps < self.flat_reward_steps:
             return None
         return f"{self._flat_steps} steps in a row without a reward above the lowest one, {self._lowest_reward:g}"
 

@@ -164,7 +164,7 @@ class GroupNorms:
         return self.found[key]
 
 
-class PolicyActor(Upstream):
+class GuardedPolicyActor(Upstream):
     """`PolicyModelActor` that says which parameter is not finite."""
 
     def first_non_finite(self) -> str | None:

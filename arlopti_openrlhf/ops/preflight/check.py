@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 
-from arlopti_openrlhf.ops.preflight import data, machine, memory, model, placement, rehearsal, reward, values
+from arlopti_openrlhf.ops.preflight import data, machine, model, placement, rehearsal, reward, values
 from arlopti_openrlhf.ops.preflight.finding import Check, Finding, Update
 from arlopti_openrlhf.terminal import say
 
@@ -15,7 +15,6 @@ THOROUGH: tuple[Check, ...] = (
     placement.check_cluster,
     machine.check,
     machine.check_disk,
-    memory.check,
     model.check,
     data.check,
     data.describe,

@@ -27,7 +27,7 @@ class Refused(Exception):
     """The source has no reward for an answer. The message says why, in one line."""
 
 
-class Row(NamedTuple):
+class LabelledRow(NamedTuple):
     """A prompt as vLLM gets it, with its label as it is in the data."""
 
     prompt: str
@@ -59,7 +59,7 @@ def try_out(ask: Ask, rows: Sequence[tuple[str, Any]], tokenizer: "PreTrainedTok
     Raises:
         Refused: an answer has no reward.
     """
-    asked = [Row(*row) for row in rows]
+    asked = [LabelledRow(*row) for row in rows]
     seen: list[Grade] = []
 
     def values(numbers: Sequence[int], responses: Sequence[Sequence[str]]) -> list[list[float]]:
@@ -110,13 +110,13 @@ def foreign_parameters(parameters: Sequence[str]) -> str | None:
 
 def _grades(
     ask: Ask,
-    rows: Sequence[Row],
+    rows: Sequence[LabelledRow],
     responses: Sequence[Sequence[str]],
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[list[Grade]]:
     """Return what each row's responses earn."""
 
-    def grade(row: Row, response: str, query: str) -> Grade:
+    def grade(row: LabelledRow, response: str, query: str) -> Grade:
         about = f"for the label {_short(row.label)}"
         about += f" and the answer {response[:60]!r}" if response != WRONG else ""
         try:
@@ -147,11 +147,11 @@ def _tokens(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _opens_thought(row: Row) -> bool:
+def _opens_thought(row: LabelledRow) -> bool:
     return row.prompt.rstrip().endswith("<think>")
 
 
-def _right(row: Row, thought: str) -> list[str]:
+def _right(row: LabelledRow, thought: str) -> list[str]:
     """Return right answers to a row with a label, each after a thought."""
     text = _answer_text(row.label)
     answers = [f"\\boxed{{{text}}}", f"<answer>{text}</answer>", f"#### {text}", f"The answer is {text}.", text]

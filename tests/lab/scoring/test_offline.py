@@ -23,7 +23,7 @@ def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(offline, "load_engine", lambda model, seed: None)
     monkeypatch.setattr(offline, "generate", generate_right_sums(asked))
     specs = [parse_sampling(text) for text in ("*:n=8,t=1", "*:n=4,t=1", "kk_*:n=1,t=0")]
-    settings = offline.Settings(specs, greedy=True, max_new_tokens=12, seed=0)
+    settings = offline.ScoringSettings(specs, greedy=True, max_new_tokens=12, seed=0)
 
     def run(settings=settings) -> tuple[int, dict]:
         asked.clear()

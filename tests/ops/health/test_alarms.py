@@ -28,19 +28,12 @@ BAD = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_flat_step(monkeypatch):
-    monkeypatch.setattr("arlopti_openrlhf.ops.health.alarms._FLAT_REWARD_STEPS", 1)
-
-
-def alarms(coefficient: float | None = 0.5, top_p=1.0, level="token") -> Alarms:
-    return Alarms(
-        SimpleNamespace(
-            reward=SimpleNamespace(stop_properly_penalty_coef=coefficient),
-            rollout=SimpleNamespace(top_p=top_p),
-            algo=SimpleNamespace(advantage=SimpleNamespace(is_correction_level=level)),
-        )
-    )
+def alarms(flat_reward_steps: int = 1, coefficient: float | None = 0.5, top_p=1.0, level="token") -> Alarms:
+    reward, rollout = SimpleNamespace(stop_properly_penalty_coef=coefficient), SimpleNamespace(top_p=top_p)
+    algo = SimpleNamespace(advantage=SimpleNamespace(is_correction_level=level))
+    made = Alarms(SimpleNamespace(reward=reward, rollout=rollout, algo=algo))
+    made.flat_reward_steps = flat_reward_steps
+    return made
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -82,9 +75,8 @@ def test_a_penalty_that_raises_rewards(coefficient, raised):
     assert alarms(coefficient=coefficient).check({"rollout/reward_min": -3.0})[0]["alarm/penalty"] == raised
 
 
-def test_a_flat_reward_takes_steps_in_a_row(monkeypatch):
-    monkeypatch.setattr("arlopti_openrlhf.ops.health.alarms._FLAT_REWARD_STEPS", 3)
-    watch = alarms(coefficient=None)
+def test_a_flat_reward_takes_steps_in_a_row():
+    watch = alarms(flat_reward_steps=3, coefficient=None)
     flat = GOOD | {"rollout/reward_max": 0.0}
     seen = [watch.check(figures)[0]["alarm/flat_reward"] for figures in (flat, flat, GOOD, flat, flat, flat, GOOD)]
     assert seen == [0, 0, 0, 0, 0, 1, 0]

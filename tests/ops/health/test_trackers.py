@@ -20,8 +20,7 @@ from arlopti_openrlhf.ops.checkpoints import state
 from arlopti_openrlhf.ops.health import trackers
 from arlopti_openrlhf.ops.lifecycle import credentials, progress
 
-# A thread of wandb's logs that it has lost its process, whenever that is, and other tests look for what is logged.
-logging.getLogger("wandb").propagate = False
+logging.getLogger("wandb").propagate = False  # its thread logs a lost process late, where other tests read the log
 
 
 def arguments(folder, run_name: str, resumes: bool, **wandb) -> SimpleNamespace:

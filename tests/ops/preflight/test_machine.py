@@ -1,7 +1,6 @@
 """What the machine lacks is found: folders, disk, memory, GPUs, a cluster that does not answer."""
 
 import json
-import os
 import shutil
 import socket
 import sys
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from arlopti_testing.preflight_command import arguments
 
-from arlopti_openrlhf.ops.preflight import machine, memory, placement
+from arlopti_openrlhf.ops.preflight import machine, placement
 from arlopti_openrlhf.ops.preflight.model import model_size
 
 QWEN_7B = {
@@ -92,44 +91,6 @@ def test_copies_that_nobody_removes(qwen, monkeypatch):
     (finding,) = machine.check_disk(args)
     # 480 - 4 x 99.3 - 14.2 = 68.6 GiB, and each copy takes 14.2
     assert finding.flag == "--ckpt.save_hf" and "room for 4" in finding.problem and not finding.is_fatal
-
-
-SHARED = "--train.colocate_all --ref.num_gpus_per_node {0} --actor.num_gpus_per_node {0}"
-
-
-@pytest.mark.parametrize(
-    ("flags", "copies"),
-    [
-        # Bytes a parameter: 2 for a weight, 2 for its gradient, 12 for AdamW.
-        (SHARED.format(1), 16),
-        (f"{SHARED.format(8)} --ds.zero_stage 3", 16 / 8),
-        (f"{SHARED.format(8)} --ds.zero_stage 2", 2 + 14 / 8),
-        (f"{SHARED.format(1)} --algo.kl.init_coef 0.001", 16 + 2),
-        (f"{SHARED.format(1)} --algo.kl.init_coef 0.001 --ref.offload", 16 + 2),  # DeepSpeed offloads at ZeRO-3 alone
-        (f"{SHARED.format(1)} --algo.kl.init_coef 0.001 --ref.offload --ds.zero_stage 3", 16),
-        (f"{SHARED.format(1)} --ds.lora.rank 8", 2),
-        (f"{SHARED.format(1)} --ds.lora.rank 8 --ds.load_in_4bit", 0.55),
-        (f"{SHARED.format(1)} --ds.adam_offload", 4),
-    ],
-)
-def test_what_a_rank_keeps(flags, copies):
-    args = arguments(f"--algo.kl.init_coef 0 {flags}")
-    assert memory.states(args, 7_615_616_512) == pytest.approx(copies * 7_615_616_512)
-
-
-def test_too_much_memory_is_a_warning(qwen, monkeypatch):
-    """On a CPU all ranks share the machine's memory."""
-    args = arguments(f"--actor.model_name_or_path {qwen} --algo.kl.init_coef 0")
-    monkeypatch.setenv("ARLOPTI_DEVICE", "cuda")
-    monkeypatch.setattr(memory, "gpu_memory", lambda: 80 * GIB)
-    (finding,) = memory.check(args)
-    assert "take 113.5 GiB, and the smallest GPU has 80.0 GiB" in finding.problem and not finding.is_fatal
-    monkeypatch.setattr(memory, "gpu_memory", lambda: 141 * GIB)
-    assert not list(memory.check(args))
-    monkeypatch.setenv("ARLOPTI_DEVICE", "cpu")
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 24 * GIB // 4096}.get)
-    (finding,) = memory.check(args)
-    assert "take 113.5 GiB, and this machine has 24.0 GiB" in finding.problem
 
 
 @pytest.mark.parametrize("flag", ["--ckpt.output_dir", "--ckpt.path"])
