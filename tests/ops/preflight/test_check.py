@@ -149,7 +149,7 @@ def test_without_a_flag_each_is_named_that_a_run_needs(capsys):
     with pytest.raises(SystemExit):
         check.run(args, check_flags(command_line.hierarchize(flat)), upstream, describe_update(args))
     _, *lines = capsys.readouterr().err.splitlines()
-    named = ["actor.model_name_or_path", "data.prompt_dataset", "vllm.num_engines", "reward.model_name_or_path"]
+    named = ["actor.model_name_or_path", "data.prompt_dataset", "vllm.num_engines", "reward.remote_url"]
     assert [line.split()[1] for line in lines] == [f"--{name}" for name in named]
 
 
