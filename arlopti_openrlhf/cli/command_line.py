@@ -22,7 +22,7 @@ from arlopti_openrlhf.upstream import find_source
 _COMMAND = "openrlhf.cli.train_ppo_ray"
 _CONFIG = "openrlhf.utils.config"
 _REWARDS = ("reward.model_name_or_path", "reward.remote_url", "train.agent_func_path")
-_NO_REWARD = Finding("--reward.remote_url", "", "there is no source of rewards", f"give --{' or --'.join(_REWARDS)}")
+_NO_REWARD = Finding("--reward.remote_url", None, "there is no source of rewards", f"give --{' or --'.join(_REWARDS)}")
 
 
 class _Parser(bad_input.Parser):
