@@ -149,6 +149,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_of_asynchronous_training_is_the_one_that_was_evaluated(train, tiny_data, tmp_path):
     """Two held-out sets are answered rightly after the second of four steps alone."""
     actor = tmp_path / "ckpt" / "_actor"

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from arlopti_openrlhf.upstream import find_source
 
-pytestmark = pytest.mark.whole_stack
+pytestmark = pytest.mark.long  # `make test` compares updates (tests/update/test_trainer.py)
 
 # What the model answered, in the order of the questions, with a reward that differs between answers.
 REWARD = """
@@ -120,7 +120,6 @@ def test_without_a_method_the_run_is_openrlhfs_bit_for_bit(run):
     assert len(stock.lines) > 50 and ours.lines ^ stock.lines == set()
 
 
-@pytest.mark.long
 def test_with_methods_a_launcher_of_ones_own_trains_as_the_command_does(run):
     stock, by_flags, by_lines = run("stock"), run("--ops off with the methods"), run("install")
     assert by_flags.answers[0] == stock.answers[0] and not same(by_flags.weights, stock.weights)
