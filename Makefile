@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup test long quickstart pretrained lint chaos modes fuzz upstream docs dist clean
+.PHONY: help setup test core long quickstart pretrained lint chaos modes fuzz upstream docs dist clean
 
 SEED ?= 0
 LOCK := requirements/lock.txt
@@ -22,6 +22,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 help:
 	@echo "make setup       .venv with the whole CPU stack (Python 3.11 to 3.13 with headers, a C++ compiler)"
 	@echo "make test        set up, then pytest; ARGS='-k lopti' passes arguments on"
+	@echo "make core        set up, then the tests of the method and its engine alone, and two steps without the other rooms"
 	@echo "make long        set up, then the tests that make test leaves out: resumed runs are equal bit for bit, study.replicate as a toy"
 	@echo "make quickstart  set up, then train a small policy on Knights and Knaves; SEED=1 changes the seed"
 	@echo "make pretrained  set up, then train SmolLM2-135M-Instruct to calculate"
@@ -37,9 +38,9 @@ help:
 setup: $(PROJECT)
 
 # The tests' models are too small for a second thread, and threads that wait for each other take the cores of others.
-test long chaos dist: export OMP_NUM_THREADS := 1
+test core long chaos dist: export OMP_NUM_THREADS := 1
 # Ray's workers would yield to everything else, and the tests wait for them.
-test long chaos dist: export RAY_worker_niceness := 0
+test core long chaos dist: export RAY_worker_niceness := 0
 
 ifneq ($(strip $(ARGS)),)
 test: setup
@@ -59,6 +60,10 @@ test: setup
 	cat .venv/whole-stack.log
 	exit $$((rest ? rest : status))
 endif
+
+core: setup
+	@.venv/bin/python -m pytest -m "not whole_stack and not long" tests/forward tests/update tests/test_token_*.py
+	.venv/bin/python -m pytest tests/test_core.py -k "not stock"
 
 long: setup
 	@.venv/bin/python -m pytest -m long --durations 25

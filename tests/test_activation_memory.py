@@ -133,7 +133,7 @@ def test_a_micro_batch_takes_no_more_memory_than_stocks(name, micro_batch_size, 
             assert kept + tokens * norm + max(at_work, at_head) <= stock or len(batch) == 1
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_size", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 4])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_measured_peaks_are_not_above_stocks(micro_batch_size, is_checkpointed, monkeypatch):
     monkeypatch.setattr(segment_attention, "multiplies_bf16", lambda: True)  # a float32 copy is no GPU's

@@ -32,8 +32,8 @@ def copy_without(folder: Path, *rooms: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": search, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-@pytest.mark.whole_stack
-@pytest.mark.parametrize("update", ["selective", pytest.param("stock", marks=pytest.mark.long)])
+@pytest.mark.long  # `make core` has it
+@pytest.mark.parametrize("update", ["selective", "stock"])
 def test_two_steps_train_without_the_rooms_around_the_core(update, tmp_path, tiny_model, tiny_data):
     environment = copy_without(tmp_path, "cli", "ops", "grading", "evaluation", "lab")
     script = tmp_path / "train.py"

@@ -19,7 +19,7 @@ bindings.bind({bindings.SELECTIVE})
 """
 
 
-@pytest.mark.whole_stack  # for its time
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_upstream_suite_passes(tmp_path):
     distribution = importlib.metadata.distribution("openrlhf")

@@ -7,6 +7,7 @@ from arlopti_openrlhf.cli.prepare_model import main
 NAME = "SmolLM2-135M-Instruct"
 
 
+@pytest.mark.long
 def test_it_says_what_it_wrote_and_where_it_comes_from(smollm2, capsys):
     main(["smollm2", "--out", str(smollm2)])
     lines = capsys.readouterr().out.splitlines()

@@ -183,6 +183,7 @@ print(json.dumps(ray.get([Worker.options(num_gpus=n).remote().report.remote() fo
 """
 
 
+@pytest.mark.long
 def test_each_worker_decides_for_itself(tmp_path):
     """A driver without a GPU joins a cluster, of two GPUs or of logical ones, and its workers go by their own machine.
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 
 @pytest.fixture(
     params=[
-        "reference zero2",
+        pytest.param("reference zero2", marks=pytest.mark.long),
         pytest.param("reference zero3", marks=pytest.mark.long),
         pytest.param("selective zero2", marks=pytest.mark.long),
         "selective zero3",
