@@ -10,6 +10,7 @@ import pytest
 
 from arlopti_openrlhf.upstream import find_source
 
+pytestmark = pytest.mark.long  # `make core` has them
 PACKAGE = Path(__file__).parents[1] / "arlopti_openrlhf"
 INSTALL = """from arlopti_openrlhf.launcher import install
 install("ar", "lopti", arguments=["ar.alpha=0.3", "lopti.eta=0.5"], update="{update}")
@@ -32,7 +33,6 @@ def copy_without(folder: Path, *rooms: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": search, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-@pytest.mark.long  # `make core` has it
 @pytest.mark.parametrize("update", ["selective", "stock"])
 def test_two_steps_train_without_the_rooms_around_the_core(update, tmp_path, tiny_model, tiny_data):
     environment = copy_without(tmp_path, "cli", "ops", "grading", "evaluation", "lab")

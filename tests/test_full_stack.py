@@ -19,7 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-pytestmark = pytest.mark.whole_stack
+pytestmark = pytest.mark.long
 
 REWARD = str(Path(__file__).parents[1] / "rewards" / "kk_reward.py")
 GRPO = "--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.init_coef 0.001"
@@ -149,7 +149,6 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-@pytest.mark.long
 def test_the_best_checkpoint_of_asynchronous_training_is_the_one_that_was_evaluated(train, tiny_data, tmp_path):
     """Two held-out sets are answered rightly after the second of four steps alone."""
     actor = tmp_path / "ckpt" / "_actor"
@@ -174,7 +173,6 @@ def test_the_best_checkpoint_of_asynchronous_training_is_the_one_that_was_evalua
     assert [path.name for path in actor.glob("best_*")] == ["best_global_step2"]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_resumed_run_goes_on_with_other_prompts_and_another_console(train, tiny_data, noisy_reward, tmp_path):
     flags = f"""{TWO_RANKS} {EVALUATION} --eval.dataset {tiny_data}"""
@@ -197,7 +195,6 @@ def test_a_resumed_run_goes_on_with_other_prompts_and_another_console(train, tin
 ONE_RANK = "--actor.num_gpus_per_node 1 --ref.num_gpus_per_node 1 --vllm.num_engines 1 --train.colocate_all"
 
 
-@pytest.mark.long
 def test_lora_is_its_own_reference(train, noisy_reward, tmp_path):
     """The adapter begins at zero, so the first rollout batch has no KL at all, to the last bit."""
     flags = f"{ONE_RANK} --ds.lora.rank 4 --algo.ar.alpha 0.3 --algo.advantage.estimator reinforce"
@@ -208,7 +205,6 @@ def test_lora_is_its_own_reference(train, noisy_reward, tmp_path):
     assert kl[1] == 0 and kl[2] != 0
 
 
-@pytest.mark.long  # the gate has the reward client's own tests
 def test_a_reward_server_that_restarts_in_mid_run(train, noisy_reward, tmp_path):
     """No sample and no step is lost although the server is gone for 12 s after the first rollout."""
     with socket.socket() as s:
@@ -271,7 +267,6 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-@pytest.mark.long
 def test_a_reward_function_that_raises_stops_the_run(train, tmp_path):
     path = tmp_path / "raises.py"
     path.write_text(RAISES, encoding="utf-8")
@@ -296,7 +291,6 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-@pytest.mark.long
 def test_a_run_whose_prompts_are_all_left_out_is_no_success(train, tmp_path):
     """Its reward works in no thread, and its labels are decimals, which are no JSON."""
     (tmp_path / "reward.py").write_text(ALARM, encoding="utf-8")
@@ -338,7 +332,6 @@ def weigh(tokens):
 """
 
 
-@pytest.mark.long
 def test_a_method_that_imports_a_module_next_to_it_and_an_agent(train, tmp_path):
     for name, text in (
         ("agent/agent.py", AGENT),

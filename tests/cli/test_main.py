@@ -66,6 +66,7 @@ HELPER_BESIDE = "import in_the_working_folder\nimport next_to_the_file\n"
 
 
 @pytest.mark.parametrize("command", [["-m", "arlopti_openrlhf.cli.train_ppo_ray"], ["bin/arlopti", "train"]])
+@pytest.mark.long
 def test_both_ways_to_start_a_training_find_the_same_modules(tmp_path, command):
     """The script's own folder is on its path, and the working folder is not, unless the command puts it there."""
     for name, text in {

@@ -130,6 +130,7 @@ sys.modules["vllm"].LLM = LLM
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["evaluate", "analyze"])
 def test_no_command_initialises_cuda_before_vllm_starts(command, tiny_model, tiny_data, tmp_path):
     """vLLM forks its engine: "Cannot re-initialize CUDA in forked subprocess"."""

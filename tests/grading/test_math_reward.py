@@ -74,6 +74,7 @@ def near_misses() -> list[tuple[str, str, str, str]]:
     return [tuple(line.split("\t")) for line in lines[1:]]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("kind", sorted({kind for kind, *_ in near_misses()}))
 def test_near_misses(kind):

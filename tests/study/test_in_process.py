@@ -108,6 +108,7 @@ print(json.dumps(training.step(puzzles[:2])))
 """
 
 
+@pytest.mark.long
 def test_the_examples_step_is_the_same_with_the_reference_and_the_selective_update(inputs):
     found = []
     for update in ("stock", "selective"):
