@@ -27,7 +27,7 @@ from arlopti_openrlhf import cpu
 
 cpu.enable()
 
-from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch  # noqa: E402
+from openrlhf.trainer.ppo_utils.experience import make_experience_batch  # noqa: E402
 from rollouts import SHAPES, Shape, rollout, unpadded  # noqa: E402
 
 from arlopti_openrlhf.forward.shared_prompt import Segment, pack  # noqa: E402
@@ -110,11 +110,11 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def update_passes(items: list[Experience], micro_batch_size: int, steps: int = 1) -> dict[str, list[Pass]]:
+def update_passes(items: list[Sample], micro_batch_size: int, steps: int = 1) -> dict[str, list[Pass]]:
     """Return the passes of each update of a rollout batch, those for the old log-probs included.
 
     Args:
-        items: single, unpadded samples in rollout order.
+        items: single, unpadded, numbered samples in rollout order.
         micro_batch_size: of OpenRLHF's updates.
         steps: optimizer steps in each pass. What they are does not matter to OpenRLHF's updates.
     """

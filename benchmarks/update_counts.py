@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
-    head = ["", "optimizer steps", "micro-batches in each", *PHASES, "in all", "per parameter and pass in the steps"]
+    head = ["", "optimizer steps", "micro-batches in each", *PHASES, "in all", "of the steps, per parameter"]
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     for steps in args.steps:
         for micro_batches in args.micro_batches:

@@ -93,7 +93,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from arlopti_openrlhf import cpu
 logging.disable(logging.WARNING)
 cpu.enable()
-from operations import operations, update_passes
+from operations import numbered, operations, update_passes
 from rollouts import SHAPES, make_model, unpadded
 from update_bench import Bench, default_attention
 
@@ -103,7 +103,7 @@ args = SimpleNamespace(shape="toy", scale=0.06, prompts=2, mini_batches=1, micro
 bench = Bench(args, make_model("toy", default_attention()))
 bench.step("GRPO")  # the self-check's passes are over then
 found = {}
-for variant, passes in update_passes(unpadded(bench.rollout), 16).items():
+for variant, passes in update_passes(numbered(unpadded(bench.rollout)), 16).items():
     if variant in bench.trainers:
         with FlopCounterMode(display=False) as counter:
             bench.step(variant)

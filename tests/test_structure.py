@@ -50,7 +50,7 @@ TEST_BUDGETS = {
     "ops/preflight": 2323,
     "ops/rollouts": 1513,
     "study": 694,
-    "update": 3016,
+    "update": 3052,
 }
 IMPORTS_BETWEEN_ROOMS = 273  # at most, and it only falls
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines

@@ -18,6 +18,7 @@ from arlopti_testing.update_workers import (
     flags,
     full_parameters,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arlopti_openrlhf.ops.health.guard import first_non_finite
 
@@ -165,3 +166,38 @@ def test_weights_that_are_not_finite_let_no_step_through(tiny_model, stage):
         assert rank.rate == as_it_was.rate
         # DeepSpeed makes the moments at the first step that it takes.
         assert rank.moments == [] == as_it_was.moments or all(map(torch.equal, rank.moments, as_it_was.moments))
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that make no view: a GPU would launch a kernel for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "float32", "most"), [("1", False, 3), ("2", False, 3), ("2", True, 3), ("3", False, 7)]
+)
+def test_an_optimizer_step_has_few_operators_for_each_parameter(tiny_model, stage, float32, most):
+    """No check looks at each of them. ZeRO-3 divides each parameter again."""
+
+    def watch(probe) -> int:
+        step, probe.counted = probe.strategy.optimizer_step, []
+
+        def counted(*args, **kwargs):
+            with Operators() as operators:
+                step(*args, **kwargs)
+            probe.counted.append(operators.count)
+
+        probe.strategy.optimizer_step = counted
+        return len(list(probe.actor.model.module.parameters()))
+
+    group = Group(flags(tiny_model, "--ds.zero_stage", stage, *TRAINING[:4]), selective=True, float32=float32)
+    call = group.workers[group.kind].async_run_method
+    parameters = ray.get(call("call", watch))[0]
+    group.run(experiences(seed=1), LOPTI)
+    for counts in ray.get(call("call", lambda probe: probe.counted)):
+        assert 0 < max(counts) <= most * parameters + 60
