@@ -42,6 +42,7 @@ def test_kernels_and_waits_of_a_micro_batch(name):
     assert found.waits.total() == most_waits, found.waits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*methods.built_in(), *MORE])
 def test_nothing_mixes_devices(name):
     flags = MORE.get(name) or ["--algo.token_method", name, *ARGUMENTS.get(name, [])]

@@ -66,6 +66,7 @@ def rows(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "rows.jsonl").read_text("utf-8").splitlines()]
 
 
+@pytest.mark.long
 def test_it_goes_on_where_it_was_ended(start, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
@@ -252,6 +253,7 @@ def test_steps_that_make_no_whole_epochs_are_refused(capsys):
     assert "argument --steps: 7 is no multiple of 5, the number of evaluations" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_seeds_and_evaluations_are_chosen(start, tmp_path, capsys):
     """Other seeds are other runs. Fewer evaluations are another run, which the folder refuses."""
     start("--arms", "ar", "--seeds=1")

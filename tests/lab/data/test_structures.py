@@ -182,7 +182,7 @@ def test_the_quickstarts_puzzles_are_on_their_sides_of_the_split(tmp_path):
 
 @pytest.mark.parametrize(
     "num_people",
-    [*PEOPLE, 4, pytest.param(5, marks=pytest.mark.long)],
+    [*PEOPLE, *(pytest.param(number, marks=pytest.mark.long) for number in (4, 5))],
 )
 def test_no_held_out_structure_in_training_whatever_the_seeds(num_people):
     count = {4: 1000, 5: 300}.get(num_people, 4000)

@@ -158,7 +158,7 @@ def test_orthogonalized_as_torchs_muon_does_in_bf16(shape):
     assert 0.6 < torch.linalg.svdvals(ours).min() < torch.linalg.svdvals(ours).max() < 1.3
 
 
-@pytest.mark.parametrize("has_avx512", [True, False])
+@pytest.mark.parametrize("has_avx512", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_one_step_by_muon_and_adamw_without_slow_bf16_products(tokenizer, has_avx512, monkeypatch):
     """Muon has the layers' matrices, and AdamW all other parameters. Each step has the loss of the answers alone."""
     orthogonalized = []

@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 # A skipped mini-batch with a NaN loss, a good step, a step whose loss is NaN and whose gradient is not, a good step.
 STEPS = """
 import torch
@@ -48,6 +50,7 @@ for stage, name, dtype in [(s, "bf16", torch.bfloat16) for s in range(4)] + [(s,
 """
 
 
+@pytest.mark.long
 def test_a_skipped_loss_is_forgotten_and_no_other_one_passes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
