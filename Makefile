@@ -58,7 +58,7 @@ test: setup
 		exit $$status
 	} >.venv/whole-stack.log 2>&1 &
 	whole_stack=$$!
-	trap 'pkill -P $$whole_stack 2>/dev/null; kill $$whole_stack 2>/dev/null || true' EXIT
+	trap '{ pkill -P $$whole_stack; kill $$whole_stack; } 2>/dev/null || true' EXIT
 	rest=0
 	.venv/bin/python -m pytest -m "not whole_stack and not long" --durations 25 $(SECOND:%=--ignore %) || rest=$$?
 	kill -0 $$whole_stack 2>/dev/null && echo "make test: waits for the tests of the whole stack: tail -f .venv/whole-stack.log"
