@@ -29,7 +29,7 @@ BUDGETS = {
     "ops/checkpoints": 865,
     "ops/health": 477,
     "ops/lifecycle": 1039,
-    "ops/preflight": 2163,
+    "ops/preflight": 2162,
     "ops/rollouts": 914,
 }
 TEST_BUDGETS = {

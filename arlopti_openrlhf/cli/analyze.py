@@ -66,7 +66,7 @@ def main() -> None:
         named = {name: merged(model, args.out / f"{name}.merged") for name, model in named.items()}
         drawn = rollouts.draw(rows, args.prompts, args.seed)
         models.set_defaults(args, list(named.values()))
-        settings = models.Analysis(**{name: getattr(args, name) for name in models.Analysis._fields})
+        settings = models.FigureSettings(**{name: getattr(args, name) for name in models.FigureSettings._fields})
         for model in named.values():
             models.check_layers(model, args.layers or ())
     except (OSError, ValueError) as error:

@@ -78,7 +78,7 @@ def check(flat: argparse.Namespace) -> Checked:
         try:
             _execute(statement, block.path, names)
         except Exception as error:
-            if isinstance(error, AttributeError) and _NO_REWARD in findings:  # reads its model
+            if isinstance(error, AttributeError) and _NO_REWARD in findings:  # of a reward model that is not there
                 continue
             findings.append(_finding(statement, error, block.path, vars(flat)))
     return Checked(names["args"], findings)

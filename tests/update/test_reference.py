@@ -139,14 +139,14 @@ def test_dynamic_batches_keep_the_gradients_of_all_micro_batches(tiny_model, zer
     assert max(map(relative_distance, dynamic.gradients, whole.gradients)) < 1e-5
 
 
-def test_ema_and_the_schedule_are_those_of_one_pass(tiny_model):
+@pytest.mark.parametrize("zero", [2, 3])
+def test_ema_and_the_schedule_are_those_of_one_pass(tiny_model, zero):
     """EMA's decay of 0.25 over two passes is 0.5 in each; the rate spans the doubled steps."""
-    more = "--train.enable_ema --train.ema_beta 0.25 --actor.adam.lr 1e-2".split()
+    more = f"--train.enable_ema --train.ema_beta 0.25 --actor.adam.lr 1e-2 --ds.zero_stage {zero}".split()
     group = Group(flags(tiny_model, *more))
     start = group.parameters(averaged=True)
     group.run(experiences(seed=28), NONE | {"algo.lopti.eta": 1e-9, "algo.lopti.groups": "high"})
-    one, averaged = group.parameters(), group.parameters(averaged=True)
-    for before, after, average in zip(start, one, averaged, strict=True):
+    for before, after, average in zip(start, group.parameters(), group.parameters(averaged=True), strict=True):
         assert torch.allclose(average, 0.25 * before + 0.75 * after, atol=1e-6)
     group = Group(flags(tiny_model, *more))
     group.run(experiences(seed=28), NONE | {"algo.lopti.eta": 1e-9})  # the low pass leaves θ, and averages it too

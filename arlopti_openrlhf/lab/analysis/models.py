@@ -40,7 +40,7 @@ _SMALL = 20_000_000
 _WORK = 1.3e12  # parameters times tokens
 
 
-class Analysis(NamedTuple):
+class FigureSettings(NamedTuple):
     """How every model is asked and updated."""
 
     samples: int  # per prompt
@@ -85,7 +85,7 @@ def set_defaults(args: argparse.Namespace, models: Sequence[str]) -> None:
 
 
 def analyze_model(
-    name: str, model: str, rows: list[Row], settings: Analysis, folder: Path, reward: OwnReward | None = None
+    name: str, model: str, rows: list[Row], settings: FigureSettings, folder: Path, reward: OwnReward | None = None
 ) -> tuple[dict, dict]:
     """Analyse one model's responses to the rows. The folder gets the responses, and each figure once it is done.
 
@@ -150,7 +150,7 @@ def _summarize(graded: Sequence[rollouts.Graded], batch: rollouts.Batch, tokens:
     }
 
 
-def _possible(settings: Analysis, batch: rollouts.Batch) -> tuple[list[str], list[str]]:
+def _possible(settings: FigureSettings, batch: rollouts.Batch) -> tuple[list[str], list[str]]:
     """Return the figures that the batch allows, and in words why not the others."""
     wanted, notices = list(settings.figures), []
     # Fig. 2 needs no advantage. The rest needs an update, and so some prompt whose rewards differ.
@@ -164,7 +164,7 @@ def _possible(settings: Analysis, batch: rollouts.Batch) -> tuple[list[str], lis
 
 
 def _make(
-    policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: Analysis, kept: Kept, wanted: Sequence[str]
+    policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: FigureSettings, kept: Kept, wanted: Sequence[str]
 ) -> None:
     """Make the wanted figures that are missing, and write each once it is done."""
     missing = kept.missing(wanted)
@@ -183,7 +183,7 @@ def _make(
             kept.write("fig3", figures.figure_3(policy, batch, tokens, update, settings.alpha, settings.eta))
 
 
-def _update(policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: Analysis) -> Update:
+def _update(policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: FigureSettings) -> Update:
     """Make GRPO's update."""
     moments = policy.zeros()
     gradient = policy.gradient(batch, tokens.log_probs, batch.advantages, batch.action_mask, moments)

@@ -84,9 +84,7 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if args.train.enable_ema:
         # Half of the distance between two numbers next to each other, as a share of a weight.
         least = {"bf16": 2**-9, "fp16": 2**-12}[args.ds.param_dtype] / max(1 - args.train.ema_beta, 1e-12)
-        problem = (
-            f"the average is kept in {args.ds.param_dtype}, and moves only where weights have moved by {least:.0%}"
-        )
+        problem = f"it is kept in {args.ds.param_dtype}, and moves only where weights have moved by {least:.0%}"
         remedy = "leave it out, unless the model is to stay close to the first one"
         yield Finding.of(args, "train.enable_ema", problem, remedy, is_fatal=False)
     if (args.vllm.num_engines or 0) < 1:
@@ -98,9 +96,10 @@ def check(args: SimpleNamespace) -> Iterator[Finding]:
     if args.logger.wandb.key == credentials.WANDB and not os.environ.get(credentials.WANDB):
         problem = "the variable is not set, so wandb has no key"
         yield Finding.of(args, "logger.wandb.key", problem, "set it, or leave the flag out", is_fatal=False)
-    file = (args.reward.remote_url or [""])[0]
-    for name, path in (("reward.remote_url", file), ("train.agent_func_path", args.train.agent_func_path or "")):
-        if path.endswith(".py") and not Path(path).is_file():
+    reward, agent = (args.reward.remote_url or [""])[0], args.train.agent_func_path
+    files = {"reward.remote_url": reward if reward.endswith(".py") else None, "train.agent_func_path": agent}
+    for name, path in files.items():
+        if path and not Path(path).is_file():
             yield Finding(f"--{name}", path, "there is no such file", "correct the path")
     yield from _check_late(args)
 

@@ -38,7 +38,7 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--ds.zero_stage 1 --ds.grad_accum_dtype fp32", "--ds.grad_accum_dtype", "take --ds.zero_stage 2"),
         ("--reward.remote_url=", "--reward.remote_url", "no source of rewards"),
         ("--reward.remote_url nowhere.py", "--reward.remote_url", "there is no such file; correct the path"),
-        ("--train.agent_func_path nowhere.py", "--train.agent_func_path", "there is no such file; correct the path"),
+        ("--train.agent_func_path nowhere", "--train.agent_func_path", "there is no such file; correct the path"),
         ("--data.prompt_dataset=", "--data.prompt_dataset", "there is no data"),
         ("--actor.model_name_or_path=", "--actor.model_name_or_path", "there is no model"),
         # What ends a run after its first rollout, or trains on nothing.
