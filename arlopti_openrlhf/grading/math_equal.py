@@ -1,4 +1,4 @@
-"""Decides whether a parsed answer equals a parsed label. docs/rewards.md has the rules as a table.
+"""Decides whether a parsed answer equals a parsed label. docs/rewards.md has the main rules as a table.
 
 Expressions are equal where they have one value at several points. Lists are compared without their order, tuples and
 points with it. This part of the math reward runs in worker processes, and nothing in it is bounded in time.
