@@ -74,8 +74,6 @@ _TOY_ENVIRONMENT = {
     # The policy is too small for a second thread to help; where a core is taken, threads wait for each other.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would bind itself to the same first core
-    # The model runs in the engine's own process. In two, each would spin while the other computes.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns that this will be its default
     "RAY_worker_niceness": "0",  # added to this process's own; Ray's default of 15 yields to everything
 }

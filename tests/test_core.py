@@ -30,7 +30,7 @@ def copy_without(folder: Path, *rooms: str) -> dict[str, str]:
     for room in rooms:
         shutil.rmtree(copied / room)
     search = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": search, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return {**os.environ, "PYTHONPATH": search}
 
 
 @pytest.mark.parametrize("update", ["selective", "stock"])

@@ -43,8 +43,8 @@ def train(tiny_model, tiny_data, tmp_path):
             --actor.adam.lr 1e-3 --ckpt.output_dir {tmp_path}/final --ckpt.path {tmp_path}/ckpt
             --logger.tensorboard_dir {tmp_path}/tensorboard --logger.wandb.run_name run
         """.split()
-        # vLLM's model in the engine's own process: one process less to start. The first test takes it as it is.
-        processes = {} if "--ds.zero_stage 3" in flags else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        # One test has vLLM's worker in a process of its own, as on a GPU.
+        processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if "--ds.zero_stage 3" in flags else {}
         environment = {**os.environ, "PYTHONWARNINGS": "ignore", **processes}
         environment |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
         for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_ENABLED"):

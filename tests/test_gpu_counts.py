@@ -33,7 +33,7 @@ MORE = {
 ARGUMENTS = {"surprisal_band": ["--algo.token_method_args", "surprisal_band.lo=1", "surprisal_band.hi=2"]}
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", [pytest.param("GRPO", marks=pytest.mark.long), "AR + Lopti"])
 def test_kernels_and_waits_of_a_micro_batch(name):
     found = gpu_counts.of_a_micro_batch(gpu_counts.SETTINGS[name], layers=24)
     most_kernels, most_waits = MOST[name]

@@ -35,7 +35,7 @@ def free_ports(count: int) -> list[int]:
 def cluster(tmp_path) -> Iterator[str]:
     """Start two raylets with a logical GPU each, which stand for two nodes, and yield the address for jobs."""
     port, dashboard = free_ports(2)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     # Ray's own folder: a path with a socket in it may have 107 characters.
     folder = Path(f"/tmp/ray-job-test-{os.getpid()}")

@@ -64,7 +64,7 @@ def arlopti(tmp_path):
     temporary.mkdir(0o700)
 
     def run(*flags: str, **variables: str) -> tuple[int, str]:
-        environment = {**os.environ, **variables, "RAY_TMPDIR": str(temporary), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment = {**os.environ, **variables, "RAY_TMPDIR": str(temporary)}
         environment |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *flags]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")

@@ -24,8 +24,11 @@ _HOOK = "arlopti_openrlhf.cpu.enable"
 _ENABLED = "ARLOPTI_ENABLED"  # this process, or one that has started it, has called `enable`
 _ANNOUNCED = "ARLOPTI_ANNOUNCED"  # the user knows what the run computes on
 _LOGICAL_GPUS = "ARLOPTI_LOGICAL_GPUS"  # how many a cluster that starts here declares
-# vLLM's CPU engine otherwise takes most of the memory for its KV cache; in GiB.
-_KV_CACHE_GIB = "1"
+_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB: vLLM would take most of the memory
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's worker would be a process that imports everything once more
+    "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for PyTorch: page faults of fresh tensors were a fifth of an update
+}
 
 
 def enable(driver: bool = False) -> None:
@@ -50,9 +53,8 @@ def enable(driver: bool = False) -> None:
         message = "ARLOPTI_DEVICE=cpu" if os.environ.get("ARLOPTI_DEVICE") else "no CUDA device on this machine"
         message += ": OpenRLHF runs on the CPU"
         os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _KV_CACHE_GIB)
-        # PyTorch then asks for huge pages: page faults of fresh tensors were a fifth of an update.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
         _find_compiler_tools()
     else:
         message = "flash-attn is not installed: attention runs on PyTorch's SDPA"

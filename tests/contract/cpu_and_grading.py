@@ -3,7 +3,6 @@
 from contract.kinds import signature, text
 
 BATON = "torch.utils.file_baton"
-BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
 COMM = "deepspeed.comm.comm"
 CPP_EXTENSION = "torch.utils.cpp_extension"
 CUDA = "torch.cuda"
@@ -29,14 +28,6 @@ ENTRIES = (
     (signature, WORKER, "WorkerWrap.init_process_group",
      "self master_address master_port rank_offset world_size group_name backend use_ray",
      "cpu.patches._patch_worker_wrap"),
-    (signature, BROADCAST, "SpinCondition.__init__", "self is_reader context notify_address busy_loop_s",
-     "cpu.vllm._patch_shm_broadcast"),
-    (text, BROADCAST, "SpinCondition.wait",
-     "if current_time <= self.last_read + self.busy_loop_s: sched_yield() else: events = dict(self.poller.poll(",
-     "cpu.vllm._patch_shm_broadcast"),
-    (signature, BROADCAST, "SpinCondition.wait", "self timeout_ms", "cpu.vllm._patch_shm_broadcast"),
-    (text, BROADCAST, "SpinCondition.notify", "self.local_notify_socket.send(", "cpu.vllm._patch_shm_broadcast"),
-    (text, BROADCAST, "MessageQueue.acquire_read", "_spin_condition.record_read()", "cpu.vllm._patch_shm_broadcast"),
     (text, GPU_RUNNER, "GPUModelRunner._bookkeeping_sync",
      "gen = self.input_batch.generators.get(int(i)) if gen is not None: gen.set_offset(gen.get_offset() - 4)",
      "cpu.vllm._patch_cpu_model_runner"),

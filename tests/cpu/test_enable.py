@@ -102,7 +102,7 @@ def test_another_value_of_the_variable_is_refused_in_one_line():
     assert result.stderr == "arlopti_openrlhf: ARLOPTI_DEVICE=gpu: must be cpu or cuda, or unset\n"
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("is_ours", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_vllm_is_patched_only_where_a_run_of_ours_has_started_it(is_ours):
     """vLLM calls the plugin in every process of every project. Its engine process inherits the environment."""
     child = "from arlopti_openrlhf import cpu; cpu.enable_in_vllm(); print(cpu.patches.are_made())"
@@ -235,7 +235,7 @@ def told(monkeypatch, capsys):
         return capsys.readouterr().out.splitlines(), keywords
 
     with mock.patch.dict(os.environ):  # which undoes what `enable` writes
-        for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_DEVICE", "RAY_ADDRESS", "VLLM_CPU_KVCACHE_SPACE"):
+        for name in ("ARLOPTI_ANNOUNCED", "ARLOPTI_DEVICE", "RAY_ADDRESS", *cpu._DEFAULTS):
             os.environ.pop(name, None)
         yield tell
 
@@ -283,6 +283,8 @@ def test_what_the_user_has_set_reaches_the_workers_of_a_cluster(told, device):
     lines, keywords = told({}, user | {"RAY_ADDRESS": "192.0.2.1:6379"})
     assert lines == []
     assert keywords["runtime_env"]["env_vars"] == user
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    assert os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if device == "cpu" else None)
 
 
 def test_variables_of_a_submitted_job_are_not_given_twice(told):

@@ -58,6 +58,7 @@ def test_a_broken_download_is_refused_by_its_hash(monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
+@pytest.mark.long
 def test_smollm2(smollm2):
     made = json.loads((smollm2 / "made_from.json").read_text())
     assert (made["name"], made["licence"]) == ("SmolLM2-135M-Instruct", "Apache-2.0")
@@ -71,6 +72,7 @@ def test_smollm2(smollm2):
     assert AutoConfig.from_pretrained(smollm2).tie_word_embeddings
 
 
+@pytest.mark.long
 def test_smollm2_splits_digits_off_before_it_merges_blanks(smollm2):
     """As in its training: after the two line breaks of one token, "1." is 14 nats likelier in a list."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -78,6 +80,7 @@ def test_smollm2_splits_digits_off_before_it_merges_blanks(smollm2):
     assert tokenizer.tokenize("x =  17 , y") == ["x", "Ġ=", "ĠĠ", "1", "7", "Ġ,", "Ġy"]
 
 
+@pytest.mark.long
 def test_smollm2_gets_puzzles_in_its_own_template(smollm2):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     rows = generate_rows([2, 3], 4, held_out=False, seed=0)
@@ -88,6 +91,7 @@ def test_smollm2_gets_puzzles_in_its_own_template(smollm2):
         assert (ids.count(1), ids.count(2)) == (3, 2)
 
 
+@pytest.mark.long
 def test_smollm2_answers_in_english_and_ends(smollm2):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
@@ -97,7 +101,5 @@ def test_smollm2_answers_in_english_and_ends(smollm2):
 
 
 def test_no_weights_are_in_the_repository(request):
-    files = subprocess.run(
-        ["git", "ls-files"], cwd=request.config.rootpath, capture_output=True, text=True, check=True
-    )
-    assert not [name for name in files.stdout.split() if name.endswith((".gguf", ".safetensors", ".whl"))]
+    files = subprocess.check_output(["git", "ls-files"], cwd=request.config.rootpath, text=True)
+    assert not [name for name in files.split() if name.endswith((".gguf", ".safetensors", ".whl"))]

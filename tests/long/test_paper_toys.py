@@ -30,7 +30,6 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "SLEEP": "0",
     "LIGER": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "PYTHONWARNINGS": "ignore",
 }
 

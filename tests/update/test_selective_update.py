@@ -26,7 +26,7 @@ def pair(model, *more):
     return [Group(flags(model, *more), selective=selective) for selective in (False, True)]
 
 
-@pytest.fixture(params=["zero2", "zero3"], scope="module")
+@pytest.fixture(params=["zero2", pytest.param("zero3", marks=pytest.mark.long)], scope="module")
 def at_one_theta(request, tiny_model):
     """(plain, selective) with learning rate 0, one optimizer step, from one micro-batch per rank or from four."""
     stage, micro_batch_size = {"zero2": ("2", "8"), "zero3": ("3", "2")}[request.param]
@@ -306,7 +306,7 @@ def test_samples_left_out_of_one_epoch_are_trained_in_another(tiny_model):
 @pytest.mark.parametrize(
     "more",
     [
-        ["--ds.zero_stage", "3"],
+        pytest.param(["--ds.zero_stage", "3"], marks=pytest.mark.long),
         ["--train.micro_batch_size", "8"],
         # It compiles DeepSpeed's CPU Adam, which takes two minutes.
         pytest.param(["--train.micro_batch_size", "8", "--ds.adam_offload"], marks=pytest.mark.long),
@@ -419,14 +419,7 @@ def test_dynamic_mini_batches_and_epochs(tiny_model):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_dynamically_batched(tiny_model, stage):
-    more = [
-        "--ds.zero_stage",
-        str(stage),
-        "--actor.max_norm",
-        "0",
-        "--train.dynamic_batch_enable",
-        "--ds.packing_samples",
-    ]
+    more = f"--ds.zero_stage {stage} --actor.max_norm 0 --train.dynamic_batch_enable --ds.packing_samples".split()
     results = []
     for group in pair(tiny_model, *more):
         overrides = LOPTI | {"ds.packing_samples": True, "actor.entropy_coef": 0.05}

@@ -42,7 +42,12 @@ def group_of_two_mini_batches(tiny_model):
     return {kind: Group(flags(tiny_model, *more), selective=kind, off_policy=True) for kind in (False, True)}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+GATE = ("token-mean", "gspo", "seq-mean, packed")  # of the losses, what `make test` takes
+
+
+@pytest.mark.parametrize(
+    "loss", [pytest.param(loss, marks=() if loss in GATE else pytest.mark.long) for loss in LOSSES]
+)
 def test_the_stages_gradients_sum_to_the_whole(group, loss):
     """grad(low) + grad(high) = grad, at one θ, with four micro-batches per optimizer step on each of two ranks."""
     batch = experiences(seed=1, empty=(3,))
@@ -61,7 +66,7 @@ def test_the_stages_gradients_sum_to_the_whole(group, loss):
     assert stages == sorted(stages, reverse=True) and set(stages) == {"low", "high"}
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_stages_gradients_sum_to_the_whole_dynamically_batched(tiny_model, zero_stage):
     """The whole is taken without dynamic batches, of which OpenRLHF's loop under ZeRO-2 keeps the last micro-batch."""
     more = ["--ds.zero_stage", str(zero_stage), "--actor.max_norm", "0"]

@@ -93,7 +93,7 @@ def some_statements(rng, num_people):
     )()
 
 
-@pytest.mark.parametrize("num_people, count", [(2, 2000), (3, 2000), (4, 1000), (5, 300)])
+@pytest.mark.parametrize("num_people, count", [(2, 2000), (3, 2000), (4, 300), (5, 100)])
 def test_one_form_exactly_where_an_order_maps_one_puzzle_to_the_other(num_people, count):
     rng, forms, tried = random.Random(num_people), {}, {}
     for _ in range(count):
@@ -180,10 +180,7 @@ def test_the_quickstarts_puzzles_are_on_their_sides_of_the_split(tmp_path):
         assert path == files.during or all(len(of_source) >= 50 for of_source in forms.values())
 
 
-@pytest.mark.parametrize(
-    "num_people",
-    [*PEOPLE, *(pytest.param(number, marks=pytest.mark.long) for number in (4, 5))],
-)
+@pytest.mark.parametrize("num_people", [PEOPLE[0], *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4, 5))])
 def test_no_held_out_structure_in_training_whatever_the_seeds(num_people):
     count = {4: 1000, 5: 300}.get(num_people, 4000)
     train, test = (

@@ -157,9 +157,8 @@ def _run(command: list[str], log: Path, folder: Path) -> int:
         "PYTHONWARNINGS": "ignore",
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(folder),
-        # The policy is too small for a second thread, and vLLM's engine for a process that only computes.
+        # The policy is too small for a second thread.
         "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "RAY_worker_niceness": "0",  # Ray's default yields to everything
     }
     with open(log, "w", encoding="utf-8") as file:

@@ -51,7 +51,7 @@ def random_numbers(group: Group) -> list[tuple]:
     return actor(group, "call", lambda _: (random.random(), np.random.rand(), torch.rand(()).item()))
 
 
-@pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.long), "3"])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.long) for stage in "23"])
 def test_a_resumed_run_is_the_same_run(stage, tiny_model, tmp_path):
     group = start(tiny_model, tmp_path, "--train.enable_ema", "--ds.zero_stage", stage)
     group.run(experiences(1), METHODS)

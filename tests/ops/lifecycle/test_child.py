@@ -151,7 +151,7 @@ sys.exit(Parent(5, 0, lambda: "").run(train))
     ("dies", "said"),
     [
         ("later", ["Engine (pid ", ") has died", "its last line: my last line"]),
-        ("at start", ["Engine cannot start", "no memory for the cache"]),
+        pytest.param("at start", ["Engine cannot start", "no memory for the cache"], marks=pytest.mark.long),
     ],
 )
 def test_an_actor_whose_death_nobody_waits_for_ends_the_run(dies, said, tmp_path):

@@ -67,11 +67,16 @@ def listed(monkeypatch, capfd, tmp_path):
     return run
 
 
-def test_warnings_are_printed_and_the_run_continues(listed):
-    status, errors, lines = listed("warns")
-    assert status == 0 and errors[0].endswith("can start: errors 0, warnings 1")
-    assert errors[1:] == ["  warning: --b 2: looks wrong; look"]
-    assert lines == ["arlopti_openrlhf: a line for the user"]
+def test_warnings_are_printed_and_the_run_continues(listed, monkeypatch):
+    """Models and data are not downloaded, and a reward may download its own. An error in a check is a warning."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    status, errors, lines = listed("fails warns looks")
+    assert status == 0 and errors[0].endswith("can start: errors 0, warnings 2")
+    assert errors[1].startswith("  warning: a check failed: KeyError: 'x' (")
+    assert (
+        errors[2:] == ["  warning: --b 2: looks wrong; look"] and lines[0] == "arlopti_openrlhf: a line for the user"
+    )
+    assert "offline True True " in lines[1] and "HF_HUB_OFFLINE" not in lines[1]
 
 
 def test_what_is_fatal_comes_first_and_stops_the_run(listed):
@@ -85,21 +90,14 @@ def test_after_a_mistake_in_the_flags_nothing_else_is_looked_at(listed):
     assert listed("hangs", "--dry-run", [FATAL])[0] == 2 and time.monotonic() - start < 60
 
 
-def test_models_and_data_are_not_downloaded_and_a_reward_may_download_its_own(listed, monkeypatch):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    _, _, [line] = listed("looks")
-    assert "offline True True " in line and "HF_HUB_OFFLINE" not in line
-
-
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ("fails warns", "KeyError: 'x' ("),
         ("warns dies refuses", "its process ended with status 7: cannot go on; "),
         ("warns hangs refuses", "no answer after 2 s; "),
     ],
 )
-def test_a_check_that_fails_stops_nothing(listed, monkeypatch, names, said):
+def test_a_check_without_an_answer_stops_nothing(listed, monkeypatch, names, said):
     """It ends in a process of its own, so a crash there costs only what would have been found."""
     if "hangs" in names:
         monkeypatch.setattr(rehearsal, "_SECONDS", 2.0)

@@ -49,7 +49,7 @@ def test_a_model_without_code_and_one_that_is_not_here(tiny_model):
     assert found.is_fatal and found.flag == "--critic.model_name_or_path" and "not on this machine" in found.problem
 
 
-@pytest.mark.parametrize("flag", ["", "--train.no_remote_code"])
+@pytest.mark.parametrize("flag", [pytest.param("", marks=pytest.mark.long), "--train.no_remote_code"])
 def test_a_dry_run_names_the_code_first_and_runs_none_that_is_forbidden(flag, model, tmp_path):
     command = [sys.executable, "-m", "arlopti_openrlhf.cli.train_ppo_ray", *FITTING, "--dry-run"]
     more = f"--actor.model_name_or_path {model} {flag}".split()
