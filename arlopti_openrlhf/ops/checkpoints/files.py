@@ -48,11 +48,7 @@ def saved_in(path: Path) -> list[str]:
 
 
 def are_saved(args: SimpleNamespace | argparse.Namespace) -> bool:
-    """Return whether a run saves checkpoints. Without `--ckpt.save_steps` it does so where a signal ends it.
-
-    Args:
-        args: upstream's, nested.
-    """
+    """Return whether a run saves checkpoints, if only where a signal ends it. `args` are upstream's, nested."""
     return not args.ckpt.disable_ds or args.ckpt.save_hf
 
 
@@ -245,11 +241,7 @@ def problems(checkpoint: Path) -> list[str]:
         try:
             if (now := (checkpoint / name).stat().st_size) != size:
                 reasons.append(f"{name} had {size} bytes when it was written, and has {now} now")
-        except FileNotFoundError:
-            reasons.append(f"{name} is missing")
-        except OSError as error:
-            reasons.append(f"{name} cannot be read: {error.strerror}")
-        except ValueError as error:  # it is no file's name
+        except (OSError, ValueError) as error:  # a ValueError for what is no file's name
             reasons.append(f"{name} cannot be read: {error}")
     return reasons
 

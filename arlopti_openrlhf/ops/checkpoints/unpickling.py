@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 OFF, _ON = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 # What DeepSpeed leaves in a checkpoint.
 _ALLOWED = (
+    "builtins.getattr",  # stands for `_member`
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -82,4 +84,9 @@ def refusal(names: Sequence[str]) -> tuple[str, str]:
 
 def _find(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    return _member if name == "builtins.getattr" else getattr(importlib.import_module(module), attribute)
+
+
+def _member(kind: EnumMeta, name: str) -> Enum:
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickles as a call of `getattr`."""
+    return kind[name]

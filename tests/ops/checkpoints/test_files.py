@@ -69,15 +69,6 @@ def test_a_single_flipped_bit_is_found_by_the_rank_whose_file_it_is(tmp_path):
     assert found > 200
 
 
-def test_a_hole_of_zeros_is_found(tmp_path):
-    path = tmp_path / "process_rank_0.pt"
-    torch.save(torch.ones(100_000), path)
-    with path.open("r+b") as file:
-        file.seek(200_000)
-        file.write(bytes(1 << 16))
-    assert unpickling.damages(tmp_path, 0) == ["process_rank_0.pt is damaged in process_rank_0/data/0"]
-
-
 def rename_in_manifest(path: Path, name: str) -> None:
     manifest = json.loads(path.with_name(files.MANIFEST).read_text())
     manifest["files"][name] = manifest["files"].pop(path.name)
@@ -88,7 +79,7 @@ def rename_in_manifest(path: Path, name: str) -> None:
     ("damage", "reason"),
     [
         (cut, "had 100 bytes when it was written, and has 50 now"),
-        (os.remove, "is missing"),
+        (os.remove, "No such file"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "fi'), "cannot be read"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 9, "files": {}}'), "it names no files"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "files": "abc"}'), "it names no files"),
@@ -146,7 +137,7 @@ def test_actor_and_critic_resume_from_the_newest_that_is_whole_in_both(one_rank,
     assert "resumes from" in chosen and "_actor/global_step3" in chosen
     for step in (2, 3):
         (actor / f"global_step{step}" / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(NoWholeCheckpoint, match=r"global_step2 is not whole \(_actor: .* is missing\)"):
+    with pytest.raises(NoWholeCheckpoint, match=r"global_step2 is not whole \(_actor: .* cannot be read: .*\)"):
         newest_whole(folders)
     assert folders_of(actor, SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))) == [actor]
 
