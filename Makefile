@@ -50,7 +50,7 @@ else
 # The first takes over what needs no other room when it is done.
 SECOND := tests/forward tests/grading
 test: setup
-	@echo "make test: a quarter of an hour on two idle cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
+	@echo "make test: eleven minutes on two idle cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
 	{
 		status=0
 		.venv/bin/python -m pytest -m "whole_stack and not long" --durations 25 || status=$$?

@@ -92,10 +92,10 @@ def main() -> None:
     for name, values in figures.items():
         write_figure(name, values, args.out)
     if runs:
-        names = [label if len(f) == 1 else f"{label}, {folder}" for label, f in args.runs for folder in f]
-        scalars = [one for seeds in runs.values() for one in seeds]
+        alone = {label for label, f in args.runs if len(f) == 1} - named.keys()  # a model may have a run's label
+        names = [label if label in alone else f"{label}, {folder}" for label, f in args.runs for folder in f]
         known = {name: config for name, config in zip(names, configs, strict=True) if config is not None}
-        compared = compare(dict(zip(names, scalars, strict=True)), known)
+        compared = compare(dict(zip(names, (one for seeds in runs.values() for one in seeds), strict=True)), known)
         print("\n".join(table(compared)))
         summaries |= compared
     write_json(summaries, args.out / "summary.json")

@@ -37,7 +37,7 @@ def analysis(tiny_model, tiny_data, logs, tmp_path_factory) -> Path:
             *asked(tiny_model, tiny_data, out),
             "--runs",
             f"GRPO={logs[0]},{logs[1]}",
-            f"<Lopti>={logs[2]}",
+            f"{Path(tiny_model).name}={logs[2]}",  # a label that the model has, too
         )
     return out
 
