@@ -241,6 +241,8 @@ def problems(checkpoint: Path) -> list[str]:
         try:
             if (now := (checkpoint / name).stat().st_size) != size:
                 reasons.append(f"{name} had {size} bytes when it was written, and has {now} now")
+        except FileNotFoundError:
+            reasons.append(f"{name} is missing")
         except (OSError, ValueError) as error:  # a ValueError for what is no file's name
             reasons.append(f"{name} cannot be read: {error}")
     return reasons

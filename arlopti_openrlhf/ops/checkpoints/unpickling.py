@@ -6,13 +6,13 @@ writes itself needs none of that.
 """
 
 import importlib
+import operator
 import os
 import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 OFF, _ON = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 # What DeepSpeed leaves in a checkpoint.
 _ALLOWED = (
-    "builtins.getattr",  # stands for `_member`
+    "builtins.getattr",  # see `_find`
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -84,9 +84,6 @@ def refusal(names: Sequence[str]) -> tuple[str, str]:
 
 def _find(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
-    return _member if name == "builtins.getattr" else getattr(importlib.import_module(module), attribute)
-
-
-def _member(kind: EnumMeta, name: str) -> Enum:
-    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickles as a call of `getattr`."""
-    return kind[name]
+    if name == "builtins.getattr":  # so Python 3.11.0 to 3.11.3 pickles an enumeration's member
+        return operator.getitem  # gives members, too, and no attributes
+    return getattr(importlib.import_module(module), attribute)

@@ -79,7 +79,7 @@ def rename_in_manifest(path: Path, name: str) -> None:
     ("damage", "reason"),
     [
         (cut, "had 100 bytes when it was written, and has 50 now"),
-        (os.remove, "No such file"),
+        (os.remove, "is missing"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "fi'), "cannot be read"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 9, "files": {}}'), "it names no files"),
         (lambda path: path.with_name(files.MANIFEST).write_text('{"serial": 1, "files": "abc"}'), "it names no files"),
@@ -137,7 +137,7 @@ def test_actor_and_critic_resume_from_the_newest_that_is_whole_in_both(one_rank,
     assert "resumes from" in chosen and "_actor/global_step3" in chosen
     for step in (2, 3):
         (actor / f"global_step{step}" / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(NoWholeCheckpoint, match=r"global_step2 is not whole \(_actor: .* cannot be read: .*\)"):
+    with pytest.raises(NoWholeCheckpoint, match=r"global_step2 is not whole \(_actor: .* is missing\)"):
         newest_whole(folders)
     assert folders_of(actor, SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))) == [actor]
 

@@ -148,9 +148,7 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     with pytest.raises(checkpoints.NotAllowed, match=r"it would call pathlib\.Path, which no run's checkpoint does"):
         group.start()
     cut(folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    with pytest.raises(
-        checkpoints.NoWholeCheckpoint, match=r"global_step3 .*was written.*global_step2 .*No such file"
-    ):
+    with pytest.raises(checkpoints.NoWholeCheckpoint, match=r"global_step3 .*was written.*global_step2 .*missing"):
         group.start()
 
     # A folder in which nothing was ever finished is a run's beginning.
