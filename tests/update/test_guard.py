@@ -123,15 +123,15 @@ def test_a_refused_step_is_no_step(tiny_model, case):
 
 @pytest.mark.parametrize("stage", ["2", pytest.param("3", marks=pytest.mark.long)])
 def test_finite_gradients_whose_norm_overflows_are_refused(tiny_model, stage):
-    """Advantages of 1e30 have gradients whose squares no float32 holds."""
+    """Advantages of 1e30 have gradients whose squares no float32 holds. With ZeRO-3, DeepSpeed has them in float64."""
     group = Group(flags(tiny_model, "--ds.zero_stage", stage, *TRAINING), selective=True)
     before, batch = look(group), experiences(seed=1)
     for sample in batch:
         sample.advantages *= 1e30
     refused = group.run(batch, NO_METHOD | {"algo.kl.use_loss": False}, on_policy=True)
     assert all(gradient.isfinite().all() for gradient in refused.gradients[0])
-    assert refused.status["skipped_optimizer_steps"] == 1
-    assert all(map(is_same, before, look(group)))
+    assert refused.status["skipped_optimizer_steps"] == (stage == "2")
+    assert [*map(is_same, before, after := look(group))] == [stage == "2"] * RANKS and after[0].non_finite is None
 
 
 # The stages drop their gradients in different ways. `make test` takes one of them.

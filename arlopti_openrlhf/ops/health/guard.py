@@ -20,7 +20,7 @@ class GuardedStrategy(DeepspeedStrategy):
     DeepSpeed looks only at gradients, and only under ZeRO-1 and 2 and in fp16. Elsewhere one NaN would make all
     weights and moments NaN. A refused step is not a step: the weights, the optimizer's state, the schedule and EMA
     stay where they are. DeepSpeed counts it in `engine.skipped_steps`. What is finite goes through to the bit, unless
-    the norm of a parameter group overflows.
+    the norm of a parameter group overflows DeepSpeed's type for it: float32, and float64 under ZeRO-3.
 
     Muon is the exception: it keeps its momentum before DeepSpeed looks at the gradient, so all later steps are
     refused too.
