@@ -51,7 +51,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     warm_start = task.full.warm_start_steps if args.warm_start is None else args.warm_start
     plan = Plan(out, task, task.full._replace(steps=args.steps, warm_start_steps=warm_start), seed=0)
-    quickstart.make_policy(plan, Log(out / "policy.log"))
+    quickstart.make_policy(plan)
     quickstart.write_problems(plan)
     runs: dict[str, list[dict]] = {variant: [] for variant in args.variants}
     for number in range(args.rounds):

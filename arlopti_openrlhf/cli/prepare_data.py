@@ -24,7 +24,6 @@ from pathlib import Path
 from arlopti_openrlhf.cli.arguments import integer
 from arlopti_openrlhf.cli.bad_input import Parser, check_files, check_out, command_parser
 from arlopti_openrlhf.lab.data import knights_knaves, preparation, published
-from arlopti_openrlhf.lab.scoring.inputs import Row
 
 
 def make_parser() -> Parser:
@@ -40,16 +39,14 @@ def make_parser() -> Parser:
     add("--out", required=True, help="folder for --generate, otherwise the .jsonl or .parquet file")
     formats = (
         "chat messages (default), which the training command renders with --data.apply_chat_template, or final text: "
-        "what --model's chat template makes of them; without --model, puzzles and several turns as ChatML, which "
-        "Qwen's models read, and a single turn as it is. Text that this command wrote stays as it is"
+        "puzzles and several turns as ChatML, which Qwen's models read, and a single turn as it is. Text that this "
+        "command wrote stays as it is"
     )
     add("--prompt-format", choices=preparation.PROMPT_FORMATS, default="messages", help=formats)
-    template = "model whose chat template renders --prompt-format text, and whose tokens are counted"
-    add("--model", metavar="MODEL", help=template)
     exclude = "drop prompts that occur in these files, such as test sets"
     add("--exclude", nargs="+", default=[], metavar="FILE", help=exclude)
     add("--tokenizer", metavar="MODEL", help="count the length of prompts in this model's tokens")
-    add("--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts (needs --tokenizer or --model)")
+    add("--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts (needs --tokenizer)")
     add("--strict", action="store_true", help="fail instead of dropping a row")
     people = range(knights_knaves.MIN_PEOPLE, knights_knaves.MAX_PEOPLE + 1)
     of_puzzle = "--generate: people per puzzle (default: 2 3)"
@@ -57,15 +54,6 @@ def make_parser() -> Parser:
     for flag, default, kind in (("--train", 4000, "training"), ("--test", 256, "held-out")):
         count = f"--generate: {kind} puzzles for each number of people (default: {default})"
         add(flag, type=integer(0), default=default, help=count)
-    most = len(knights_knaves.NAMES)
-    add(
-        "--names",
-        type=int,
-        choices=range(knights_knaves.MAX_PEOPLE, most + 1),
-        metavar=f"{{{knights_knaves.MAX_PEOPLE}..{most}}}",
-        default=most,
-        help="--generate: how many different names occur (default: all; the quickstart's policy knows 12)",
-    )
     add("--seed", type=int, default=0, help="--generate: seed; the same seed writes the same bytes (default: 0)")
     return parser
 
@@ -74,12 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Bad input ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.model and args.prompt_format != "text":
-        parser.error("argument --model: only with --prompt-format text, since a training run renders messages itself")
-    if args.model and args.tokenizer:
-        parser.error("argument --tokenizer: not with --model, whose tokens are counted")
-    if args.max_prompt_tokens is not None and not (args.tokenizer or args.model):
-        parser.error("argument --max-prompt-tokens: needs --tokenizer or --model")
+    if args.max_prompt_tokens is not None and not args.tokenizer:
+        parser.error("argument --max-prompt-tokens: needs --tokenizer")
     for flag in ("exclude", "tokenizer", "strict"):
         if args.generate and getattr(args, flag):
             parser.error(f"argument --{flag}: not with --generate, because its puzzles are new, short and all usable")
@@ -97,33 +81,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
 
 
-def _first_format(args: argparse.Namespace) -> str:
-    """Return the format in which rows are made. A model's template comes last: prompts are compared without one."""
-    return "messages" if args.model else args.prompt_format
-
-
-def _rendered(rows: list[Row], args: argparse.Namespace) -> list[Row]:
-    return preparation.render(rows, args.model) if args.model else rows
-
-
 def _generate(args: argparse.Namespace) -> None:
-    names = knights_knaves.NAMES[: args.names]
     for file, count, held_out in (("train", args.train, False), ("test", args.test, True)):
         rows = preparation.generate_rows(
             args.people,
             count,
             held_out=held_out,
             seed=args.seed,
-            prompt_format=_first_format(args),
-            names=names,
+            prompt_format=args.prompt_format,
             report=partial(print, f"{file}:"),
         )
-        preparation.write_rows(_rendered(rows, args), Path(args.out) / f"{file}.jsonl")
+        preparation.write_rows(rows, Path(args.out) / f"{file}.jsonl")
 
 
 def _convert(args: argparse.Namespace) -> None:
     def reads(names: Sequence[str], read) -> list[published.Read]:
-        return [one for name in names for one in read(name, _first_format(args))]
+        return [one for name in names for one in read(name, args.prompt_format)]
 
     read = [(one, one.row["prompt"] if one.row else one.prompt) for one in reads(args.exclude, published.read_file)]
     if lost := [one for one, prompt in read if prompt is None]:
@@ -132,8 +105,7 @@ def _convert(args: argparse.Namespace) -> None:
         )
     excluded = {published.prompt_key(prompt): one.origin for one, prompt in read if prompt is not None}
     # Sort out what training could not use. With --strict nothing may be dropped.
-    tokenizer = args.tokenizer or args.model
-    num_tokens = preparation.token_counter(tokenizer) if tokenizer else None
+    num_tokens = preparation.token_counter(args.tokenizer) if args.tokenizer else None
     found = reads(args.files or (), published.read_file) + reads(args.dataset or (), published.read_data_set)
     rows, dropped = preparation.check(
         found, excluded=excluded, num_tokens=num_tokens, max_tokens=args.max_prompt_tokens
@@ -141,7 +113,7 @@ def _convert(args: argparse.Namespace) -> None:
     if dropped and (args.strict or not rows):
         more = f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
         raise ValueError(f"{dropped[0]}{more}")
-    preparation.write_rows(_rendered(rows, args), args.out)
+    preparation.write_rows(rows, args.out)
     # List what was dropped. A list of an earlier run would be wrong now.
     listed = Path(f"{args.out}.dropped")
     if dropped:

@@ -15,7 +15,6 @@ import pytest
 from arlopti_testing.changed_inputs import VALUES, changed, with_other_values
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from arlopti_openrlhf.cli.prepare_data import main
 from arlopti_openrlhf.grading.kk_reward import grade
@@ -91,12 +90,6 @@ def test_same_bytes_in_every_process(tmp_path):
         )
     for name in ("train.jsonl", "test.jsonl"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
-
-
-def test_names_option_limits_the_pool(tmp_path):
-    main(["--generate", "--people", "8", "--train", "3", "--test", "0", "--names", "8", "--out", str(tmp_path)])
-    for row in read(tmp_path / "train.jsonl"):
-        assert all(name in row["label"] for name in knights_knaves.NAMES[:8])
 
 
 def test_published_file_as_messages_and_as_text(tmp_path):
@@ -177,7 +170,7 @@ def test_bad_published_file_is_one_clear_line(tmp_path, capsys, change, message)
 
 # There is nothing to exclude from new puzzles, for example, so that is refused and not ignored.
 @pytest.mark.parametrize(
-    "options", ["--people 9", "--people 1", "--train -1", "--test many", "--names 3", "--exclude x.jsonl", "--strict"]
+    "options", ["--people 9", "--people 1", "--train -1", "--test many", "--exclude x.jsonl", "--strict"]
 )
 def test_options_that_generated_puzzles_cannot_have(tmp_path, capsys, options):
     with pytest.raises(SystemExit):
@@ -277,72 +270,6 @@ def test_a_verl_prompt_of_which_something_would_be_lost(tmp_path, capsys, prompt
     with pytest.raises(SystemExit):
         main(["--from", file, "--out", str(tmp_path / "out.jsonl"), "--prompt-format", prompt_format])
     assert f"row 1: unreadable: {reason}" in capsys.readouterr().err
-
-
-@pytest.fixture
-def with_template(tiny_model, tmp_path):
-    """Return with_template(text), a folder with the tiny model's tokenizer and that chat template."""
-
-    def of(template: str | None) -> str:
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path / "tokenizer")
-        return str(tmp_path / "tokenizer")
-
-    return of
-
-
-TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
-
-
-def test_text_is_what_the_template_of_a_named_model_makes_of_it(tmp_path, capsys, with_template):
-    """Training renders the same text from the messages. Without a model it is Qwen's ChatML, or the bare question."""
-    puzzles = ["--generate", "--people", "2", "--train", "2", "--test", "1"]
-    main([*puzzles, "--out", str(tmp_path / "messages")])
-    text = ["--prompt-format", "text", "--model", with_template(TURNS)]
-    main([*puzzles, "--out", str(tmp_path / "kk"), *text])
-    (system, user), *_ = (row["prompt"] for row in read(tmp_path / "messages" / "train.jsonl"))
-    expected = f"[system]{system['content']}[user]{user['content']}[me]"
-    assert read(tmp_path / "kk" / "train.jsonl")[0]["prompt"] == expected
-
-    # Published files too, whose test set is left out before the rendering, and whose prompts are counted after it.
-    kk, math = (
-        published(tmp_path / "kk.parquet"),
-        published_math(tmp_path / "math.parquet", "12", prompts=["One?", "Two?"]),
-    )
-    test = published_math(tmp_path / "test.parquet", ["2"], prompts=["Two?"])
-    out = ["--out", str(tmp_path / "out.jsonl"), "--exclude", str(test)]
-    main(["--from", str(kk), str(math), *out, *text])
-    turns = f"[system]{knights_knaves.INSTRUCTION}[user]{QUIZ}[me]"
-    assert [row["prompt"] for row in read(tmp_path / "out.jsonl")] == [turns, "[user]One?[me]"]
-    # What is text already stays as it is.
-    main(["--from", str(tmp_path / "out.jsonl"), "--out", str(tmp_path / "again.jsonl"), *text])
-    assert read(tmp_path / "again.jsonl") == read(tmp_path / "out.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("template", "flags", "problem"),
-    [
-        (TURNS, "--prompt-format messages", "--model: only with --prompt-format text"),
-        (TURNS, "--prompt-format text --tokenizer org/name", "--tokenizer: not with --model"),
-        (
-            "{{ raise_exception('no system text') }}",
-            "--prompt-format text",
-            "does not render the prompts: no system text",
-        ),
-        (None, "--prompt-format text", "does not render the prompts: Cannot use chat template"),
-    ],
-)
-def test_a_model_that_renders_nothing_is_refused_in_one_line(
-    tmp_path, capsys, with_template, template, flags, problem
-):
-    source = "--from" if "--tokenizer" in flags else "--generate"
-    rows = [str(published(tmp_path / "kk.parquet"))] if source == "--from" else ["--people", "2", "--train", "1"]
-    out = str(tmp_path / "out.jsonl") if source == "--from" else str(tmp_path / "out")
-    with pytest.raises(SystemExit) as end:
-        main([source, *rows, "--out", out, "--model", with_template(template), *flags.split()])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and problem in said and said.count("\n") == 1
 
 
 def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):

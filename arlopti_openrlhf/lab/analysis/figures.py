@@ -11,7 +11,7 @@ from arlopti_openrlhf.evaluation.measures import Z_95
 from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, Update, padded_pieces
 from arlopti_openrlhf.lab.analysis.rollouts import Batch
 from arlopti_openrlhf.token_update import advantage_weights, low_probability_mask, token_probabilities
-from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
+from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_norm
 
 # Most tokens of a trained policy have a probability above 0.99. In one bin with the rest they would hide it.
 DIRECTION_EDGES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)
@@ -100,6 +100,17 @@ def figure_1(policy: Policy, batch: Batch, tokens: Tokens, update: Update) -> di
             "advantage": batch.advantages[rows, columns].tolist(),
         },
     }
+
+
+def logit_gradient_bounds(probabilities: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return Proposition 4.2's bounds of the norm for |w| = 1: (1 − π) · sqrt(V / (V − 1)) and √2 · (1 − π).
+
+    Args:
+        probabilities: (...,) π.
+        vocabulary: V.
+    """
+    rest = 1 - probabilities
+    return rest * math.sqrt(vocabulary / (vocabulary - 1)), rest * math.sqrt(2)
 
 
 def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: Sequence[int] | None = None) -> dict:

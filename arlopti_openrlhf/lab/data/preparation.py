@@ -109,14 +109,6 @@ def token_counter(tokenizer: str) -> Callable[[Row], int]:
     return lambda row: len(encode(loaded, [row["prompt"]])[1][0])
 
 
-def render(rows: Sequence[Row], model: str) -> list[Row]:
-    """Return the rows with their messages as text, by the model's chat template. ValueError as in `encode`."""
-    from transformers import AutoTokenizer
-
-    texts, _ = encode(AutoTokenizer.from_pretrained(model), [row["prompt"] for row in rows])
-    return [row | {"prompt": text} for row, text in zip(rows, texts, strict=True)]
-
-
 def write_rows(rows: Sequence[Row], path: str | Path) -> None:
     """Write rows as JSON lines, or as parquet where the path ends in ".parquet". The same rows give the same bytes."""
     path = Path(path)
