@@ -48,8 +48,8 @@ def main() -> None:
     credentials.hide(flat)
     if flat.dry_run:
         _check(flat, versions)
-    given = command_line.hierarchize(flat).train
-    parent = Parent(given.stall_minutes, given.restarts, lambda: _how_to_go_on(Path(vars(flat)["ckpt.path"])))
+    given = command_line.hierarchize(flat)
+    parent = Parent(given.train.stall_minutes, given.train.restarts, lambda: _how_to_go_on(given))
     sys.exit(parent.run(lambda child, again: _run(flat, versions, child, again)))
 
 
@@ -111,14 +111,12 @@ def train(args: SimpleNamespace, child: Child) -> None:
         without_care.train(args, gpus_placed(args), has, Settings.of(args))
 
 
-def _how_to_go_on(path: Path) -> str:
+def _how_to_go_on(args: SimpleNamespace) -> str:
     """Return a line that names the newest checkpoint and the command that resumes from it, or nothing without one."""
-    folders = [folder for folder in (path / "_actor", path / "_critic") if folder.is_dir()]
-    newest = checkpoint_files.newest_published(folders) if folders else None
-    if newest is None:
-        return ""
-    command = shlex.join(["arlopti", "train", "--config", str(path / config_file.KEPT), "--ckpt.load_enable"])
-    return f"checkpoint: {folders[0] / newest}. To go on: {command}"
+    newest = checkpoint_files.newest_of(args)
+    config = str(Path(args.ckpt.path, config_file.KEPT))
+    command = shlex.join(["arlopti", "train", "--config", config, "--ckpt.load_enable"])
+    return f"checkpoint: {newest}. To go on: {command}" if newest else ""
 
 
 def _has(args: SimpleNamespace) -> set[str]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ray.util.queue import Full
 from transformers import set_seed
 
 from arlopti_openrlhf.ops.checkpoints import state
-from arlopti_openrlhf.ops.checkpoints.files import newest_published
+from arlopti_openrlhf.ops.checkpoints.files import newest_of
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
@@ -42,6 +41,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     saved_step = 0
     evaluated_step: int | None = None
     best_eval_metric_key: str | None  # upstream's
+    best_eval_metric_value: float  # upstream's
     eval_dataloader: Any  # upstream's, or batches. None without --eval.dataset
     generate_kwargs: dict[str, Any]  # upstream's, of the generation
 
@@ -72,7 +72,8 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def resume(self, checkpoint_states: dict) -> None:
         """Take up the state of a checkpoint, or of a new run, which holds only counters. Call it before any step."""
         step = checkpoint_states["global_step"]
-        self.kl_ctl.value = checkpoint_states.get("kl_coefficient", self.kl_ctl.value)
+        if self.args.algo.kl.target:  # else it is what the user gives now
+            self.kl_ctl.value = checkpoint_states.get("kl_coefficient", self.kl_ctl.value)
         if self.tensorboard_logger and self.args.ckpt.load_enable:
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
         self.last_step, self.last_client_states = step, dict(checkpoint_states)
@@ -129,7 +130,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
 
         if len(self.bad_steps) >= self.args.train.max_bad_steps:
             raise stopping.Diverged(self._diagnosis())
-        if global_step % save_steps == 0:
+        if global_step % save_steps == 0 and _is_written(self.args, f"global_step{global_step}"):
             self.saved_step = global_step
         stopping.obey()
 
@@ -141,20 +142,18 @@ class Controller(ppo_trainer.BasePPOTrainer):
         with replaced_attribute(self.args.ckpt, "save_steps", 1):
             with replaced_attribute(self.args.logger, "logging_steps", float("inf")):
                 super().save_logs_and_checkpoints(self.last_step, None, states)
-        self.saved_step = self.last_step
-        logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
+        if _is_written(self.args, f"global_step{self.last_step}"):
+            self.saved_step = self.last_step
+            logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
 
     def _diagnosis(self) -> str:
         """Return the bad steps, the first parameter that is not finite, and the checkpoint to go back to."""
         parameters = ray.get(self.actor_model_group.async_run_method(method_name="first_non_finite"))
         parameter = next(filter(None, parameters), None)
         weights = f"the weights are not finite, first in {parameter}" if parameter else "the weights are finite"
-        parts = ("_actor", "_critic") if self.critic_model_group else ("_actor",)
-        folders = [Path(self.args.ckpt.path, part) for part in parts]
-        newest = newest_published(folders)
         return (
             f"{len(self.bad_steps)} bad steps in a row (--train.max_bad_steps): {'; '.join(self.bad_steps)}. "
-            f"Now {weights}. Last good checkpoint: {folders[0] / newest if newest else 'none'}"
+            f"Now {weights}. Last good checkpoint: {newest_of(self.args) or 'none'}"
         )
 
     def save_best_checkpoint(self, eval_metrics, global_step: int, client_states=None) -> None:
@@ -174,7 +173,10 @@ class Controller(ppo_trainer.BasePPOTrainer):
                 f"{', '.join(sorted(eval_metrics))}"
             )
         if global_step and not self.bad_steps:
+            best = self.best_eval_metric_value
             super().save_best_checkpoint(eval_metrics, global_step, (client_states or {}) | self._state())
+            if self.best_eval_metric_value != best and not _is_written(self.args, f"best_global_step{global_step}"):
+                self.best_eval_metric_value = best
 
     def evaluate_and_save(self, step: int) -> None:
         """Evaluate a step if that is asked for and not done, and save its weights if they are the best."""
@@ -193,10 +195,13 @@ class Controller(ppo_trainer.BasePPOTrainer):
             raise
 
     def _detect_eval_metric_key(self, eval_metrics) -> str | None:
-        """Return upstream's choice, with `accuracy` as the default."""
-        if not self.args.ckpt.best_metric_key:  # scores that are no rates have no accuracy
-            self.best_eval_metric_key = "accuracy" if "accuracy" in eval_metrics else ""
-        return super()._detect_eval_metric_key(eval_metrics)
+        """Return upstream's choice, with `accuracy` as the default. Values of another metric are not compared."""
+        before, asked = self.best_eval_metric_key, self.args.ckpt.best_metric_key  # a checkpoint may have the former
+        self.best_eval_metric_key = asked or ("accuracy" if "accuracy" in eval_metrics else "")  # scores may have none
+        key = super()._detect_eval_metric_key(eval_metrics)
+        if before and key and key != before:
+            self.best_eval_metric_value = float("-inf")
+        return key
 
     @contextmanager
     def answering_signals(self) -> Iterator[None]:
@@ -214,6 +219,12 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def close_trackers(self) -> None:
         for tracker in self._trackers():
             tracker.close_for_good()
+
+
+def _is_written(args: Any, tag: str) -> bool:
+    """Return whether this checkpoint is the newest. Where the disk was full, saving has raised nothing."""
+    newest = newest_of(args)
+    return args.ckpt.disable_ds or (newest is not None and newest.name == tag)
 
 
 def _refuse_without_a_step(trainer: Any) -> None:
@@ -324,7 +335,8 @@ class TrainingActor(Controller):
     def finish(self) -> None:
         """Evaluate the last step if that is not done, and close the trackers."""
         try:
-            self.evaluate_last()
+            with self.answering_signals():
+                self.evaluate_last()
         finally:
             self.close_trackers()
 

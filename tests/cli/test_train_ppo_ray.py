@@ -95,7 +95,7 @@ def test_the_flags_of_an_earlier_script_are_named_and_no_key_is_shown(capsys):
 
 def test_defaults_are_off_and_values_arrive():
     off = vars(train_ppo_ray.parse([]))
-    assert off["algo.ar.alpha"] == 0 and off["algo.lopti.eta"] is None and off["algo.lopti.quantile"] is None
+    assert off["algo.ar.alpha"] is None and off["algo.lopti.eta"] is None and off["algo.lopti.quantile"] is None
     on = vars(train_ppo_ray.parse([*FITTING, "--algo.ar.alpha=0.3", "--algo.lopti.quantile", "0.2"]))
     assert on["algo.ar.alpha"] == 0.3 and on["algo.lopti.quantile"] == 0.2
     assert (on["algo.lopti.scope"], on["algo.lopti.order"], on["algo.lopti.groups"]) == ("batch", "low_first", "both")

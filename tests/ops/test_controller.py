@@ -33,10 +33,19 @@ class Upstream(ppo_trainer.BasePPOTrainer):
         super().__init__(strategy, *groups)
 
 
+def publish(folder: Path, *paths: str) -> None:
+    for path in map(Path, paths):
+        writing = folder / "ckpt" / path.parent / f"{files.WRITING}{path.name}"
+        files.begin(writing, print)
+        (writing / "model.pt").touch()
+        files.publish(writing)
+
+
 class Trainer(controller.Controller, Upstream):
     """A run without models. `saved` lists the checkpoints' names and states."""
 
     request: int | None = None  # to stop
+    disk_is_full = False
 
     def __init__(self, folder: Path, *flags: str) -> None:
         flags = ("--actor.model_name_or_path", "m", "--ckpt.path", f"{folder}/ckpt", "--algo.kl.target", "1", *flags)
@@ -51,7 +60,9 @@ class Trainer(controller.Controller, Upstream):
     def async_run_method(self, method_name, tag=None, client_states=None, **metric):
         if method_name == "first_non_finite":
             return [None, self.parameter]
-        self.saved.append((tag, client_states))
+        if not self.disk_is_full:
+            self.saved.append((tag, client_states))
+            publish(Path(self.args.ckpt.path).parent, f"_actor/{tag}")
         return []
 
     def step(self, number: int, status: dict = GOOD) -> None:
@@ -130,6 +141,19 @@ def test_what_is_saved_is_not_saved_again(train):
     assert trainer.names() == ["global_step6"]
 
 
+def test_what_is_not_written_is_saved_later(train):
+    """On a disk that is full, the strategy says so and raises nothing."""
+    trainer = train("--ckpt.save_steps", "5")
+    trainer.disk_is_full = True
+    trainer.step(5)
+    trainer.save_best_checkpoint({"accuracy": 0.9}, 5)
+    trainer.disk_is_full = False
+    trainer.save_best_checkpoint({"accuracy": 0.8}, 5)
+    with pytest.raises(Interrupted), trainer.answering_signals():
+        raise Interrupted(15)
+    assert trainer.names() == ["best_global_step5", "global_step5"]
+
+
 def test_the_kl_coefficient_comes_back(train):
     trainer = train("--ckpt.save_steps", "2")
     trainer.kl_ctl.update(5.0, 10)
@@ -142,6 +166,10 @@ def test_the_kl_coefficient_comes_back(train):
         resumed = train()
         resumed.resume(states)
         assert resumed.kl_ctl.value == trainer.kl_ctl.value > resumed.args.algo.kl.init_coef
+        fixed = train()
+        fixed.args.algo.kl.target = None
+        fixed.resume(states)
+        assert fixed.kl_ctl.value == fixed.args.algo.kl.init_coef
 
 
 def test_a_bad_step_is_logged_and_not_saved(train, tmp_path):
@@ -156,20 +184,12 @@ def test_a_bad_step_is_logged_and_not_saved(train, tmp_path):
     assert trainer.args.ckpt.save_steps == 1
 
 
-def publish(folder: Path, *paths: str) -> None:
-    for path in map(Path, paths):
-        writing = folder / "ckpt" / path.parent / f"{files.WRITING}{path.name}"
-        files.begin(writing, print)
-        (writing / "model.pt").touch()
-        files.publish(writing)
-
-
 @pytest.mark.parametrize(
     ("parameter", "weights"), [("lm_head.weight", "first in lm_head.weight"), (None, "the weights are finite")]
 )
 def test_too_many_bad_steps_stop_the_run(train, tmp_path, parameter, weights):
     trainer = train("--ckpt.save_steps", "1")
-    # This run has saved step 1. Beside it are a later step of an earlier run, a torn checkpoint and one half written.
+    # Beside this run's step 3 are a later step of an earlier run, a torn checkpoint and one half written.
     publish(tmp_path, "_actor/global_step9", "_actor/global_step1")
     for tag in ("best_global_step1", f"{files.WRITING}global_step12"):
         (tmp_path / "ckpt" / "_actor" / tag).mkdir()
@@ -182,7 +202,7 @@ def test_too_many_bad_steps_stop_the_run(train, tmp_path, parameter, weights):
     message = str(stop.value)
     assert weights in message and "step 6: policy_loss is nan, 1 optimizer steps refused" in message
     assert "step 4: " in message and "step 2: " not in message
-    assert message.endswith(f"Last good checkpoint: {tmp_path}/ckpt/_actor/global_step1")
+    assert message.endswith(f"Last good checkpoint: {tmp_path}/ckpt/_actor/global_step3")
 
 
 def test_a_checkpoint_to_go_back_to_has_both_parts(train, tmp_path):
@@ -190,7 +210,7 @@ def test_a_checkpoint_to_go_back_to_has_both_parts(train, tmp_path):
     assert trainer._diagnosis().endswith("Last good checkpoint: none")
     publish(tmp_path, "_actor/global_step1", "_critic/global_step1", "_actor/global_step2")
     assert trainer._diagnosis().endswith("_actor/global_step2")
-    trainer.critic_model_group = trainer
+    trainer.args.critic.model_name_or_path = "c"
     assert trainer._diagnosis().endswith("_actor/global_step1")
 
 
@@ -210,6 +230,14 @@ def test_scores_that_are_no_accuracy_choose_it_too(train):
     assert trainer.names() == ["best_global_step10", "best_global_step20"]
 
 
+@pytest.mark.parametrize(("asked", "saved"), [("", 1), ("aime/accuracy", 1), ("judge/score", 0), ("none", 0)])
+def test_a_resumed_run_may_be_asked_for_another_best_metric(asked, saved, train):
+    trainer = train("--ckpt.best_metric_key", asked)
+    trainer.restore_best_checkpoint_state({"best_eval_metric_key": "judge/score", "best_eval_metric_value": 3.5})
+    trainer.save_best_checkpoint({"accuracy": 0.5, "aime/accuracy": 0.1, "judge/score": 3.4}, 10)
+    assert len(trainer.saved) == saved
+
+
 class Training(controller.TrainingActor, plain_class(ppo_trainer_async.TrainingActor)):
     """Upstream's loop of asynchronous training. A step makes the weights one more, which a checkpoint notes."""
 
@@ -222,8 +250,9 @@ class Training(controller.TrainingActor, plain_class(ppo_trainer_async.TrainingA
         self.weights += 1
         return GOOD | {"rollout/num_samples": 8, "rollout/response_length_mean": 4}, step + 1
 
-    def async_run_method(self, method_name, tag, **states):
+    def async_run_method(self, method_name, tag="final", **states):
         self.saved.append((tag, self.weights))
+        publish(Path(self.args.ckpt.path).parent, f"_actor/{tag}")
         return []
 
 
@@ -243,6 +272,14 @@ def test_asynchronous_training_saves_the_weights_that_it_evaluated(train, monkey
     trainer.finish()
     steps = ["global_step1", "best_global_step1", "global_step2", "best_global_step2", "global_step3"]
     assert trainer.saved == list(zip(steps, (1, 1, 2, 2, 3), strict=True))
+
+    def interrupted(*args, **kwargs):
+        raise Interrupted(15)
+
+    trainer.last_step, trainer.evaluate = 4, interrupted  # --ckpt.save_steps asks for none of it
+    with pytest.raises(Interrupted):
+        trainer.finish()
+    assert trainer.saved[-2:] == [("final", 3), ("global_step4", 3)]
 
 
 def test_a_metric_key_that_does_not_exist_is_refused_before_the_first_step(train):

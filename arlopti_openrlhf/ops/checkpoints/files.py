@@ -52,6 +52,18 @@ def are_saved(args: SimpleNamespace | argparse.Namespace) -> bool:
     return not args.ckpt.disable_ds or args.ckpt.save_hf
 
 
+def folders_of(path: Path, args: SimpleNamespace | argparse.Namespace) -> list[Path]:
+    """Return the folders of a run's checkpoints in `path`, which is --ckpt.path. `args` are upstream's, nested."""
+    return [path / "_actor", *([path / "_critic"] if args.critic.model_name_or_path else [])]
+
+
+def newest_of(args: SimpleNamespace | argparse.Namespace) -> Path | None:
+    """Return the checkpoint of a run that was written last, in the actor's folder, or None."""
+    folders = folders_of(Path(args.ckpt.path), args)
+    tag = newest_published(folders)
+    return folders[0] / tag if tag else None
+
+
 def newest_first(folders: Sequence[Path]) -> list[str]:
     """Return the checkpoints of `folders` in the order to try them: what was written last comes first.
 

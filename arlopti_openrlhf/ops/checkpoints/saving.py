@@ -4,7 +4,6 @@ OpenRLHF deletes before it writes, writes in place, and loads what `latest` name
 place where that changes, because OpenRLHF saves and loads through its strategy alone.
 """
 
-import argparse
 import os
 import pickle
 import re
@@ -110,9 +109,12 @@ class CheckpointStrategy(GuardedStrategy):
         self.not_written = 0
 
         def rotate() -> None:
-            folders, metric = folders_of(folder, self.args), self._read_ckpt_metric
-            for line in files.rotate(folders, tag, max_num, max_mem, lambda other: metric(str(folder / other))):
-                say(line)
+            folders, metric = files.folders_of(folder.parent, self.args), self._read_ckpt_metric
+            try:
+                for line in files.rotate(folders, tag, max_num, max_mem, lambda other: metric(str(folder / other))):
+                    say(line)
+            except OSError as error:
+                say(f"older checkpoints stay: {error}")
 
         on_rank_0(rotate)
 
@@ -171,7 +173,7 @@ class CheckpointStrategy(GuardedStrategy):
     ) -> tuple[str | None, dict]:
         if self.use_ds_universal_ckpt:  # in a layout of its own, made by DeepSpeed's tool
             return super().load_ckpt(model, load_dir, tag, **kwargs)
-        folders = [folder for folder in folders_of(Path(load_dir), self.args) if folder.is_dir()]
+        folders = [folder for folder in files.folders_of(Path(load_dir).parent, self.args) if folder.is_dir()]
         tag = tag or newest_whole(folders)
         if tag is None:
             say(f"{load_dir}: no checkpoint yet, the run starts at its beginning")
@@ -225,11 +227,6 @@ class CheckpointStrategy(GuardedStrategy):
         explained = on_rank_0(clear)
         say(explained)
         return explained
-
-
-def folders_of(folder: Path, args: argparse.Namespace) -> list[Path]:
-    """Return the folders of a run's checkpoints. `folder` is one of them, and `args` are upstream's, nested."""
-    return [folder.parent / "_actor", *([folder.parent / "_critic"] if args.critic.model_name_or_path else [])]
 
 
 def newest_whole(folders: list[Path]) -> str | None:

@@ -86,6 +86,7 @@ class ResumableWandb(WandbLogger):
     def __init__(self, run_id: str, args: Any) -> None:
         os.environ.setdefault("WANDB_RUN_ID", run_id)
         os.environ.setdefault("WANDB_RESUME", "allow")
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")  # seconds; else an outage holds up the run's end
         super().__init__(args)
         nested = json.loads(json.dumps(args, default=vars))  # of upstream's namespaces wandb keeps the text
         self.handle.run.config.update(nested, allow_val_change=True)

@@ -108,7 +108,7 @@ class _Run:
         while True:
             time.sleep(_POLL)
             with suppress(Exception):  # Ray starts or ends
-                found = progress.read()
+                found = progress.brief(progress.read())
                 report = {"found": found, "has_ray": ray.is_initialized(), "is_training": stopping.is_training()}
                 if report != sent and self._child.report(**report):
                     sent = report

@@ -132,8 +132,9 @@ class Parent:
         code, text = self._how_it_ended(start, is_stuck)
         lines, log, folder = [text] if text else [], start.seen.get("log"), start.seen.get("folder")
         if code and text and folder:
-            if (code in _MENDABLE or self._signals) and (line := self._how_to_go_on()):
-                lines.append(PREFIX + line)
+            with suppress(OSError):  # a file system that fails has no checkpoint to name
+                if (code in _MENDABLE or self._signals) and (line := self._how_to_go_on()):
+                    lines.append(PREFIX + line)
             lines += [f"{PREFIX}the run's log: {log}"] if log else []
             if Path(folder, SESSIONS).exists() and not self._signals:
                 lines.append(f"{PREFIX}Ray's logs: {Path(folder, SESSIONS)}")

@@ -76,6 +76,15 @@ def read() -> dict[str, Any]:
     return {name: json.loads(value) for name, value in found.items() if value}
 
 
+def brief(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `read` has found, of an evaluation the accuracy alone: a hundred sources fit into no report."""
+    shown = dict(found)
+    for name in found.keys() & {"first", "last"}:
+        step, metrics = found[name]
+        shown[name] = step, {key: metrics[key] for key in metrics.keys() & {"accuracy"}}
+    return shown
+
+
 def of(found: Mapping[str, Any]) -> Progress:
     """Return what `read` has found as a record."""
     kinds: dict[str, Any] = {"phase": Phase, "prompts": Prompts, "step": Step, "first": Evaluation, "last": Evaluation}

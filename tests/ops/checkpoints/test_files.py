@@ -12,7 +12,8 @@ import torch
 from torch import distributed as dist
 
 from arlopti_openrlhf.ops.checkpoints import files, unpickling
-from arlopti_openrlhf.ops.checkpoints.saving import NoWholeCheckpoint, folders_of, newest_whole
+from arlopti_openrlhf.ops.checkpoints.files import folders_of
+from arlopti_openrlhf.ops.checkpoints.saving import NoWholeCheckpoint, newest_whole
 
 
 def write(folder: Path, tag: str, size: int = 100, is_zip: bool = False) -> Path:
@@ -120,7 +121,7 @@ def one_rank():
 
 def test_actor_and_critic_resume_from_the_newest_that_is_whole_in_both(one_rank, tmp_path, capsys):
     model = SimpleNamespace(model_name_or_path="model")
-    actor, critic = folders = folders_of(tmp_path / "_critic", SimpleNamespace(critic=model))
+    actor, critic = folders = folders_of(tmp_path, SimpleNamespace(critic=model))
     assert newest_whole(folders) is None
     for step in (2, 3, 4, 6, 8):
         for folder in folders[: 1 if step == 8 else 2]:
@@ -139,7 +140,7 @@ def test_actor_and_critic_resume_from_the_newest_that_is_whole_in_both(one_rank,
         (actor / f"global_step{step}" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(NoWholeCheckpoint, match=r"global_step2 is not whole \(_actor: .* is missing\)"):
         newest_whole(folders)
-    assert folders_of(actor, SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))) == [actor]
+    assert folders_of(tmp_path, SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))) == [actor]
 
 
 def test_a_checkpoint_is_replaced_by_one_of_its_name(tmp_path):

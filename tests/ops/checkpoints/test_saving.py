@@ -5,6 +5,7 @@ import os
 import random
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,3 +178,20 @@ def test_weights_that_are_not_finite_are_not_saved(stage, tiny_model, tmp_path):
                 ray.get(ref, timeout=240)
     assert [path.name for path in (tmp_path / "_actor").iterdir() if path.is_dir()] == ["global_step1"]
     assert not (tmp_path / "final").exists()
+
+
+def test_older_checkpoints_that_cannot_be_removed_stay(tmp_path, monkeypatch, capsys):
+    """As on a network's file system. The new one is whole, so the run goes on."""
+
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoints, "on_rank_0", lambda function: function())
+    monkeypatch.setattr(checkpoints, "_require_finite", lambda engine: None)
+    monkeypatch.setattr(checkpoints.CheckpointStrategy, "_write", lambda self, model, to, states: (to / "a").touch())
+    monkeypatch.setattr(files, "rotate", fail)
+    strategy = object.__new__(checkpoints.CheckpointStrategy)
+    strategy.args = SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))
+    strategy.save_ckpt(None, str(tmp_path / "_actor"), "global_step1")
+    assert "older checkpoints stay: [Errno 5] Input/output error" in capsys.readouterr().out
+    assert files.newest_published([tmp_path / "_actor"]) == "global_step1"

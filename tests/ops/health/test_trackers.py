@@ -59,7 +59,7 @@ def test_lost_steps_are_in_tensorboard_once(checkpoint, kept, tmp_path):
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """Let wandb write to tmp_path alone."""
-    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_INIT_TIMEOUT"):
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):
         monkeypatch.setenv(name, "")  # so that what the test leaves there is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -82,11 +82,11 @@ def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret
     with trackers.resumable(state.identify(args)):
         tracker = trackers.ppo_trainer.WandbLogger(args)
     run = wandb.run
-    config, settings = dict(run.config), (run.id, run.name, run.settings.resume)
+    config, settings = dict(run.config), (run.id, run.name, run.settings.resume, run.settings.finish_timeout)
     tracker.close_for_good()
     assert not [child for child in psutil.Process().children() if "wandb" in child.name()]  # Ray would kill it
     kept = json.loads((tmp_path / "ckpt" / progress.RUN_FILE).read_text())
-    assert settings == (kept["wandb_id"], "mine", "allow")
+    assert settings == (kept["wandb_id"], "mine", "allow", 60)  # an outage of wandb does not hold up the end
     assert config["algo"]["ar"]["alpha"] == 0.3 and config["algo"]["lopti"]["eta"] == 0.5
     assert config["eval"]["sampling"] == [["*", 4, 0.6], ["a", 2, 1.0]] and "namespace(" not in str(config)
     assert config["logger"]["wandb"]["key"] == "WANDB_API_KEY"

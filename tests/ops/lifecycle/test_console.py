@@ -133,6 +133,10 @@ def test_what_is_said_is_read(monkeypatch):
         progress.say(name, value)
     progress.say("first", said["last"])
     assert str(progress.of(progress.read())) == str(Progress(**said))  # NaN is not equal to itself
+    sources = {f"bigbench_source_{i}/{name}": 0.123456789 for i in range(500) for name in ("accuracy", "pass@2")}
+    progress.say("last", Evaluation(4, sources | {"accuracy": 0.5}))
+    found = progress.brief(progress.read())
+    assert progress.of(found).last == Evaluation(4, {"accuracy": 0.5}) and len(str(found)) < 1000
 
 
 def test_a_store_that_does_not_answer_stops_no_training(monkeypatch, capsys):

@@ -36,7 +36,12 @@ def train(child, again):
     (folder / "child").write_text(str(os.getpid()))
     BODY
 
-sys.exit(parent.Parent(LIMIT, RESTARTS, lambda: "checkpoint: step 7").run(train))
+def how_to_go_on():
+    if (folder / "stale").exists():
+        raise OSError(116, "Stale file handle")
+    return "checkpoint: step 7"
+
+sys.exit(parent.Parent(LIMIT, RESTARTS, how_to_go_on).run(train))
 """
 # Saves when it is asked to, which takes some time.
 SAVES = """
@@ -79,6 +84,7 @@ def lives(pid_file: Path) -> bool:
         ("sys.exit(2)", 2, "", ""),  # it has been refused, and has said why
         ("begin(child); child.say_last(3, 'diverged', True)", 3, "", "diverged\n"),
         ("begin(child); child.say_last(1, 'failed')", 1, "", "failed\narlopti_openrlhf: checkpoint: step 7\n"),
+        ("begin(child); (folder / 'stale').touch(); child.say_last(1, 'failed')", 1, "", "failed\n"),
         (
             "begin(child); os.kill(os.getpid(), signal.SIGKILL)",
             137,
