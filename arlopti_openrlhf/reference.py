@@ -53,14 +53,14 @@ class ReferenceTrainer(ActorPPOTrainer):
             Upstream's metrics, those of a pass under its name, as `lopti/low/policy_loss`, and the weights' own.
         """
         items, size = self.replay_buffer.items, self.args.train.batch_size // self.ranks.count
-        if not self.args.train.dynamic_batch_enable:  # those are whole by themselves
-            items = optimizer_steps.whole_mini_batches(items, size, self.ranks)
+        is_dynamic = self.args.train.dynamic_batch_enable  # then mini-batches are whole by themselves
+        items = items if is_dynamic else optimizer_steps.whole_mini_batches(items, size, self.ranks)
         samples = [Sample(**vars(item)) for item in items]
         self.known = self.token_weights.learn(samples, self.ranks)
         metrics, step = UpdateMetrics(self.args), partial(self._step_unless_empty, self.strategy.optimizer_step)
         whole = replaced_attribute(self.replay_buffer, "items", items)
         with whole, replaced_attribute(self.strategy, "optimizer_step", step):
-            for _ in range(self.epochs):
+            for _ in range(self.epochs if items or is_dynamic else 0):  # upstream's loop shuffles no empty buffer
                 order = torch.get_rng_state()
                 for index, label in enumerate(self.token_weights.labels):
                     torch.set_rng_state(order)  # all passes have the same mini-batches

@@ -40,7 +40,7 @@ class Setting(NamedTuple):
     exception: str = ""
 
 
-_ALPHA = {"baseline": 0.0, "AR": 0.2, "Lopti": 0.0, "AR-Lopti": 0.3}
+_ALPHA = {"baseline": None, "AR": 0.2, "Lopti": None, "AR-Lopti": 0.3}
 _ETA = {"baseline": None, "AR": None, "Lopti": 0.4, "AR-Lopti": 0.5}  # None: SEPERATE_UPDT is False
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 SETTINGS = [

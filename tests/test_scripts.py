@@ -115,7 +115,7 @@ def test_the_examples_say_what_is_yours_and_their_commands_parse(name):
 @pytest.mark.parametrize(("name", "algo"), [("kk", "reinforce++"), ("math", "")])
 def test_the_methods_with_reinforce_and_in_math(name, algo, method, reweights, eta, tmp_path):
     args = parse(ROOT / f"examples/scripts/train_{name}.sh", tmp_path, METHOD=method, **{"ALGO": algo} if algo else {})
-    assert (args["algo.ar.alpha"], args["algo.lopti.eta"]) == (0.1 if reweights else 0, eta)
+    assert (args["algo.ar.alpha"], args["algo.lopti.eta"]) == (0.1 if reweights else None, eta)
     estimator = ("reinforce", "k1", False) if algo else ("group_norm", "k3", True)
     assert tuple(args[f"algo.{flag}"] for flag in ("advantage.estimator", "kl.estimator", "kl.use_loss")) == estimator
     assert args["reward.remote_url"] == {"kk": "kk", "math": "math_boxed"}[name]

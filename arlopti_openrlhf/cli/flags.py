@@ -139,9 +139,9 @@ _SAMPLING = {"action": "append", "default": [], "metavar": "PATTERN:n=N,t=T", "t
 # The title of their group -> our flags.
 # fmt: off
 TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": (
-    Flag("--algo.ar.alpha", _number("[0, 1]", 0.0),
-     "α of Advantage Reweighting (Eq. 4), in [0, 1]. 0 is off (default). The paper takes 0.3 for K&K and 0.1 for "
-     "math. Short for --algo.token_method ar with ar.alpha."),
+    Flag("--algo.ar.alpha", _number("[0, 1]"),
+     "α of Advantage Reweighting (Eq. 4), in [0, 1]. Off by default, and at 0. The paper takes 0.3 for K&K and 0.1 "
+     "for math. Short for --algo.token_method ar with ar.alpha."),
     Flag("--algo.lopti.eta", _number("(0, 1)"),
      "η of Lopti, in (0, 1): tokens of a lower probability are updated apart from the rest. Off by default. The "
      "paper takes 0.5. Short for --algo.token_method lopti with lopti.eta, as are quantile, order and groups.",

@@ -30,7 +30,7 @@ def requested(algo: SimpleNamespace) -> tuple[list[str], list[str]]:
     if algo.ar.alpha:
         shorthands.append("ar")
     sources = [name for name in shorthands if name not in algo.token_method] + algo.token_method
-    values = {"ar.alpha": algo.ar.alpha or None}
+    values = {"ar.alpha": algo.ar.alpha}
     values |= {f"lopti.{name}": vars(lopti)[name] for name in ("eta", "quantile", "order", "groups")}
     # What a flag leaves at its default is free for `--algo.token_method_args`.
     arguments = [

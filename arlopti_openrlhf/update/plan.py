@@ -72,10 +72,16 @@ class Planner:
         self.config = model.config.get_text_config()
         self.levels = [NONE]
         if args.actor.gradient_checkpointing_enable:
-            is_free = settings.checkpointing != WHOLE and is_known(self.config)
+            is_free = settings.checkpointing != WHOLE and self.is_known
             self.levels = [NONE, WHOLE] if is_free else [WHOLE]
         self.level = self.levels[-1]
         self._is_described = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what the layers keep is known. LoRA's dropout keeps half as much again."""
+        lora = self.args.ds.lora
+        return is_known(self.config) and not (lora.rank and lora.dropout)
 
     def epoch(self, samples: list[Sample]) -> list[MiniBatch]:
         """Return this rank's mini-batches of one epoch, as many as on every other. A collective call.
@@ -180,7 +186,7 @@ class Planner:
             keys_per_token: of the samples (`keys_per_token`).
             free: bytes.
         """
-        if not is_known(self.config):
+        if not self.is_known:
             return of_stock
         stock = self._bytes_of_stock(of_stock)
         room = stock if level == self.levels[-1] and not self.fills_memory else max(stock, free)
@@ -192,11 +198,11 @@ class Planner:
     def _bytes_of_stock(self, of_stock: int) -> float:
         """Return what OpenRLHF's largest micro-batch takes, with its logits; 0 for a model that is not known."""
         recomputes, liger = self.levels[-1] == WHOLE, self.args.ds.use_liger_kernel
-        return of_stock * peak_bytes(self.config, recomputes, True, liger) if is_known(self.config) else 0
+        return of_stock * peak_bytes(self.config, recomputes, True, liger) if self.is_known else 0
 
     def _fitting(self, room: float, level: str, keys_per_token: int, of_stock: int) -> int:
         """Return how many tokens fit into so many bytes, or OpenRLHF's number for a model that is not known."""
-        if not is_known(self.config):
+        if not self.is_known:
             return of_stock
         liger = self.args.ds.use_liger_kernel
         return most_tokens(self.config, room, level == WHOLE, keys_per_token, BLOCK_ELEMENTS, liger)
@@ -222,7 +228,7 @@ class Planner:
         if self.args.actor.gradient_checkpointing_enable:
             said += f"; gradient checkpointing: {self.level}"
         logger.info(f"selective update, first mini-batch of this rank: {said}")
-        if self.fills_memory and (reason or not is_known(self.config)):
+        if self.fills_memory and (reason or not self.is_known):
             why = reason or "the size of the model's layers is not known"
             logger.warning(f"--actor.fill_memory has no effect: {why}")
 

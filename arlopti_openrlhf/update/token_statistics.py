@@ -4,7 +4,6 @@ Pure functions of torch tensors. By Eq. 15 the gradient of one token's loss at t
 token's weight and its distribution give the norm, without a backward pass.
 """
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -34,17 +33,6 @@ def logit_gradient_norm(weights: Tensor, log_probs: Tensor, squared_rest: Tensor
         (...,), in the logits' own unit: logits that are divided by a temperature T have 1/T of it.
     """
     return weights.abs() * (torch.expm1(log_probs).square() + squared_rest).sqrt()
-
-
-def logit_gradient_bounds(probabilities: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return Proposition 4.2's bounds of the norm for |w| = 1: (1 − π) · sqrt(V / (V − 1)) and √2 · (1 − π).
-
-    Args:
-        probabilities: (...,) π.
-        vocabulary: V.
-    """
-    rest = 1 - probabilities
-    return rest * math.sqrt(vocabulary / (vocabulary - 1)), rest * math.sqrt(2)
 
 
 def bin_index(probabilities: Tensor, edges: Sequence[float] | Tensor = EDGES) -> Tensor:

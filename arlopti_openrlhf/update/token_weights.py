@@ -68,10 +68,11 @@ class TokenWeights:
             names = ", ".join(readers)
             raise ValueError(f"token methods that read the rollout's log-probs ({names}): a sample has none")
         ones = torch.ones_like(tokens.log_probs)
-        if tokens.mask.numel():
-            of_methods = [m.weigh(tokens, s) for m, s in zip(self.methods, known.statistics, strict=True)]
-        else:
-            of_methods = [[ones] * len(method.passes) for method in self.methods]
+        of_methods = []
+        for method, statistic in zip(self.methods, known.statistics, strict=True):
+            # Without a finite token in the rollout batch there is no statistic, and the steps are refused.
+            is_weighed = tokens.mask.numel() and not (method.find and statistic is None)
+            of_methods.append(method.weigh(tokens, statistic) if is_weighed else [ones] * len(method.passes))
         every = [weights.double() for passes in of_methods for weights in passes]
         sums = [[w.numel(), w.sum(), w.square().sum(), (w == 0).sum()] for w in every]
 

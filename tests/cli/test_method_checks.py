@@ -124,6 +124,7 @@ def test_a_token_method_makes_the_update_selective_and_a_files_path_absolute(tmp
     [
         ("", "no token method"),
         ("--algo.ar.alpha 0.3", "token method ar (ar.alpha=0.3)"),
+        ("--algo.token_method ar --algo.ar.alpha 0", "token method ar (ar.alpha=0.0)"),
         (
             "--algo.ar.alpha 0.3 --algo.lopti.eta 0.5 --algo.lopti.order high_first --algo.token_method_normalize",
             "token methods lopti x ar (ar.alpha=0.3, lopti.eta=0.5, lopti.order=high_first, lopti.scope=batch, "

@@ -25,7 +25,7 @@ from arlopti_openrlhf.ops.health.guard import first_non_finite
 pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this module
 
-NO_METHOD = OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
+NO_METHOD = OFF | {"algo.ar.alpha": None, "logger.probability_stats": "off"}
 LOPTI = OFF | {"algo.lopti.eta": 0.5}
 TRAINING = ["--actor.adam.lr", "1e-2", "--actor.lr_scheduler", "linear", "--train.enable_ema"]
 DYNAMIC = ["--train.dynamic_batch_enable", "--ds.packing_samples"]

@@ -107,7 +107,7 @@ def planner(size: int, micro: int = 2, dynamic: bool = False, reason: str | None
     )
     actor = SimpleNamespace(gradient_checkpointing_enable=False, aux_loss_coef=0.0)
     ds, algo = (
-        SimpleNamespace(packing_samples=True, use_liger_kernel=False),
+        SimpleNamespace(packing_samples=True, use_liger_kernel=False, lora=SimpleNamespace(rank=0)),
         SimpleNamespace(advantage=SimpleNamespace(estimator="reinforce")),
     )
     args = SimpleNamespace(train=train, actor=actor, ds=ds, algo=algo)

@@ -21,7 +21,7 @@ from arlopti_openrlhf import token_method
 from arlopti_openrlhf.methods import built_in
 
 pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
-NONE = OFF | {"algo.ar.alpha": 0.0}
+NONE = OFF | {"algo.ar.alpha": None}
 BOTH = OFF | {"algo.lopti.eta": 0.5}
 WITH_ROLLOUT = {"algo.advantage.is_correction_level": "token"}
 # Every method that reads no entropies, as its flags; `lopti` and `ar` as flags too.
@@ -113,6 +113,14 @@ def test_a_short_mini_batch_leaks_into_no_pass(tiny_model):
     assert short.steps == whole.steps == 2 and len(short.seen) == 6
     for a, b in zip(short.gradients, whole.gradients, strict=True):
         assert relative_distance(a, b) < 1e-5
+
+
+def test_a_rollout_batch_that_fills_no_mini_batch_is_left_out(tiny_model):
+    """As at an episode's end. The run goes on."""
+    group = Group(flags(tiny_model, "--train.batch_size", "12"))
+    before = group.parameters()
+    assert group.run(experiences(seed=27)[:8], BOTH).steps == 0
+    assert all(map(torch.equal, before, group.parameters()))
 
 
 def test_momentum_moves_nothing_where_a_pass_has_no_token(tiny_model):

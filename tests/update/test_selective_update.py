@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from arlopti_openrlhf.update.token_statistics import HISTOGRAMS
 
 pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
-PLAIN_GRPO = OFF | {"algo.ar.alpha": 0.0}
+PLAIN_GRPO = OFF | {"algo.ar.alpha": None}
 LOPTI = OFF | {"algo.lopti.eta": 0.003}  # divides the random model's tokens evenly: it gives one about 1/320
 WITHOUT_KL = {"algo.kl.use_loss": False, "algo.kl.init_coef": 0.0}
 
@@ -110,7 +110,7 @@ def test_gradients_and_metrics_are_the_plain_updates(at_one_theta, variant):
 def test_the_logged_loss_is_the_mini_batchs(at_one_theta):
     """At one θ the stages' losses add up to the whole's, however the samples are divided into micro-batches."""
     batch = experiences(seed=1, samples_per_prompt=4)
-    more = {"algo.kl.use_loss": True, "algo.kl.init_coef": 0.1, "actor.entropy_coef": 0.05, "algo.ar.alpha": 0.0}
+    more = {"algo.kl.use_loss": True, "algo.kl.init_coef": 0.1, "actor.entropy_coef": 0.05, "algo.ar.alpha": None}
     whole, stages = (at_one_theta[1].run(batch, kind | more, on_policy=True).status for kind in (OFF, LOPTI))
     for name in OF_THE_SHUFFLE:
         assert whole[name] == pytest.approx(stages[name], rel=1e-4, abs=1e-6)

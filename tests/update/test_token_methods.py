@@ -23,7 +23,7 @@ from arlopti_openrlhf.token_method import load
 
 pytestmark = [pytest.mark.whole_stack, pytest.mark.usefixtures("ray_cluster")]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "token_method.py")
-PLAIN = OFF | {"algo.ar.alpha": 0.0, "ds.packing_samples": True, "algo.kl.use_loss": False, "algo.kl.init_coef": 0.0}
+PLAIN = OFF | {"algo.ar.alpha": None, "ds.packing_samples": True, "algo.kl.use_loss": False, "algo.kl.init_coef": 0.0}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_bounds, logit_gradient_norm
+from arlopti_openrlhf.lab.analysis.figures import logit_gradient_bounds
+from arlopti_openrlhf.update.token_statistics import EDGES, bin_index, logit_gradient_norm
 
 
 def statistics(logits: torch.Tensor, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,7 +82,7 @@ def test_the_stages_gradients_sum_to_the_whole_dynamically_batched(tiny_model, z
 
 def test_settings_take_the_place_of_flags(group):
     """As in a launcher without our flags: the flags here ask for nothing."""
-    batch, nothing = experiences(seed=3), OFF | {"algo.ar.alpha": 0.0, "logger.probability_stats": "off"}
+    batch, nothing = experiences(seed=3), OFF | {"algo.ar.alpha": None, "logger.probability_stats": "off"}
     settings = Settings(("lopti", "ar"), ("lopti.eta=0.5", "ar.alpha=0.3"), statistics="bins")
     given = group.run(batch, nothing, settings=settings)
     flags = group.run(batch, OFF | {"algo.lopti.eta": 0.5, "logger.probability_stats": "bins"})

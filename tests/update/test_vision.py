@@ -9,7 +9,7 @@ from arlopti_testing.update_workers import OFF, RANKS, SAMPLES, Group, experienc
 from transformers import AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
-NO_METHOD = OFF | {"algo.ar.alpha": 0.0}
+NO_METHOD = OFF | {"algo.ar.alpha": None}
 ONES = NO_METHOD | {"algo.token_method": ["ar"], "algo.token_method_args": ["ar.alpha=0"]}
 IMAGE, START, END = 300, 302, 303  # token ids
 PATCH, PATCHES = 16, 4  # pixels, and patches of an image, which are one token
