@@ -47,7 +47,7 @@ TEST_BUDGETS = {
     "ops/checkpoints": 549,
     "ops/health": 410,
     "ops/lifecycle": 853,
-    "ops/preflight": 2321,
+    "ops/preflight": 2325,
     "ops/rollouts": 1513,
     "study": 696,
     "update": 3065,

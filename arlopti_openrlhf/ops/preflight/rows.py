@@ -111,7 +111,7 @@ def blend(names: str, split: str, most: int, probabilities: str | None = None, s
     try:
         blended = blending_datasets(names, probabilities, strategy, seed, most, dataset_split=split)
     except ConnectionError:
-        if any(_is_local(name) for name in names.split(",")):
+        if any(map(_is_local, map(str.strip, names.split(",")))):
             raise FileNotFoundError("there is no such file or folder") from None
         raise
     # Decoding images would take most of the time.
@@ -121,8 +121,8 @@ def blend(names: str, split: str, most: int, probabilities: str | None = None, s
 
 def _is_local(name: str) -> bool:
     """Return whether a name that is not here cannot be the hub's."""
-    path = name.strip().partition("@")[0]
-    return Path(path).exists() or Path(path).suffix.lower() in _SUFFIXES or not is_on_hub(path)
+    path = name.partition("@")[0]
+    return Path(path).exists() or Path(name).exists() or Path(path).suffix.lower() in _SUFFIXES or not is_on_hub(path)
 
 
 def _cause(error: Exception, split: str) -> str:

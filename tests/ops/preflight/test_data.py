@@ -119,7 +119,7 @@ def test_labels_of_several_types_are_read_as_other_ones(check):
     assert found.startswith("!--data.label_key label: the labels have several types") and "as .parquet" in found
 
 
-def test_the_files_of_a_folder_and_of_a_pattern(check, tmp_path):
+def test_the_files_of_a_folder_and_of_a_pattern(check, tmp_path, monkeypatch):
     """As OpenRLHF's scripts name them: json@FOLDER."""
     for folder, given in (("good", [row(i) for i in range(8)]), ("bad", [row(i, label="?") for i in range(8)])):
         (tmp_path / folder).mkdir()
@@ -130,6 +130,10 @@ def test_the_files_of_a_folder_and_of_a_pattern(check, tmp_path):
     assert "kk cannot read the label" in found
     [found] = check(data__prompt_dataset=f"{tmp_path}/good/x*.jsonl")
     assert "there is no such file" in found
+    write(tmp_path / "good" / "x@y.jsonl", [row(0)])
+    monkeypatch.chdir(tmp_path)
+    [found] = check(data__prompt_dataset="good/x@y.jsonl")
+    assert "!" in found and "what follows an @ for a folder inside a data set" in found
     [found] = check(data__prompt_dataset="https://example.org/a.json")
     assert "not checked: it is not on this machine" in found
 
