@@ -13,7 +13,7 @@ from ray.util.queue import Full
 from transformers import set_seed
 
 from arlopti_openrlhf.ops.checkpoints import state
-from arlopti_openrlhf.ops.checkpoints.files import newest_of
+from arlopti_openrlhf.ops.checkpoints.files import is_published, newest_of
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import credentials, progress, stopping
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
@@ -130,7 +130,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
 
         if len(self.bad_steps) >= self.args.train.max_bad_steps:
             raise stopping.Diverged(self._diagnosis())
-        if global_step % save_steps == 0 and _is_written(self.args, f"global_step{global_step}"):
+        if global_step % save_steps == 0 and is_published(self.args, f"global_step{global_step}"):
             self.saved_step = global_step
         stopping.obey()
 
@@ -142,7 +142,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         with replaced_attribute(self.args.ckpt, "save_steps", 1):
             with replaced_attribute(self.args.logger, "logging_steps", float("inf")):
                 super().save_logs_and_checkpoints(self.last_step, None, states)
-        if _is_written(self.args, f"global_step{self.last_step}"):
+        if is_published(self.args, f"global_step{self.last_step}"):
             self.saved_step = self.last_step
             logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
 
@@ -175,7 +175,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         if global_step and not self.bad_steps:
             best = self.best_eval_metric_value
             super().save_best_checkpoint(eval_metrics, global_step, (client_states or {}) | self._state())
-            if self.best_eval_metric_value != best and not _is_written(self.args, f"best_global_step{global_step}"):
+            if self.best_eval_metric_value != best and not is_published(self.args, f"best_global_step{global_step}"):
                 self.best_eval_metric_value = best
 
     def evaluate_and_save(self, step: int) -> None:
@@ -219,12 +219,6 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def close_trackers(self) -> None:
         for tracker in self._trackers():
             tracker.close_for_good()
-
-
-def _is_written(args: Any, tag: str) -> bool:
-    """Return whether this checkpoint is the newest. Where the disk was full, saving has raised nothing."""
-    newest = newest_of(args)
-    return args.ckpt.disable_ds or (newest is not None and newest.name == tag)
 
 
 def _refuse_without_a_step(trainer: Any) -> None:

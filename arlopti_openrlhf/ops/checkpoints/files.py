@@ -64,6 +64,12 @@ def newest_of(args: SimpleNamespace | argparse.Namespace) -> Path | None:
     return folders[0] / tag if tag else None
 
 
+def is_published(args: SimpleNamespace | argparse.Namespace, tag: str) -> bool:
+    """Return whether a run's checkpoint is there, as far as this machine sees. NFS may be late to list a folder."""
+    path = Path(args.ckpt.path)
+    return not path.exists() or _serial(folders_of(path, args), tag) < math.inf
+
+
 def newest_first(folders: Sequence[Path]) -> list[str]:
     """Return the checkpoints of `folders` in the order to try them: what was written last comes first.
 
