@@ -86,7 +86,7 @@ def samples(prompt: int, responses: list[int], vocabulary: int = 100) -> list[Sa
 def setter_of(model: nn.Module, micro_batch_size: int, is_checkpointed: bool) -> Planner:
     actor = SimpleNamespace(gradient_checkpointing_enable=is_checkpointed)
     train = SimpleNamespace(dynamic_batch_enable=False, micro_batch_size=micro_batch_size)
-    ds = SimpleNamespace(use_liger_kernel=False)
+    ds = SimpleNamespace(use_liger_kernel=False, lora=SimpleNamespace(rank=0))
     policy = SimpleNamespace(model=SimpleNamespace(module=model))
     return Planner(policy, SimpleNamespace(train=train, actor=actor, ds=ds), Settings(), ranks=None)
 

@@ -44,7 +44,7 @@ TEST_BUDGETS = {
     "lab": 1320,
     "long": 2116,
     "ops": 523,
-    "ops/checkpoints": 549,
+    "ops/checkpoints": 550,
     "ops/health": 410,
     "ops/lifecycle": 853,
     "ops/preflight": 2325,

@@ -169,11 +169,11 @@ def test_every_arm_is_what_it_is_called(start, tmp_path):
         found[arm] = vars(train_ppo_ray.parse(argv))
     names = ("algo.ar.alpha", "algo.token_method_normalize", "algo.lopti.eta", "train.batch_size")
     assert {arm: tuple(args[name] for name in names) for arm, args in found.items()} == {
-        "grpo": (0, False, None, 256),
-        "double-steps": (0, False, None, 128),
+        "grpo": (None, False, None, 256),
+        "double-steps": (None, False, None, 128),
         "ar": (0.3, False, None, 256),
         "ar-mean-one": (0.3, True, None, 256),
-        "lopti": (0, False, 0.5, 256),
+        "lopti": (None, False, 0.5, 256),
         "both": (0.3, False, 0.5, 256),
     }
     for args in found.values():

@@ -187,6 +187,7 @@ def test_older_checkpoints_that_cannot_be_removed_stay(tmp_path, monkeypatch, ca
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(checkpoints, "on_rank_0", lambda function: function())
+    monkeypatch.setattr(checkpoints, "say", print)
     monkeypatch.setattr(checkpoints, "_require_finite", lambda engine: None)
     monkeypatch.setattr(checkpoints.CheckpointStrategy, "_write", lambda self, model, to, states: (to / "a").touch())
     monkeypatch.setattr(files, "rotate", fail)
