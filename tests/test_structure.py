@@ -43,7 +43,7 @@ TEST_BUDGETS = {
     "grading": 1942,
     "lab": 1320,
     "long": 2116,
-    "ops": 523,
+    "ops": 527,
     "ops/checkpoints": 550,
     "ops/health": 410,
     "ops/lifecycle": 853,

@@ -152,6 +152,10 @@ def test_what_is_not_written_is_saved_later(train):
     with pytest.raises(Interrupted), trainer.answering_signals():
         raise Interrupted(15)
     assert trainer.names() == ["best_global_step5", "global_step5"]
+    trainer = train("--ckpt.disable_ds", "--ckpt.save_hf")  # there are models alone, which no manifest lists
+    trainer.disk_is_full = True
+    trainer.save_best_checkpoint({"accuracy": 0.9}, 5)
+    assert trainer.best_eval_metric_value == 0.9
 
 
 def test_the_kl_coefficient_comes_back(train):

@@ -65,9 +65,9 @@ def newest_of(args: SimpleNamespace | argparse.Namespace) -> Path | None:
 
 
 def is_published(args: SimpleNamespace | argparse.Namespace, tag: str) -> bool:
-    """Return whether a run's checkpoint is there, as far as this machine sees. NFS may be late to list a folder."""
+    """Return whether a checkpoint, if the run saves any, is where this machine can see it. NFS may list it late."""
     path = Path(args.ckpt.path)
-    return not path.exists() or _serial(folders_of(path, args), tag) < math.inf
+    return args.ckpt.disable_ds or not path.exists() or _serial(folders_of(path, args), tag) < math.inf
 
 
 def newest_first(folders: Sequence[Path]) -> list[str]:
