@@ -17,7 +17,7 @@ FILES = sorted(
 # Lines of each room, at most. A limit falls, or moves with the module that moves. No room lives off another's.
 BUDGETS = {
     ".": 1454,
-    "cli": 2705,
+    "cli": 2704,
     "cpu": 565,
     "evaluation": 147,
     "forward": 1245,
@@ -33,7 +33,7 @@ BUDGETS = {
     "ops/rollouts": 914,
 }
 TEST_BUDGETS = {
-    ".": 4875,
+    ".": 4897,
     "arlopti_testing": 1025,
     "cli": 2759,
     "contract": 966,

@@ -26,8 +26,7 @@ def check_checkpoint(args: SimpleNamespace) -> Iterator[Finding]:
         return
     from arlopti_openrlhf.ops.checkpoints import unpickling  # imports PyTorch
 
-    folder = Path(args.ckpt.path)
-    parts = [folder / "_actor", *([folder / "_critic"] if args.critic.model_name_or_path else [])]
+    parts = checkpoint_files.folders_of(Path(args.ckpt.path), args)
     newest = checkpoint_files.newest_published([part for part in parts if part.is_dir()])
     for checkpoint in (part / newest for part in parts if newest):
         version = checkpoint_files.version_of(checkpoint)

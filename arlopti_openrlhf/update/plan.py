@@ -72,14 +72,14 @@ class Planner:
         self.config = model.config.get_text_config()
         self.levels = [NONE]
         if args.actor.gradient_checkpointing_enable:
-            is_free = settings.checkpointing != WHOLE and self.is_known
+            is_free = settings.checkpointing != WHOLE and self.knows_layers
             self.levels = [NONE, WHOLE] if is_free else [WHOLE]
         self.level = self.levels[-1]
         self._is_described = False
 
     @property
-    def is_known(self) -> bool:
-        """Whether what the layers keep is known. LoRA's dropout keeps half as much again."""
+    def knows_layers(self) -> bool:
+        """Whether the bytes that the layers keep are known. LoRA's dropout keeps half as many again."""
         lora = self.args.ds.lora
         return is_known(self.config) and not (lora.rank and lora.dropout)
 
@@ -186,7 +186,7 @@ class Planner:
             keys_per_token: of the samples (`keys_per_token`).
             free: bytes.
         """
-        if not self.is_known:
+        if not self.knows_layers:
             return of_stock
         stock = self._bytes_of_stock(of_stock)
         room = stock if level == self.levels[-1] and not self.fills_memory else max(stock, free)
@@ -198,11 +198,11 @@ class Planner:
     def _bytes_of_stock(self, of_stock: int) -> float:
         """Return what OpenRLHF's largest micro-batch takes, with its logits; 0 for a model that is not known."""
         recomputes, liger = self.levels[-1] == WHOLE, self.args.ds.use_liger_kernel
-        return of_stock * peak_bytes(self.config, recomputes, True, liger) if self.is_known else 0
+        return of_stock * peak_bytes(self.config, recomputes, True, liger) if self.knows_layers else 0
 
     def _fitting(self, room: float, level: str, keys_per_token: int, of_stock: int) -> int:
         """Return how many tokens fit into so many bytes, or OpenRLHF's number for a model that is not known."""
-        if not self.is_known:
+        if not self.knows_layers:
             return of_stock
         liger = self.args.ds.use_liger_kernel
         return most_tokens(self.config, room, level == WHOLE, keys_per_token, BLOCK_ELEMENTS, liger)
@@ -228,7 +228,7 @@ class Planner:
         if self.args.actor.gradient_checkpointing_enable:
             said += f"; gradient checkpointing: {self.level}"
         logger.info(f"selective update, first mini-batch of this rank: {said}")
-        if self.fills_memory and (reason or not self.is_known):
+        if self.fills_memory and (reason or not self.knows_layers):
             why = reason or "the size of the model's layers is not known"
             logger.warning(f"--actor.fill_memory has no effect: {why}")
 

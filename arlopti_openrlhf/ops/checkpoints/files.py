@@ -65,7 +65,7 @@ def newest_of(args: SimpleNamespace | argparse.Namespace) -> Path | None:
 
 
 def is_published(args: SimpleNamespace | argparse.Namespace, tag: str) -> bool:
-    """Return whether a checkpoint, if the run saves any, is where this machine can see it. NFS may list it late."""
+    """Return whether a checkpoint is written, or True if this machine cannot tell. By name: NFS may list it late."""
     path = Path(args.ckpt.path)
     return args.ckpt.disable_ds or not path.exists() or _serial(folders_of(path, args), tag) < math.inf
 
