@@ -8,8 +8,8 @@
 Each figure is a picture (fig1.png) and its data (fig1.json). Several models, or a folder that holds several
 checkpoints, all get the same prompts. Each then has a folder of its own, and fig5 shows them together.
 
-Responses and figures are kept as they are done: the same command resumes. On a CPU, the defaults
-for a model of more than 20M parameters are smaller. The command prints them.
+Responses are kept: the same command samples those that are missing, and draws the figures anew. On a CPU, the
+defaults for a model of more than 20M parameters are smaller. The command prints them.
 """
 
 from arlopti_openrlhf import interrupts
@@ -59,8 +59,7 @@ def main() -> None:
 
         cpu.enable()
         # These import openrlhf, which cannot be imported before enable() where CUDA or flash-attn is missing.
-        from arlopti_openrlhf.lab.analysis import models, rollouts
-        from arlopti_openrlhf.lab.analysis.kept import write_figure, write_json
+        from arlopti_openrlhf.lab.analysis import models, plots, rollouts
         from arlopti_openrlhf.lab.scoring.adapters import merged
 
         named = {name: merged(model, args.out / f"{name}.merged") for name, model in named.items()}
@@ -90,7 +89,7 @@ def main() -> None:
     if runs:
         figures |= curves.curves(runs)
     for name, values in figures.items():
-        write_figure(name, values, args.out)
+        plots.write(name, values, args.out)
     if runs:
         alone = {label for label, f in args.runs if len(f) == 1} - named.keys()  # a model may have a run's label
         names = [label if label in alone else f"{label}, {folder}" for label, f in args.runs for folder in f]
@@ -98,7 +97,7 @@ def main() -> None:
         compared = compare(dict(zip(names, (one for seeds in runs.values() for one in seeds), strict=True)), known)
         print("\n".join(table(compared)))
         summaries |= compared
-    write_json(summaries, args.out / "summary.json")
+    plots.write_json(summaries, args.out / "summary.json")
     for name in named:
         print("\n".join([name, *models.describe(summaries[name])]))
     seconds = time.time() - start

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from operator import attrgetter
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from arlopti_openrlhf import bindings, methods
-from arlopti_openrlhf.ops.preflight import probe
 from arlopti_openrlhf.ops.preflight.finding import Finding, Update
 from arlopti_openrlhf.ops.preflight.prompt import is_vision_language
 from arlopti_openrlhf.ops.preflight.values import rollout_samples
 from arlopti_openrlhf.update.settings import STOCK_ONLY, needs_stock_update
+
+if TYPE_CHECKING:
+    from arlopti_openrlhf.token_method import Method
 
 # How the update is computed, as --actor.update says it.
 STOCK, SELECTIVE = "stock", "selective"
@@ -18,7 +21,6 @@ LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
 NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
 _FLAG = "--algo.token_method"
 _SELECTIVE_NEEDS = "a text model with --actor.update selective, without ring attention, tensor ranks and DeepCompile"
-PROBE_SECONDS = 30.0  # for the import of files and their answers
 
 
 def check_flags(args: SimpleNamespace) -> Iterator[Finding]:
@@ -32,27 +34,42 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the token methods, which load, take their arguments and weigh made-up tokens."""
     if not args.algo.token_method and not args.algo.token_method_args:
         return  # the parser has looked at the flags of AR and Lopti
+    from arlopti_openrlhf.token_method import load, pass_labels  # imports PyTorch
+
     sources, arguments = methods.requested(args.algo)
     given = " ".join(sources)
-    describe = "arlopti_openrlhf.cli.method_tryout:describe"
     try:
-        answer = probe.ask(describe, sources, arguments, seconds=PROBE_SECONDS)
-    except probe.NO_ANSWER as error:
-        answer = {"problem": f"no weights: {probe.reason(error)}"}
-    if answer["problem"]:
-        yield Finding(_FLAG, given, answer["problem"], "correct the method or --algo.token_method_args")
+        loaded = load(sources, arguments)
+        doubts = [doubt for method in loaded for doubt in _doubts(method)]
+    except ValueError as error:
+        yield Finding(_FLAG, given, str(error), "correct the method or --algo.token_method_args")
         return
-    for doubt in answer["doubts"]:
+    for doubt in doubts:
         yield Finding(_FLAG, given, doubt, "look at the method, unless that is meant", is_fatal=False)
-    if (names := ", ".join(answer["selective_only"])) and not is_selective(args):
+    names = ", ".join(method.name for method in loaded if method.needs_entropies or method.divides_by_kept)
+    if names and not is_selective(args):
         problem = f"{names} needs the selective update, for entropies or for its denominator"
         yield Finding(_FLAG, given, problem, f"take another method, or {_SELECTIVE_NEEDS}")
     level = "algo.advantage.is_correction_level"
-    if (readers := ", ".join(answer["reading_rollout_log_probs"])) and attrgetter(level)(args) == "off":
+    readers = ", ".join(method.name for method in loaded if method.needs_rollout_log_probs)
+    if readers and attrgetter(level)(args) == "off":
         problem = f"{readers} needs vLLM's log-probs of all samples, which OpenRLHF asks for with --{level} alone"
         yield Finding(_FLAG, given, problem, f"give --{level} token, or another method")
-    if answer["passes"] > 1 and args.actor.lr_scheduler in NOT_BY_STEPS:
-        yield _not_by_steps(args, f"of which {given} takes {answer['passes']} times as many")
+    if (passes := len(pass_labels(loaded))) > 1 and args.actor.lr_scheduler in NOT_BY_STEPS:
+        yield _not_by_steps(args, f"of which {given} takes {passes} times as many")
+
+
+def _doubts(method: "Method") -> Iterator[str]:
+    """Yield what looks wrong with the weights of made-up tokens, and may be meant."""
+    from arlopti_openrlhf.token_method import as_one_row, made_up_tokens
+
+    tokens = made_up_tokens()
+    statistic = method.statistic(as_one_row(tokens))
+    once, again = (method.weigh(tokens, statistic) for _ in range(2))
+    if not any(weights.any() for weights in once):
+        yield f"{method.name} gives all made-up tokens the weight 0, and would train nothing if it did so in a run"
+    if not all(first.equal(second) for first, second in zip(once, again, strict=True)):
+        yield f"{method.name} gives the same tokens other weights at each call, so no run can be repeated or resumed"
 
 
 def describe_update(args: SimpleNamespace) -> Update:

@@ -10,7 +10,6 @@ from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_log,
 
 from arlopti_openrlhf.cli import analyze
 from arlopti_openrlhf.lab.analysis import figures, models, rollouts
-from arlopti_openrlhf.lab.analysis.policy import Policy
 from arlopti_openrlhf.ops.preflight.model import ModelSize
 
 FIGURES = ["fig1", "fig2", "fig3", "fig5", "fig6", "fig7", "fig8"]
@@ -65,23 +64,11 @@ def test_every_figure_is_a_picture_and_its_data(analysis):
     assert 0 <= summary["low_tokens"] <= 1 and 0 <= summary["low_gradient"] <= 1
 
 
-def test_the_same_command_keeps_responses_and_figures(analysis, tiny_model, tiny_data, tmp_path, monkeypatch, capsys):
+def test_the_same_command_keeps_responses(analysis, tiny_model, tiny_data, tmp_path, monkeypatch):
     out = shutil.copytree(analysis, tmp_path / "out")
-    (out / "fig3.json").unlink()
     monkeypatch.setattr(rollouts, "sample", lambda *args: pytest.fail("sampled again"))
-    for module, name in ((figures, "figure_1"), (figures, "figure_2")):
-        monkeypatch.setattr(module, name, lambda *args: pytest.fail("computed again"))
-    # The figure that is not there is made again, and one whose flag has changed.
-    run(monkeypatch, *asked(tiny_model, tiny_data, out))
-    assert json.loads((out / "fig3.json").read_text("utf-8")) == json.loads(
-        (analysis / "fig3.json").read_text("utf-8")
-    )
-    assert "fig1, fig2: done earlier" in capsys.readouterr().out
-    run(monkeypatch, *asked(tiny_model, tiny_data, out), "--eta", 0.2)
+    run(monkeypatch, *asked(tiny_model, tiny_data, out), "--eta", 0.2, "--figures", "fig3")
     assert "Lopti η=0.2" in json.loads((out / "fig3.json").read_text("utf-8"))["right_direction"]
-    # Nothing is left to do.
-    monkeypatch.setattr(Policy, "gradient", lambda *args: pytest.fail("computed again"))
-    run(monkeypatch, *asked(tiny_model, tiny_data, out), "--eta", 0.2)
 
 
 def test_what_is_done_before_an_interruption_is_there(tiny_model, tiny_data, tmp_path, monkeypatch):
@@ -93,7 +80,7 @@ def test_what_is_done_before_an_interruption_is_there(tiny_model, tiny_data, tmp
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, *asked(tiny_model, tiny_data, tmp_path / "out"), "--figures", "fig1", "fig3")
     there = {path.name for path in (tmp_path / "out").iterdir()}
-    assert there == {"responses.jsonl", "fig1.json", "fig1.png", "kept.json"}
+    assert there == {"responses.jsonl", "fig1.json", "fig1.png"}
 
 
 def test_a_large_model_on_a_cpu_gets_less(monkeypatch):
@@ -117,7 +104,7 @@ def test_models_side_by_side_and_responses_of_equal_reward(tiny_model, tiny_data
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*.png"))
     assert files == ["fig5.png", "global_step10/fig2.png", "global_step9/fig2.png"]
     said = capsys.readouterr().out
-    assert said.count("earned the same reward") == 2 and "done earlier" not in said
+    assert said.count("earned the same reward") == 2
 
 
 def test_runs_side_by_side(tmp_path, monkeypatch, capsys):

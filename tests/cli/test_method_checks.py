@@ -4,8 +4,6 @@ import pytest
 from arlopti_testing.preflight_command import FITTING, arguments, findings
 
 from arlopti_openrlhf.cli import method_checks
-from arlopti_openrlhf.grading.runner import WorkerPool
-from arlopti_openrlhf.ops.preflight import probe
 
 WEIGH = "import torch\ndef weigh(tokens, *, x=1):\n    "
 
@@ -14,20 +12,6 @@ def check(flags: str) -> list[str]:
     return [str(finding) for finding in method_checks.check_methods(arguments(flags))]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = WorkerPool("arlopti_openrlhf.cli.method_tryout:describe", 1, method_checks.PROBE_SECONDS)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def one_process(pool, monkeypatch):
-    """Ask one process about all methods, where each question has its own otherwise."""
-    monkeypatch.setattr(probe, "ask", lambda function, *args, seconds: pool.call(*args))
-
-
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -51,7 +35,6 @@ def test_nothing_is_wrong(flags):
     assert check(flags) == [] and findings([*FITTING, *flags.split()]) == []
 
 
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -77,14 +60,11 @@ def test_a_mistake_is_one_finding(flags, said):
     ("body", "said"),
     [
         ("return 1e7 / tokens.probabilities\n", "mine: weigh returned 1e+10 for a made-up token, and at most 1e+06"),
-        ("import os; os._exit(1)\n", "no weights: its process ends"),
-        ("import time; time.sleep(60)\n", "no weights: no result after 5 s"),
-        ("print('noise'); return None\n", "mine: weigh returned NoneType, where a tensor is due"),
+        ("return None\n", "mine: weigh returned NoneType, where a tensor is due"),
+        ("raise SystemExit(1)\n", "mine: SystemExit: 1 (mine.py, line 3)"),
     ],
 )
-def test_a_users_file_is_tried(tmp_path, monkeypatch, body, said):
-    if "sleep" in body:
-        monkeypatch.setattr(method_checks, "PROBE_SECONDS", 5.0)
+def test_a_users_file_is_tried(tmp_path, body, said):
     (tmp_path / "mine.py").write_text(WEIGH + body, encoding="utf-8")
     (found,) = check(f"--algo.token_method {tmp_path}/mine.py")
     assert said in found and "\n" not in found
@@ -137,7 +117,6 @@ def test_a_run_says_its_token_methods(flags, said):
     assert method_checks.describe_methods(arguments(flags)) == said
 
 
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("body", "said"),
     [

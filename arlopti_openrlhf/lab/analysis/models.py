@@ -1,11 +1,11 @@
 """Analyse models one by one: sample and grade responses, then compute what the figures show of them.
 
-Responses and figures are written as they are done, so an analysis that was interrupted continues where it stopped.
+Responses are written as they come, so an analysis that was interrupted samples only the rest.
 """
 
 import argparse
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from arlopti_openrlhf import cpu
-from arlopti_openrlhf.lab.analysis import figures, rollouts, words
-from arlopti_openrlhf.lab.analysis.kept import Kept
+from arlopti_openrlhf.lab.analysis import figures, plots, rollouts, words
 from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, Update
-from arlopti_openrlhf.lab.scoring import offline
 from arlopti_openrlhf.lab.scoring.inputs import Row
 from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
 from arlopti_openrlhf.ops.preflight.model import model_size
@@ -108,16 +106,10 @@ def analyze_model(
         summary["notices"].append(f"Shown are the first {len(sampled)} of {len(rows)} prompts, which fill --tokens.")
     wanted, notices = _possible(settings, batch)
     summary["notices"] += notices
-    # What an earlier run has made of the same batch is kept.
-    update = [settings.optimizer, settings.learning_rate]
-    depends: dict[str, Sequence] = {
-        "fig1": update,
-        "fig2": [settings.layers, settings.layer_tokens],
-        "fig3": [*update, settings.alpha, settings.eta],
-    }
-    kept = Kept(folder, [*offline.version_of(model), settings.temperature], batch, depends)
-    _make(policy, batch, tokens, settings, kept, wanted)
-    data = {figure: kept.read(figure) for figure in sorted(wanted)}
+    data = {}
+    for figure, values in _made(policy, batch, tokens, settings, wanted):
+        plots.write(figure, values, folder)
+        data[figure] = values
     for figure in ("fig1", "fig3"):
         if figure in data:
             summary["learning_rate"] = data[figure]["learning_rate"]
@@ -163,24 +155,21 @@ def _possible(settings: FigureSettings, batch: rollouts.Batch) -> tuple[list[str
     return wanted, notices
 
 
-def _make(
-    policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: FigureSettings, kept: Kept, wanted: Sequence[str]
-) -> None:
-    """Make the wanted figures that are missing, and write each once it is done."""
-    missing = kept.missing(wanted)
-    if done := [figure for figure in wanted if figure not in missing]:
-        print(f"{', '.join(done)}: done earlier", flush=True)
-    if missing:
-        print(f"makes {', '.join(missing)}", flush=True)
-    if "fig2" in missing:
-        kept.write("fig2", figures.figure_2(policy, batch, tokens, settings.layer_tokens, settings.layers))
-    if {"fig1", "fig3"} & set(missing):
+def _made(
+    policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: FigureSettings, wanted: Sequence[str]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the data of each wanted figure once it is computed."""
+    if wanted:
+        print(f"makes {', '.join(wanted)}", flush=True)
+    if "fig2" in wanted:
+        yield "fig2", figures.figure_2(policy, batch, tokens, settings.layer_tokens, settings.layers)
+    if {"fig1", "fig3"} & set(wanted):
         update = _update(policy, batch, tokens, settings)
-        if "fig1" in missing:
-            kept.write("fig1", figures.figure_1(policy, batch, tokens, update))
+        if "fig1" in wanted:
+            yield "fig1", figures.figure_1(policy, batch, tokens, update)
         update = update._replace(gradient=[], moments=[])  # as large as the model, each
-        if "fig3" in missing:
-            kept.write("fig3", figures.figure_3(policy, batch, tokens, update, settings.alpha, settings.eta))
+        if "fig3" in wanted:
+            yield "fig3", figures.figure_3(policy, batch, tokens, update, settings.alpha, settings.eta)
 
 
 def _update(policy: Policy, batch: rollouts.Batch, tokens: Tokens, settings: FigureSettings) -> Update:

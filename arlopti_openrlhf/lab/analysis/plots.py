@@ -1,7 +1,9 @@
 """Draw the figures as PNG, each from its JSON alone."""
 
 import io
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -19,8 +21,19 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 _POSITIVE, _NEGATIVE = _COLOURS[2], _COLOURS[1]
 
 
+def write(name: str, data: Any, folder: Path) -> None:
+    """Write the figure called `name` ("fig1" ...) as a picture and as JSON."""
+    (folder / f"{name}.png").write_bytes(png(name, data))
+    write_json(data, folder / f"{name}.json")
+
+
+def write_json(data: Any, path: Path) -> None:
+    """Write data as JSON. ValueError for a number that is not finite, which JSON cannot express."""
+    path.write_text(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
 def png(name: str, data: Any) -> bytes:
-    """Draw the figure called `name` ("fig1" ...) from its data and return it as PNG."""
+    """Draw the figure called `name` from its data and return it as PNG."""
     style = {
         "axes.prop_cycle": cycler(color=_COLOURS),
         "axes.spines.top": False,

@@ -4,12 +4,13 @@ import fnmatch
 import random
 import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arlopti_openrlhf.grading import REWARDS
-from arlopti_openrlhf.ops.preflight import probe, prompt, repeats
+from arlopti_openrlhf.ops.preflight import prompt, repeats
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer, local_folder
 from arlopti_openrlhf.ops.preflight.rows import EVALUATION, TRAINING, DataSet, Row, read
@@ -140,12 +141,30 @@ def _check_labels(sets: Sequence[DataSet], args: SimpleNamespace) -> Iterator[Fi
             labels += _draw(given, REWARDS[grader].labels_per_second)
     if not labels:
         return
-    bad = probe.unreadable_labels(grader, labels)
+    bad = unreadable_labels(grader, labels)
     if bad:
         bad.sort(key=lambda label: not label[2])  # first those at which the grader raises, which ends the run
         where, (_, problem, is_fatal) = first_of([each[0] for each in bad]), bad[0]
         problem = f"{where}: {grader} cannot read the label: {problem}"
         yield Finding.of(args, flag, problem, "give the key of the solutions, or mend these rows", is_fatal)
+
+
+def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tuple[str, str, bool]]:
+    """Return the labels that a grader cannot read: where each stands, why, and whether the grader raises there."""
+    reward = REWARDS[grader]
+
+    def problem_of(label: Any) -> tuple[str, bool] | None:
+        try:
+            reward.label_text(label)
+            problem = reward.label_problem(label)
+        except ValueError as error:
+            return str(error), True
+        return (problem, False) if problem else None
+
+    with ThreadPoolExecutor() as threads:
+        each = threads.map if reward.has_workers else map
+        problems = each(problem_of, [label for _, label in labels])
+        return [(where, *problem) for (where, _), problem in zip(labels, problems, strict=True) if problem]
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------

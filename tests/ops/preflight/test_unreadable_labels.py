@@ -2,22 +2,17 @@
 
 import datetime
 import decimal
-import signal
-import subprocess
-import sys
 
-import psutil
 import pytest
-from arlopti_testing.processes import wait_until
 
-from arlopti_openrlhf.ops.preflight import probe
+from arlopti_openrlhf.ops.preflight.data import unreadable_labels
 
 
 @pytest.fixture(scope="module")
 def problems():
     """What math cannot read of the labels below, by label."""
     labels = [*WITH_WORDS, *BARE, *OF_OTHER_TYPES, *REFUSED]
-    found = probe.unreadable_labels("math", [(str(i), label) for i, label in enumerate(labels)])
+    found = unreadable_labels("math", [(str(i), label) for i, label in enumerate(labels)])
     return {labels[int(where)]: (problem, is_fatal) for where, problem, is_fatal in found}
 
 
@@ -55,16 +50,6 @@ def test_a_label_that_is_an_answer(problems, label):
 def test_a_label_of_a_type_that_the_run_refuses(problems, label):
     problem, is_fatal = problems[label]
     assert is_fatal and f"({type(label).__name__})" in problem
-
-
-def test_ctrl_c_waits_for_no_call():
-    """Python waits for the threads of an executor before it ends."""
-    code = "from arlopti_openrlhf.ops.preflight import probe; probe.ask('time:sleep', 60, seconds=60)"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    # A signal that comes just before Python's main thread begins to wait is handled after the wait.
-    assert wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) == 2)  # the template, a worker
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == -signal.SIGINT  # of the 60 s that the call takes
 
 
 def test_a_decimal_is_graded_by_its_value():
