@@ -48,7 +48,6 @@ setup(
         "math-verify[antlr4_13_2]>=0.9",
         "fastapi>=0.115",
         "uvicorn>=0.30",
-        "httptools>=0.6",
         "prometheus-client>=0.20",
         "packaging",
         "psutil",

@@ -142,12 +142,14 @@ class Method(NamedTuple):
         """Return the weights (B, A) of each pass in the dtype of `log_probs`, 0 outside the mask.
 
         Raises:
-            ValueError: the method returns something else than finite weights of at least 0 in that shape, or not as
-                many tensors as before. Where the batch itself is not finite, weights need not be.
+            ValueError: the method returns something else than finite weights of at least 0 in that shape, or other
+                passes than before. Where the batch itself is not finite, weights need not be.
         """
         weights = _by_pass(self.ask(self._seen(tokens), statistic))
         if len(weights) != len(self.passes):
             raise self._error(f"returned {len(weights)} tensors, and {len(self.passes)} before")
+        if tuple(weights) != self.passes:
+            raise self._error(f"returned the passes {', '.join(weights)}, and {', '.join(self.passes)} before")
         return [self._checked(weight, tokens) for weight in weights.values()]
 
     def with_passes(self, tokens: Tokens, statistic: Any) -> "Method":
@@ -220,17 +222,6 @@ def pass_labels(methods: Sequence[Method]) -> list[str]:
     labels = ["/".join(filter(None, names)) for names in itertools.product(*by_method)]
     prefix = "" if any(m.groups for m in methods) else "token_method/"
     return [label and prefix + label for label in labels]
-
-
-def name_of_reweighting(methods: Sequence[Method]) -> str | None:
-    """Return how metrics call the methods that change the gradient: by its name one with metrics of its own.
-
-    None where there is none. Groups have the gradient that there is without them, in parts.
-    """
-    reweighting = [method for method in methods if not method.groups]
-    if len(reweighting) == 1 and reweighting[0].log:
-        return reweighting[0].name
-    return "methods" if reweighting else None
 
 
 def load(sources: Sequence[str], arguments: Sequence[str]) -> list[Method]:

@@ -31,7 +31,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience  # noqa: E402
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController  # noqa: E402
 from openrlhf.utils import deepspeed, get_strategy, get_tokenizer  # noqa: E402
 from openrlhf.utils.config import hierarchize  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: E402
 
 from arlopti_openrlhf.cli import train_ppo_ray  # noqa: E402
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
@@ -99,6 +99,7 @@ class Training:
             dtype=torch.float32 if args.ds.param_dtype == "fp32" else torch.bfloat16,
             attn_implementation=args.ds.attn_implementation,
         )
+        model.generation_config = GenerationConfig()  # a model's own may penalize repetitions, say
         kind = SelectiveActor if args.actor.update == "selective" else Actor
         actor = kind(model, temperature=args.rollout.temperature)
         actor.packing_samples, actor.is_vlm = False, False  # upstream's, where it loads the model itself
@@ -119,9 +120,11 @@ class Training:
                 do_sample=True,
                 temperature=self.args.rollout.temperature,
                 top_k=0,
+                top_p=self.args.rollout.top_p,
                 num_return_sequences=count,
                 max_new_tokens=self.args.rollout.max_new_tokens,
                 pad_token_id=stop,
+                eos_token_id=stop,
             )
         rows = rows[:, batch["input_ids"].shape[1] :].tolist()
         ended = [row[: row.index(stop) + 1] if stop in row else row for row in rows]

@@ -21,7 +21,7 @@ class Puzzle(AgentInstanceBase):
     """Grades a sample's turns, and asks for a second one where the first is wrong."""
 
     def __init__(self) -> None:
-        self.turns = 0
+        self.turns, self.earned = 0, 0.0
 
     async def step(self, state_dict: dict, **kwargs) -> dict:
         """Grade the turn `action_text` by the solution `label`, and say how it goes on."""
@@ -29,9 +29,11 @@ class Puzzle(AgentInstanceBase):
         begun = "<think>" if state_dict["observation_text"].rstrip().endswith("<think>") else ""
         result = grade(begun + state_dict["action_text"], state_dict["label"])
         done = result.score == 1 or self.turns == 2
-        reward = result.reward - SECOND_TURN * (self.turns - 1) if done else 0.0
+        # OpenRLHF adds up the turns' rewards. A sample without room for a second turn keeps what the first one earned.
+        value = result.reward - SECOND_TURN * (self.turns - 1)
+        reward, self.earned = value - self.earned, value
         return {
-            "rewards": torch.tensor(reward),  # OpenRLHF adds up those of the turns
+            "rewards": torch.tensor(reward),
             "scores": torch.tensor(result.score),
             "environment_feedback": "" if done else CORRECTION + begun,
             "done": done,

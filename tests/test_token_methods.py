@@ -353,6 +353,10 @@ WEIGH = "def weigh(tokens, *, x=1):\n    return "
             WEIGH + "[tokens.mask] * (2 if tokens.mask.numel() < 9 else 1)\n",
             "mine: weigh returned 2 tensors, and 1 before",
         ),
+        (
+            WEIGH + "dict.fromkeys(['a', 'b'] if tokens.mask.numel() > 9 else ['b', 'a'], tokens.mask)\n",
+            "mine: weigh returned the passes b, a, and a, b before",
+        ),
     ],
 )
 def test_a_file_that_cannot_work_is_refused_in_one_line(tmp_path, body, said):

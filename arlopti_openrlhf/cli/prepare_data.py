@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Bad input ends it with one line on standard error and exit status 2."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.max_prompt_tokens is not None and not args.tokenizer:
-        parser.error("argument --max-prompt-tokens: needs --tokenizer")
+    if (args.max_prompt_tokens is None) != (args.tokenizer is None):
+        parser.error("arguments --tokenizer and --max-prompt-tokens go together")
     for flag in ("exclude", "tokenizer", "strict"):
         if args.generate and getattr(args, flag):
             parser.error(f"argument --{flag}: not with --generate, because its puzzles are new, short and all usable")

@@ -16,7 +16,7 @@ class Reward(NamedTuple):
     labels_per_second: int  # that it reads, about
     sources: str = ""  # how the names of the data sources begin that it grades, unless a command is given a reward
     package: str = ""  # that it needs
-    label_module: str = ""  # here, if labels are more than text: `label_text`, `is_readable` and `problem`
+    label_module: str = ""  # here, if labels are more than text: `label_text` and `problem`
     has_workers: bool = False  # it grades in processes of its own, which `worker_pool` starts
 
     @property
@@ -37,10 +37,6 @@ class Reward(NamedTuple):
             return self._labels.label_text(label)
         self.module.reward_func([""], [""], [label])
         return label
-
-    def is_readable(self, label: Any) -> bool:
-        """Return whether a label that has a text can be met by an answer at all."""
-        return not self.label_module or self._labels.is_readable(label)
 
     def label_problem(self, label: Any) -> str | None:
         """Return why the answers that people write may never meet a label, or None."""

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from arlopti_openrlhf.grading.math_reward import grade
-from arlopti_openrlhf.grading.math_reward import is_readable as is_readable
+from arlopti_openrlhf.grading.math_reward import grade, is_readable
 from arlopti_openrlhf.grading.math_reward import label_text as label_text
 
 # Words around an answer, which a model will not write around its own.
@@ -19,14 +18,11 @@ _OR = re.compile(r"\s+or\s+|\s*\\text\{\s*or\s*\}\s*")
 
 
 def problem(label: Any) -> str | None:
-    """Return why no answer, or only one with the label's words, may earn a label. ValueError as in `label_text`.
-
-    The grader does not raise for either: such a label is matched letter by letter.
-    """
+    """Return why only an answer with the label's words, or letters, earns a label. ValueError as in `label_text`."""
     answers = _answers_in(label_text(label))
     if answers and not _earns(label, answers):
         return f"{str(label)[:60]!r} is met by these words only, and not by {answers[0]!r}"
-    return None if is_readable(label) else f"{str(label)[:60]!r} is not recognised as an answer to itself"
+    return None if is_readable(label) else f"{str(label)[:60]!r} is met letter by letter only"
 
 
 def _is_right(answer: str, label: Any) -> bool:

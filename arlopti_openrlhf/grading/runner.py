@@ -48,6 +48,7 @@ _THREADS = 1024  # more than anybody calls at a time
 _START_SECONDS = 300.0  # for a fork or a thread
 _STACK_SECONDS = 0.5  # for a process to write its stacks
 _LONGEST = 2.0**20  # seconds that the system takes as a limit
+_UNLIMITED = 2.0**20  # GiB
 
 
 class TimedOut(RuntimeError):
@@ -214,7 +215,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self, function: str, workers: int, timeout: float, memory_gib: float = 2.0, patience: int = 1
+        self, function: str, workers: int, timeout: float, memory_gib: float = _UNLIMITED, patience: int = 1
     ) -> None:
         self.function, self.timeout, self.memory_gib, self.patience = function, timeout, memory_gib, patience
         self.timed_out = self.died = 0

@@ -29,7 +29,6 @@ from starlette.requests import ClientDisconnect
 
 from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
-from arlopti_openrlhf.grading.http_protocol import BoundedProtocol
 from arlopti_openrlhf.grading.reward_answers import SERVER
 
 log = logging.getLogger("arlopti_openrlhf.rewards")
@@ -94,7 +93,7 @@ class RewardServer:
             "reward_clients_left", "Clients that left before their request was whole", registry=self.registry
         )
         for metric, text, value in (
-            ("reward_queue", "Queries that wait", lambda grader: grader.queued),
+            ("reward_queue", "Queries that wait or are graded", lambda grader: grader.queued),
             ("reward_grader_timeouts_total", "Calls ended at their time limit", lambda grader: grader.pool.timed_out),
             ("reward_grader_deaths_total", "Grader processes replaced", lambda grader: grader.pool.died),
         ):
@@ -256,7 +255,7 @@ def serve(server: RewardServer, host: str, port: int) -> None:
         server.app(),
         host=host,
         port=port,
-        http=BoundedProtocol,
+        http="h11",  # which bounds a request's head
         access_log=False,  # `get_reward` logs requests
         log_config=None,
         timeout_graceful_shutdown=math.ceil(server.limits.seconds) + 5,

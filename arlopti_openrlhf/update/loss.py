@@ -155,7 +155,7 @@ def token_updates(
         log_probs=log_probs.detach(),
         advantages=batch.advantages,
         weights=whole * num_tokens,
-        weights_before_ar=(whole - policy + policy / factors) * num_tokens,
+        unweighted=(whole - policy + policy / factors) * num_tokens,
         is_clipped=is_computed & (batch.advantages != 0) & (policy == 0),
         is_computed=is_computed,
         entropies=entropies,

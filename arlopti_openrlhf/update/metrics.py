@@ -13,13 +13,17 @@ from torch import Tensor
 
 from arlopti_openrlhf.update.optimizer_steps import clip_factor
 from arlopti_openrlhf.update.ranks import Ranks
-from arlopti_openrlhf.update.token_statistics import HISTOGRAMS, UpdateStatistics
 
 # Sums over a pass's tokens, divided by the whole mini-batch's count: the passes' values add up to the update's.
 ADDITIVE = ("policy_loss", "kl", "entropy_loss")
+# Means over whole responses, in each pass: of log π_old and of the log-probs by which vLLM drew the tokens.
+OF_RESPONSES = ("vllm_kl", "is_filter_ratio")
+_RESPONSE_TOKENS = "num_response_tokens"  # over which they are means
 
 
-def micro_batch_status(experience: Experience, means: dict[str, Tensor | None], num_tokens: float) -> dict:
+def micro_batch_status(
+    experience: Experience, means: dict[str, Tensor | None], num_tokens: int, num_response_tokens: int
+) -> dict:
     """Return what upstream's `ActorPPOTrainer.training_step` does: metrics, and what each is a mean over.
 
     The learning rate and the norm of the gradient are not among them.
@@ -28,10 +32,11 @@ def micro_batch_status(experience: Experience, means: dict[str, Tensor | None], 
         experience: the micro-batch. What its `info` holds is logged too, except under a name of `means`: OpenRLHF's
             experience maker puts zeros under `kl` where the KL is in the loss.
         means: scalars that are means over tokens; None is left out.
-        num_tokens: the tokens that `means` are over.
+        num_tokens: the tokens that `means` are over, except for `OF_RESPONSES`.
+        num_response_tokens: those of the responses.
     """
     metrics: dict = {name: value.detach() for name, value in means.items() if value is not None}
-    weights: dict = dict.fromkeys(metrics, "token")
+    weights: dict = {name: "response" if name in OF_RESPONSES else "token" for name in metrics}
     for name, value in experience.info.items():
         if isinstance(value, list):
             value = torch.tensor(value, dtype=torch.float)
@@ -52,6 +57,7 @@ def micro_batch_status(experience: Experience, means: dict[str, Tensor | None], 
         "num_samples": float(len(experience.action_mask)),
         # Upstream divides by the ranks' total, which a micro-batch without tokens would leave at 0.
         "num_action_tokens": max(num_tokens, 1e-9),
+        _RESPONSE_TOKENS: max(num_response_tokens, 1e-9),
     }
 
 
@@ -66,17 +72,18 @@ class PassMetrics:
     def __init__(self, divisor: int) -> None:
         self.weights: dict[str, str] = {}
         self.sums: dict[str, Tensor] = {}
-        self.totals = {"token": 0.0, "sample": 0.0, "step": float(divisor)}
+        self.totals = {"token": 0.0, "response": 0.0, "sample": 0.0, "step": float(divisor)}
 
     def add(self, status: dict) -> None:
         """Add what `training_step` returned."""
-        counts = {"token": status["num_action_tokens"], "sample": status["num_samples"], "step": 1.0}
+        counts = {"token": status["num_action_tokens"], "response": status[_RESPONSE_TOKENS]}
+        counts |= {"sample": status["num_samples"], "step": 1.0}
         for name, value in status["metrics"].items():
             weight = status["weights"][name]
             self.weights[name] = "step" if weight == "token" and name in ADDITIVE else weight
             value = torch.as_tensor(value).double().mean() * counts[self.weights[name]]
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        for weight in ("token", "sample"):
+        for weight in ("token", "response", "sample"):
             self.totals[weight] += counts[weight]
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
@@ -90,7 +97,8 @@ class PassMetrics:
         figures = torch.tensor([*(float(sums[name]) for name in names), *self.totals.values()], dtype=torch.float64)
         reduced = ranks.sum_tensor(figures).tolist()
         values, total = reduced[: len(names)], dict(zip(self.totals, reduced[len(names) :], strict=True))
-        return {n: v / total[self.weights[n]] for n, v in zip(names, values, strict=True)}
+        means = {n: v / total[self.weights[n]] for n, v in zip(names, values, strict=True)}
+        return means | {_RESPONSE_TOKENS: total["response"]}
 
 
 class UpdateMetrics:
@@ -99,7 +107,7 @@ class UpdateMetrics:
     def __init__(self, args: SimpleNamespace) -> None:
         self.passes: dict[str, list[tuple[float, dict[str, float]]]] = defaultdict(list)
         # The metrics of a pass; the others are of its samples, and the same in every pass.
-        self.of_pass = {"policy_loss", "entropy_loss", "ppo_clip_ratio", "ppo_kl", "vllm_kl", "is_filter_ratio"}
+        self.of_pass = {"policy_loss", "entropy_loss", "ppo_clip_ratio", "ppo_kl"}
         self.of_pass |= {"kl", "logprobs_diff"} if args.algo.kl.use_loss else set()
         self.max_norm = args.actor.max_norm
         # GSPO's loss is the sequences', in every pass: it has no sum.
@@ -131,7 +139,7 @@ class UpdateMetrics:
             total = sum(num_tokens for num_tokens, _ in passes)
             if label and passes:
                 summary[f"{label}/num_tokens"] = total
-            for name in sorted(set().union(*(status for _, status in passes))):
+            for name in sorted(set().union(*(status for _, status in passes)) - {_RESPONSE_TOKENS}):
                 values = [(num_tokens, status.get(name, 0.0)) for num_tokens, status in passes]
                 mean = sum(value for _, value in values) / (len(described) if name in self.summed else len(values))
                 mean_by_tokens = sum(n * value for n, value in values) / total
@@ -144,7 +152,9 @@ class UpdateMetrics:
                     if factors := [clip_factor(norm, self.max_norm) for norm in norms if 0 <= norm < math.inf]:
                         summary[of_pass.replace(name, "clip_factor")] = fmean(factors)
                 elif name not in self.of_pass:
-                    summary[name] = sum(status.get(name, 0.0) for status in described) / len(described)
+                    counts = [status.get(_RESPONSE_TOKENS, 1) if name in OF_RESPONSES else 1 for status in described]
+                    of_all = sum(n * status.get(name, 0.0) for n, status in zip(counts, described, strict=True))
+                    summary[name] = of_all / sum(counts)
                 elif not label:
                     summary[name] = mean_by_tokens
                 else:
@@ -152,19 +162,3 @@ class UpdateMetrics:
                         summary[name] = summary.get(name, 0.0) + mean
                     summary[of_pass] = mean if name in ADDITIVE else mean_by_tokens
         return summary
-
-
-def statistics_metrics(statistics: UpdateStatistics, ranks: Ranks, before: str | None) -> dict[str, Any]:
-    """Return the statistics by probability of all ranks, with their histograms. A collective call.
-
-    Args:
-        statistics: this rank's. Those of all ranks are put into it.
-        ranks: the data-parallel ranks.
-        before: how the shares without the weights are called (`UpdateStatistics.metrics`), or None.
-    """
-    statistics.sums = ranks.sum_tensor(statistics.sums)
-    histograms = ranks.sum_tensor(statistics.histograms)
-    # Some methods leave out tokens whose gradient is unknown.
-    is_known = before is not None and not ranks.max(statistics.lacks_tokens)
-    by_bin = statistics.metrics(before if is_known else None)
-    return by_bin | dict(zip(HISTOGRAMS, histograms.tolist(), strict=True))

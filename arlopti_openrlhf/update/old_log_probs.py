@@ -18,24 +18,12 @@ from arlopti_openrlhf.update.plan import Planner
 from arlopti_openrlhf.update.sample import MicroBatch, Sample, stand_in
 
 
-def can_defer(args: SimpleNamespace, actor: Actor, balances_experts_in_groups: bool) -> bool:
-    """Return whether nothing needs π_old before the update, and the first pass's forward gives it exactly.
-
-    Args:
-        args: upstream's nested arguments with our flags.
-        actor: the policy.
-        balances_experts_in_groups: whether there is a balancing loss with Lopti. A group that proves empty would have
-            a gradient then.
-    """
-    return not (in_the_reward(args) or balances_experts_in_groups or _is_random(actor))
-
-
 def in_the_reward(args: SimpleNamespace) -> bool:
     """Return whether the reward has a KL term, which needs π_old before the update."""
     return args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
 
 
-def _is_random(actor: Actor) -> bool:
+def is_random(actor: Actor) -> bool:
     """Return whether the model drops or jitters anything while it trains, so that two forwards differ."""
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in actor.modules()) or any(
         isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
@@ -57,28 +45,24 @@ def given_by(log_probs: Tensor, batch: MicroBatch) -> Tensor:
     return old.masked_fill(~batch.action_mask.bool(), 0.0)
 
 
-def store(
-    samples: Sequence[Sample], old_log_probs: Tensor, distributions: tuple[Tensor, Tensor] | None = None
-) -> None:
+def store(samples: Sequence[Sample], old_log_probs: Tensor, entropies: Tensor | None = None) -> None:
     """Give single samples their rows of a micro-batch's tensors (B, A), on the CPU, without padding.
 
     Args:
         samples: the micro-batch's.
         old_log_probs: log π_old.
-        distributions: entropies and Σ_{j≠o} P_j², for the samples that have none.
+        entropies: for the samples that have none.
     """
     for sample, row in zip(samples, old_log_probs.cpu(), strict=True):
         sample.action_log_probs = row[: len(sample.action_mask)]
-    if distributions is not None:
-        for sample, rows in zip(samples, torch.stack(distributions, dim=1).cpu(), strict=True):
-            if sample.distributions is None:
-                sample.distributions = rows[:, : len(sample.action_mask)]
+    if entropies is not None:
+        for sample, row in zip(samples, entropies.cpu(), strict=True):
+            if sample.entropies is None:
+                sample.entropies = row[: len(sample.action_mask)]
 
 
 @torch.no_grad()
-def compute(
-    actor: SelectiveActor, items: Sequence[Sample], planner: Planner, with_distributions: bool = False
-) -> None:
+def compute(actor: SelectiveActor, items: Sequence[Sample], planner: Planner, with_entropies: bool = False) -> None:
     """Fill `action_log_probs` of single samples by forward passes, as upstream's experience maker would have.
 
     A sample without a response token is not computed. A collective call: under ZeRO-3 the ranks compute together, and
@@ -88,7 +72,7 @@ def compute(
         actor: the policy, a text model.
         items: single samples.
         planner: says which samples share a pass.
-        with_distributions: whether each sample gets its `distributions` too.
+        with_entropies: whether each sample gets its entropies too.
     """
     for sample in items:
         if not sample.action_mask.any():
@@ -105,8 +89,8 @@ def compute(
             batch.action_mask,
             batch.attention_mask,
             return_output=True,
-            return_statistics=with_distributions,
+            return_statistics=with_entropies,
             layout=layout,
         )
-        store(samples, log_probs, output.statistics if with_distributions else None)
+        store(samples, log_probs, output.statistics[0] if with_entropies else None)
     actor.train()

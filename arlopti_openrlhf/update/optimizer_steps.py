@@ -45,6 +45,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / norm) if norm and max_norm else 1.0
 
 
+def taken(engine: deepspeed.DeepSpeedEngine) -> int:
+    """Return how many optimizer steps have moved θ. DeepSpeed counts those that were refused, too."""
+    return engine.global_steps - engine.skipped_steps
+
+
 def count(engine: deepspeed.DeepSpeedEngine) -> None:
     """Let DeepSpeed count micro-batches by itself again, from the end of a mini-batch on."""
     engine.set_gradient_accumulation_boundary(None)

@@ -20,7 +20,7 @@ from openrlhf.utils.logging_utils import init_logger
 from arlopti_openrlhf.activation_memory import is_known, most_tokens, peak_bytes
 from arlopti_openrlhf.forward.lm_head import BLOCK_ELEMENTS
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-from arlopti_openrlhf.update.optimizer_steps import whole_mini_batches
+from arlopti_openrlhf.update.optimizer_steps import taken, whole_mini_batches
 from arlopti_openrlhf.update.ranks import Ranks
 from arlopti_openrlhf.update.sample import Sample, by_prompt
 from arlopti_openrlhf.update.settings import Settings
@@ -186,8 +186,6 @@ class Planner:
             keys_per_token: of the samples (`keys_per_token`).
             free: bytes.
         """
-        if not self.knows_layers:
-            return of_stock
         stock = self._bytes_of_stock(of_stock)
         room = stock if level == self.levels[-1] and not self.fills_memory else max(stock, free)
         fitting = self._fitting(room, level, keys_per_token, of_stock)
@@ -329,5 +327,5 @@ def _deepspeed_bytes(actor: SelectiveActor, args: SimpleNamespace, ranks: int) -
     numbers = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
     width = 4 if args.ds.grad_accum_dtype == "fp32" else max(parameter.element_size() for parameter in trained)
     gradients = 2 * width * numbers / (ranks if args.ds.zero_stage == 3 else 1)
-    has_moments = actor.model.global_steps > 0 or args.ds.adam_offload
+    has_moments = taken(actor.model) > 0 or args.ds.adam_offload
     return gradients + (0 if has_moments else 8 * numbers / ranks) + _BUCKETS

@@ -22,7 +22,6 @@ class Weights:
     factors: Tensor
     updated: Tensor  # (P, A) bool, the tokens whose weight is not 0
     counted: Tensor  # (P, A) bool, the tokens that the loss divides by
-    left_out: Tensor  # (A,) bool, the tokens that a method leaves out of all its passes
     sums: Tensor  # (passes of the first method, then of the next, 4): tokens, Σ w, Σ w², tokens of weight 0
 
 
@@ -32,7 +31,7 @@ class Sample(Experience):
 
     prompt: int = -1  # number of its prompt in the rollout batch
     prompt_length: int = 1  # tokens before the first response token
-    distributions: Any = None  # (2, A) entropies in nats and Σ_{j≠o} P_j²; None until a forward pass has shown them
+    entropies: Any = None  # (A,) in nats; None until a forward pass has shown them
     weights: Any = None  # `Weights`; None until log π_old is known
 
     @property

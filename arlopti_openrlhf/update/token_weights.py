@@ -17,6 +17,7 @@ class Known(NamedTuple):
 
     statistics: Sequence[Any]  # of each method (`Method.statistic`), or None
     mean_weight: float | None = None  # by which weights are divided; None if they are not
+    has_tokens: bool = False  # whether the statistics are of any token
 
 
 class TokenWeights:
@@ -51,7 +52,7 @@ class TokenWeights:
             # What is not finite is no method's fault. The loss shows it, and the step is refused.
             tokens = Tokens(*columns[:, columns[:2].isfinite().all(dim=0)][:, None])  # log-probs and advantages
             if tokens.mask.numel():
-                known = Known([method.statistic(tokens) for method in self.methods])
+                known = Known([method.statistic(tokens) for method in self.methods], has_tokens=True)
         if self.normalizes:
             known = known._replace(mean_weight=self._mean(samples, known, ranks))
         return known
@@ -71,7 +72,7 @@ class TokenWeights:
         of_methods = []
         for method, statistic in zip(self.methods, known.statistics, strict=True):
             # Without a finite token in the rollout batch there is no statistic, and the steps are refused.
-            is_weighed = tokens.mask.numel() and not (method.find and statistic is None)
+            is_weighed = tokens.mask.numel() and (known.has_tokens or not method.find)
             of_methods.append(method.weigh(tokens, statistic) if is_weighed else [ones] * len(method.passes))
         every = [weights.double() for passes in of_methods for weights in passes]
         sums = [[w.numel(), w.sum(), w.square().sum(), (w == 0).sum()] for w in every]
@@ -79,13 +80,10 @@ class TokenWeights:
         # A pass multiplies advantages by the methods' weights, updates the tokens whose weights are all above 0, and
         # divides by all tokens or by those that a method keeps. The advantages of other groups stay as they are.
         factors, updated, counted = [[ones]], [[ones.bool()]], [[ones.bool()]]
-        left_out = torch.zeros_like(ones).bool()
         for method, passes in zip(self.methods, of_methods, strict=True):
             factors.append([torch.where(w == 0, ones, w) if method.groups else w for w in passes])
             updated.append([w != 0 for w in passes])
             counted.append([w != 0 if method.divides_by_kept else ones.bool() for w in passes])
-            if not method.groups:
-                left_out |= (torch.cat(passes) == 0).all(dim=0)
         scale, is_updated, is_counted = (torch.cat(combine(rows)) for rows in (factors, updated, counted))
         if not self.by_token:
             # The loss divides the response by all of its tokens.
@@ -102,28 +100,14 @@ class TokenWeights:
             factors=in_place(scale),
             updated=in_place(is_updated),
             counted=in_place(is_counted),
-            left_out=in_place(left_out)[0],
             sums=torch.tensor(sums, dtype=torch.float64).view(-1, 4),
         )
 
-    def left_out(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return log π_old, advantages and Σ_{j≠o} P_j² of the tokens that a method leaves out, (N,) each.
-
-        Methods that divide the tokens into groups leave out none in this sense, even if only one group is trained.
-        None if there are such tokens and their gradient is unknown: either no forward pass has computed their
-        distributions, which is only done for entropies, or the loss is a mean over responses, in which the share of a
-        token depends on the response.
-        """
-        found = [torch.empty(3, 0)]
-        for sample in samples:
-            if not sample.weights.left_out.any():
-                continue
-            if sample.distributions is None or not self.by_token:
-                return None
-            rows = sample.action_log_probs, sample.advantages, sample.distributions[1]
-            found.append(torch.stack([row.cpu().float()[sample.weights.left_out] for row in rows]))
-        log_probs, advantages, squared_rest = torch.cat(found, dim=1)
-        return log_probs, advantages, squared_rest
+    def rescale(self, weights: Sequence[Weights]) -> bool:
+        """Return whether methods multiply these weights, and leave out no token. Groups alone change no gradient."""
+        rescales = [not method.groups for method in self.methods for _ in method.passes]
+        zeros = sum((own.sums[rescales, 3].sum() for own in weights), torch.tensor(0.0))
+        return any(rescales) and not zeros
 
     def metrics(self, weights: Sequence[Weights], known: Known, ranks: Ranks) -> dict[str, float]:
         """Return what each method logs of its own weights (`Method.metrics`), before they are normalized.
@@ -167,7 +151,7 @@ def _response(sample: Sample) -> Tensor:
     Entropies that no forward pass has shown, and log-probs that vLLM has not given, are NaN.
     """
     log_probs, unknown = sample.action_log_probs, old_log_probs.unknown(sample.action_mask)
-    entropies = unknown if sample.distributions is None else sample.distributions[0]
+    entropies = unknown if sample.entropies is None else sample.entropies
     rollout = unknown if sample.rollout_log_probs is None else sample.rollout_log_probs
     rows = log_probs, sample.advantages, torch.ones_like(log_probs), entropies, rollout
     return torch.stack([row.cpu().float() for row in rows])[:, sample.action_mask.bool().cpu()]

@@ -9,11 +9,10 @@ from openrlhf.trainer.ray import ppo_actor
 from torch import Tensor
 from tqdm import tqdm
 
-from arlopti_openrlhf import token_method
 from arlopti_openrlhf.forward.transfer import on_device
 from arlopti_openrlhf.update import old_log_probs, optimizer_steps
 from arlopti_openrlhf.update.loss import Objective, micro_batch_loss, token_updates
-from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, micro_batch_status, statistics_metrics
+from arlopti_openrlhf.update.metrics import PassMetrics, UpdateMetrics, micro_batch_status
 from arlopti_openrlhf.update.micro_batches import is_idle, micro_batches
 from arlopti_openrlhf.update.plan import MiniBatch, Planner, in_order
 from arlopti_openrlhf.update.ranks import Ranks
@@ -51,9 +50,10 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
     def first_pass_gives_old_log_probs(self) -> bool:
         """Whether log π_old is what the first pass's forward gives. The weights follow from it then."""
         weights = self.token_weights
+        # A group that proves empty would have the gradient of the experts' balancing loss.
         balances_experts_in_groups = self.aux_loss and any(method.groups for method in weights.methods)
-        can_defer = old_log_probs.can_defer(self.args, self.actor, balances_experts_in_groups)
-        return can_defer and not weights.needs_rollout_batch
+        is_needed_before = weights.needs_rollout_batch or old_log_probs.in_the_reward(self.args)
+        return not (is_needed_before or balances_experts_in_groups or old_log_probs.is_random(self.actor))
 
     @property
     def defers_old_log_probs(self) -> bool:
@@ -81,16 +81,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         if self.actor.shortcuts is None:
             longest = max(samples, key=lambda sample: sample.length, default=stand_in())
             self.actor.check(longest.sequences[None].to(torch.cuda.current_device()))
-        statistics = None
-        if self.settings.statistics != "off":
-            statistics = UpdateStatistics(torch.cuda.current_device())
-        status = self._train(samples, kl_ctl, statistics)
-        if statistics is None:
-            return status
-        # GSPO's gradient is spread over the response.
-        is_known = self.args.actor.policy_loss_type != "gspo"
-        before = token_method.name_of_reweighting(self.token_weights.methods) if is_known else None
-        return status | statistics_metrics(statistics, self.ranks, before)
+        has_statistics = self.settings.statistics != "off"
+        return self._train(samples, kl_ctl, UpdateStatistics(torch.cuda.current_device()) if has_statistics else None)
 
     def _train(self, samples: list[Sample], kl_ctl: float, statistics: UpdateStatistics | None) -> dict[str, float]:
         """Train on each mini-batch in each pass."""
@@ -99,7 +91,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         known = self.token_weights.knows_nothing
         if not (self.token_weights.methods and self.first_pass_gives_old_log_probs):
             if self.token_weights.needs_entropies:
-                old_log_probs.compute(self.actor, samples, self.planner, with_distributions=True)
+                old_log_probs.compute(self.actor, samples, self.planner, with_entropies=True)
             known = self.token_weights.learn(samples, self.ranks)
             self._weigh(samples, known)
 
@@ -107,7 +99,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         # With scope "batch" all mini-batches take pass 0 before any takes pass 1.
         objective = Objective(self.actor_loss_fn, self.args, kl_ctl, self.args.actor.aux_loss_coef * self.aux_loss)
         metrics, trained = UpdateMetrics(self.args), []
-        steps_before = self.actor.model.global_steps
+        steps_before = optimizer_steps.taken(self.actor.model)
         for epoch in range(self.max_epochs):
             mini_batches = self.planner.epoch(samples)
             order = in_order(mini_batches, len(self.token_weights.labels), self.settings.scope)
@@ -119,13 +111,18 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
                 self._learn_the_others(trained if self.max_epochs == 1 else samples, order[0][0])
             name = f"Train epoch [{epoch + 1}/{self.max_epochs}]"
             for mini_batch, index in tqdm(order, desc=name, disable=not self.strategy.is_rank_0()):
-                num_tokens, status = self._pass(mini_batch, index, objective, is_first, statistics, steps_before)
+                is_moved = optimizer_steps.taken(self.actor.model) > steps_before
+                num_tokens, status = self._pass(mini_batch, index, objective, is_first, is_moved, statistics)
                 metrics.add(self.token_weights.labels[index], num_tokens, status)
                 is_first = False
-            if statistics is not None and self.token_weights.methods:
-                statistics.add_left_out(self.token_weights.left_out(trained))
-        of_methods = self.token_weights.metrics([sample.weights for sample in trained], known, self.ranks)
-        return metrics.summary() | of_methods
+        weights = [sample.weights for sample in trained]
+        status = metrics.summary() | self.token_weights.metrics(weights, known, self.ranks)
+        if statistics is None:
+            return status
+        statistics.sums = self.ranks.sum_tensor(statistics.sums)
+        # GSPO's gradient is spread over the response. What a token that is left out would have had, nobody computes.
+        is_rescaled = self.args.actor.policy_loss_type != "gspo" and self.token_weights.rescale(weights)
+        return status | statistics.metrics(is_rescaled=bool(self.ranks.min(is_rescaled)))
 
     def _weigh(self, samples: Sequence[Sample], known: Any) -> None:
         """Give samples the weights that follow from their log π_old."""
@@ -146,8 +143,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         index: int,
         objective: Objective,
         is_first: bool,
+        is_moved: bool,
         statistics: UpdateStatistics | None,
-        steps_before: int,
     ) -> tuple[float, dict[str, float]]:
         """Take one optimizer step on the tokens with a weight. Return their number and the metrics, of all ranks.
 
@@ -155,10 +152,10 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             mini_batch: this rank's.
             index: of the pass.
             objective: what is minimized.
-            is_first: whether θ has not moved. Then the forward gives log π_old, and with it the weights, so that only
-                its end shows whether there is a token to update.
+            is_first: whether the forward gives log π_old, and with it the weights, so that only its end shows whether
+                there is a token to update.
+            is_moved: whether this rollout batch has moved θ already.
             statistics: gets what the loss does to the tokens.
-            steps_before: how many optimizer steps came before this rollout batch.
         """
         engine, samples = self.actor.model, mini_batch.samples
         counted = [sample.action_mask if is_first else sample.weights.counted[index] for sample in samples]
@@ -187,8 +184,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             if is_first:
                 batch.action_log_probs = old_log_probs.given_by(log_probs, batch)
             if weights is None:  # the methods weigh on the CPU, so the host waits for the forward pass
-                distributions = output.statistics if learns_entropies else None
-                old_log_probs.store(batch.samples, batch.action_log_probs, distributions)
+                entropies = output.statistics[0] if learns_entropies else None
+                old_log_probs.store(batch.samples, batch.action_log_probs, entropies)
                 self._weigh(batch.samples, self.token_weights.knows_nothing)
                 weights = PassWeights.of([sample.weights for sample in batch.samples], index)
                 (weights,) = on_device([weights.among(batch.plan.places)], log_probs.device)
@@ -198,10 +195,10 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
             batch.layout.trained = weights.trained
             result = micro_batch_loss(batch, weights, log_probs, output, objective)
             if statistics is not None:
-                updates = token_updates(result, batch, weights, log_probs, output.statistics)
-                statistics.add(updates, is_moved=engine.global_steps > steps_before)
+                statistics.add(token_updates(result, batch, weights, log_probs, output.statistics), is_moved)
             self.strategy.backward(result.loss, self.actor, self.actor_optim)
-            metrics.add(micro_batch_status(batch, result.logged, float(len(weights.places))))
+            responses = sum(int(sample.action_mask.sum()) for sample in batch.samples)
+            metrics.add(micro_batch_status(batch, result.logged, len(weights.places), responses))
         if is_first:
             (num_tokens,) = self.ranks.sum(_num_updated(samples, index))
         figures: dict[str, float] = {}

@@ -274,9 +274,9 @@ def watched(probe):
             of_pass, status = trainer._pass, update_trainer.micro_batch_status
 
             def watched_pass(mini_batch, index, *rest):
-                def watched_status(batch, logged, num_tokens):
+                def watched_status(batch, logged, num_tokens, *counts):
                     note(batch, index, batch.action_mask.sum(), num_tokens)
-                    return status(batch, logged, num_tokens)
+                    return status(batch, logged, num_tokens, *counts)
 
                 with replaced_attribute(update_trainer, "micro_batch_status", watched_status):
                     return of_pass(mini_batch, index, *rest)

@@ -274,7 +274,7 @@ def test_a_verl_prompt_of_which_something_would_be_lost(tmp_path, capsys, prompt
 
 def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
     test = published_math(tmp_path / "test.parquet", ["1"], prompts=["In the test?"])
-    labels = ["1", "", "\\text{}", "2", "3", "4"]
+    labels = ["1", "", '{"final": 1}', "2", "3", "4"]
     prompts = ["One?", "Two?", "Three?", "In the  test?", "Five? " * 400, " "]
     train = published_math(tmp_path / "train.parquet", labels, prompts=prompts)
     out = tmp_path / "out.jsonl"
@@ -283,9 +283,9 @@ def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
     main(flags)
     assert [row["prompt"] for row in read(out)] == ["One?"]
     dropped = (tmp_path / "out.jsonl.dropped").read_text().splitlines()
-    for number, reason in ((2, "a label is empty"), (3, "label"), (4, "excluded"), (5, "too long"), (6, "is empty")):
+    for number, reason in ((2, "a label is empty"), (3, "a label is a JSON object"), (4, "excluded"), (5, "too long"), (6, "is empty")):
         assert [line for line in dropped if f"row {number}:" in line and reason in line], (number, dropped)
-    assert "dropped: excluded 1, label 1, too long 1, unreadable 2" in capsys.readouterr().out
+    assert "dropped: excluded 1, too long 1, unreadable 3" in capsys.readouterr().out
     out.unlink()
     with pytest.raises(SystemExit):
         main([*flags, "--strict"])

@@ -354,36 +354,6 @@ def test_a_head_has_a_limit_of_size(custom, sent):
     assert psutil.Process(custom.pid).memory_info().rss < 2**29
 
 
-def test_heads_that_are_half_sent_are_closed():
-    """Those of a connection that has been answered, too. It may be idle for longer."""
-    code = """if True:
-        import sys
-        from arlopti_openrlhf.cli import serve_rewards
-        from arlopti_openrlhf.grading import http_protocol
-        http_protocol.HEAD_SECONDS = 1.0
-        serve_rewards.main(sys.argv[1:])
-    """
-    port = free_port()
-    command = [sys.executable, "-c", code, "--grader", "kk", "--workers", "1", "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        assert wait_until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), 120)
-        whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-        for sent, is_closed in ((b"", True), (b"GET /h", True), (whole + b"GET /h", True), (whole, False)):
-            with socket.create_connection(("127.0.0.1", port), 20) as client:
-                client.sendall(sent)
-                client.settimeout(4)
-                try:
-                    while client.recv(2**16):
-                        pass
-                    assert is_closed
-                except TimeoutError:
-                    assert not is_closed
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_a_body_is_read_in_linear_time(monkeypatch):
     """64 MiB in parts of 16 KiB. A copy for each part would move 128 GiB."""
     server = grading_server.RewardServer({}, 1, Limits(), None)

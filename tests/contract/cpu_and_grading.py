@@ -128,11 +128,6 @@ ENTRIES = (
      "grading.math_compare._parse: a formula that does not parse is no place to look for a number"),
     (text, "latex2sympy2_extended.math_normalization", "normalize_latex",
      '_text = unit_superscript_regex.sub("", text)', "grading.math_units.split_unit: does it instead"),
-    *((text, "uvicorn.protocols.http.httptools_impl", f"HttpToolsProtocol.{name}", body, "grading.http_protocol")
-      for name, body in (
-          ("data_received", "self.parser.feed_data(data)"), ("on_message_begin", "self.headers = []"),
-          ("on_headers_complete", "self._start_asgi_task(self.cycle, app)"), ("on_body", "self.cycle.body += body"),
-          ("send_400_response", "self.transport.close()"))),
     (text, "uvicorn.server", "Server.capture_signals", "for sig in HANDLED_SIGNALS", "grading.server.serve"),
 )
 # fmt: on

@@ -1,33 +1,36 @@
-"""Small requests share a call of the reward function, and each gets its own part of the answer."""
+"""A grader has a limit of waiting queries, and a user's file has the memory that it needs."""
 
 import asyncio
 
 import pytest
 
-from arlopti_openrlhf.grading.grader import Grader, Limits
+from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
 
-ANSWER = """
+FILE = """
+import time
 def reward_func(queries, prompts, labels, **kwargs):
-    rewards = [float(len(query)) for query in queries]
-    answer = {"rewards": rewards, "extra_logs": {"together": [float(len(queries))] * len(queries)}}
-    return answer | ({"scores": [0.5 * reward for reward in rewards]} if SCORED else {})
+    large = bytearray(5 * 2**29)  # which nobody touches
+    time.sleep(1)
+    return [float(len(query)) for query in queries]
 """
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_requests_that_share_a_call_get_their_parts(scored, tmp_path):
-    file = tmp_path / "reward.py"
-    file.write_text(f"SCORED = {scored}\n{ANSWER}", "utf-8")
+def test_what_waits_is_answered_in_turn_and_what_would_wait_too_long_is_refused(tmp_path):
+    (tmp_path / "reward.py").write_text(FILE)
 
     async def grade():
-        grader = Grader(str(file), 1, Limits())
-        answers = await asyncio.gather(*(grader.grade(q, q, q) for q in (["first"], ["a"], ["bb", "ccc"])))
+        grader = Grader(str(tmp_path / "reward.py"), 1, Limits(queue=3))
+        asked = [grader.grade(query, query, query) for query in (["a"], ["bb", "ccc"], ["too much"])]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        left = asyncio.create_task(grader.grade(["d"], ["d"], ["d"]))
+        await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        assert grader.queued == 0
         grader.pool.close()
         return answers
 
-    first, one, two = asyncio.run(grade())
-    # Without scores there is no accuracy: a reward is none.
-    scores = [0.5, 1.0, 1.5] if scored else None
-    assert first["extra_logs"] == {"together": [1.0]}  # its worker was free
-    assert one == {"rewards": [1.0], "scores": scores and scores[:1], "extra_logs": {"together": [3.0]}}
-    assert two == {"rewards": [2.0, 3.0], "scores": scores and scores[1:], "extra_logs": {"together": [3.0, 3.0]}}
+    one, two, refused = asyncio.run(grade())
+    assert (one["rewards"], two["rewards"]) == ([1.0], [2.0, 3.0])
+    assert isinstance(refused, Refused) and refused.status == 503

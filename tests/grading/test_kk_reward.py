@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import runpy
 import sys
 import time
 import unicodedata
@@ -598,3 +599,15 @@ def test_reaches_the_experience_through_openrlhf():
     again = make_experience_batch(split_experience_batch(batch))
     assert torch.equal(again.rewards, batch.rewards)
     assert [float(value) for value in again.info["answered"]] == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_an_agents_turns_add_up_to_what_the_last_one_earns():
+    """A second one costs a point. A sample without room for it keeps what the first has earned."""
+    agent = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "kk_agent.py"))["Puzzle"]
+
+    def earned(*answers: str) -> float:
+        puzzle, state = agent(), {"observation_text": "", "label": SOLUTION, "sampling_params": None}
+        return sum(float(asyncio.run(puzzle.step(state | {"action_text": turn(a)}))["rewards"]) for a in answers)
+
+    assert [earned(ANSWER), earned(WRONG_ANSWER, ANSWER), earned(WRONG_ANSWER, WRONG_ANSWER)] == [3.0, 2.0, -1.5]
+    assert earned(WRONG_ANSWER) == -0.5

@@ -18,7 +18,7 @@ class TwoEqualRanks:
         return 2 * tensor
 
 
-def status(loss: float, rewards: list[float], num_tokens: float) -> dict:
+def status(loss: float, rewards: list[float], num_tokens: int) -> dict:
     experience = Experience(
         action_mask=torch.ones(len(rewards), 3),
         response_length=torch.tensor([float(len(rewards))] * len(rewards)),
@@ -26,15 +26,17 @@ def status(loss: float, rewards: list[float], num_tokens: float) -> dict:
         info={"reward": rewards, "scalar": torch.tensor(2.0), "text": "not logged", "kl": torch.zeros(1)},
     )
     policy_loss = torch.tensor(loss, requires_grad=True)
-    means = {"policy_loss": policy_loss, "kl": torch.tensor(loss / 2), "ppo_kl": torch.tensor(loss), "vllm_kl": None}
-    return micro_batch_status(experience, means, num_tokens)
+    means = {"policy_loss": policy_loss, "kl": torch.tensor(loss / 2), "ppo_kl": torch.tensor(loss)}
+    means |= {"vllm_kl": torch.tensor(loss), "is_filter_ratio": None}
+    return micro_batch_status(experience, means, num_tokens, num_response_tokens=3 * len(rewards))
 
 
 def test_a_micro_batchs_status_has_upstreams_form():
-    found = status(0.5, [1.0, 3.0], 0.0)
+    found = status(0.5, [1.0, 3.0], 0)
     assert found["weights"] == {
         "policy_loss": "token",
         "ppo_kl": "token",
+        "vllm_kl": "response",
         "kl": "token",
         "reward": "sample",
         "scalar": "token",
@@ -51,16 +53,20 @@ def test_a_micro_batchs_status_has_upstreams_form():
 def test_means_over_micro_batches(divisor):
     """Losses 1 and 2 over 1 and 3 tokens, rewards 1 | 2, 3: scalars by tokens 7/4, rewards by samples 2.
 
+    What is a mean over responses of 3 and 6 tokens, whichever of them the pass updates, is 5/3.
+
     The losses are shares of the mini-batch's, times what DeepSpeed divides by.
     """
     metrics = PassMetrics(divisor)
-    metrics.add(status(1.0, [1.0], 1.0))
-    metrics.add(status(2.0, [2.0, 3.0], 3.0))
+    metrics.add(status(1.0, [1.0], 1))
+    metrics.add(status(2.0, [2.0, 3.0], 3))
     assert metrics.reduce(TwoEqualRanks()) == pytest.approx(
         {
             "policy_loss": 3 / divisor,
             "kl": 1.5 / divisor,
             "ppo_kl": 7 / 4,
+            "vllm_kl": 5 / 3,
+            "num_response_tokens": 18,
             "reward": 2.0,
             "scalar": 2.0,
             "response_length": 5 / 3,
@@ -78,6 +84,7 @@ def test_a_kl_in_the_reward_is_a_mean_over_samples():
                 "weights": {"kl": "sample"},
                 "num_samples": float(count),
                 "num_action_tokens": 5.0,
+                "num_response_tokens": 5.0,
             }
         )
     assert metrics.reduce(TwoEqualRanks())["kl"] == pytest.approx(3.0)
@@ -85,8 +92,8 @@ def test_a_kl_in_the_reward_is_a_mean_over_samples():
 
 def test_a_micro_batch_without_tokens_counts_nothing():
     metrics = PassMetrics(1)
-    metrics.add(status(1.0, [1.0], 4.0))
-    metrics.add(status(9.0, [1.0], 0.0))
+    metrics.add(status(1.0, [1.0], 4))
+    metrics.add(status(9.0, [1.0], 0))
     assert metrics.reduce(TwoEqualRanks())["ppo_kl"] == pytest.approx(1.0)
 
 
@@ -125,6 +132,16 @@ def test_the_stages_metrics():
         "reward": (4 + 5) / 2,
         "actor_lr": 3.0,
     }
+
+
+def test_a_mean_over_responses_is_that_of_the_mini_batches_whatever_a_pass_updates():
+    """0.1 over 10 tokens and 0.5 over 30: 0.4."""
+    metrics = UpdateMetrics(flags())
+    for label, updated in (("lopti/low", (1.0, 9.0)), ("lopti/high", (9.0, 1.0))):
+        for tokens, value, responses in zip(updated, (0.1, 0.5), (10.0, 30.0), strict=True):
+            metrics.add(label, tokens, {"vllm_kl": value, "num_response_tokens": responses})
+    names = {"lopti/low/num_tokens": 10.0, "lopti/high/num_tokens": 10.0}
+    assert metrics.summary() == pytest.approx(names | {"vllm_kl": 0.4})
 
 
 def test_gspos_loss_has_no_sum():

@@ -113,7 +113,7 @@ def planner(size: int, micro: int = 2, dynamic: bool = False, reason: str | None
     args = SimpleNamespace(train=train, actor=actor, ds=ds, algo=algo)
     model = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="unheard of"))
-    engine = SimpleNamespace(module=model, global_steps=0)
+    engine = SimpleNamespace(module=model, global_steps=0, skipped_steps=0)
     policy = SimpleNamespace(model=engine, shortcuts=Shortcuts(reason, True))
     return Planner(policy, args, Settings(), ranks or OneRank())
 

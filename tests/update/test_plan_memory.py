@@ -59,8 +59,8 @@ def made(kind: str = "qwen2", dtype=torch.float32, reentrant: bool = False, **si
 
 
 def policy(model: nn.Module, steps: int = 1) -> SimpleNamespace:
-    """Return an actor of an engine that has taken so many steps."""
-    return SimpleNamespace(model=SimpleNamespace(module=model, global_steps=steps))
+    """Return an actor of an engine that has taken so many steps, beside one that was refused."""
+    return SimpleNamespace(model=SimpleNamespace(module=model, global_steps=steps + 1, skipped_steps=1))
 
 
 class Products(TorchDispatchMode):

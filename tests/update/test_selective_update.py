@@ -169,7 +169,7 @@ def test_statistics_by_probability(at_one_theta, tiny_model):
             "abs_advantage": sum(abs(t["advantage"]) for t in inside) / n,
             "logit_grad_norm": sum(t["after"] for t in inside),
             "grad_share": sum(t["after"] for t in inside) / norms["after"],
-            "grad_share_before_ar": sum(t["before"] for t in inside) / norms["before"],
+            "grad_share_unweighted": sum(t["before"] for t in inside) / norms["before"],
             "entropy": sum(t["entropy"] for t in inside) / n,
             "clip_ratio": sum(t["clipped"] for t in inside) / n,
         }

@@ -1,7 +1,6 @@
 """Token methods through real Ray workers, each beside plain PyTorch: two ranks, ZeRO-3, packed, shared prompts."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -250,41 +249,18 @@ def test_only_tokens_with_a_weight_are_computed(group):
     assert sum(within) < sum(n for _, n in whole.forwards)
 
 
-def test_statistics_before_a_method_have_the_tokens_that_it_leaves_out(group, tiny_model):
-    """Eq. 15's norms |A| · ‖e_o − P‖ of all tokens, and of those of highest entropy, by π_old."""
-    batch = experiences(seed=1, samples_per_prompt=4)
-    policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
-    columns = []
-    for sample in batch:
-        p = policy(sample.sequences).logits[0, :-1].softmax(-1).detach()
-        one_hot = torch.nn.functional.one_hot(sample.sequences[0, 1:], p.shape[-1])
-        norm = sample.advantages[0].abs() * (one_hot - p).norm(dim=-1)
-        mask = sample.action_mask[0].bool()
-        columns.append([x[mask] for x in ((p * one_hot).sum(-1), norm, -(p * p.log()).sum(-1))])
-    p, norm, h = map(torch.cat, zip(*columns, strict=True))
-    result = group.run(batch, PLAIN | given("eighty_twenty"), on_policy=True)
-    kept = lowest(-h, h > 0, ceil(0.2 * len(h)))
-    for lower, edge in pairwise((0, 0.25, 0.5, 0.75, 1)):
-        inside = (p >= lower) & (p < edge)
-        expected = norm[inside].sum() / norm.sum(), norm[inside & kept].sum() / norm[kept].sum()
-        names = "grad_share_before_methods", "grad_share"
-        found = [result.status.get(f"tokens/p{lower:.2f}-{edge:.2f}/{name}", 0) for name in names]
-        assert found == pytest.approx([value.item() for value in expected], rel=1e-4)
-
-
 @pytest.mark.parametrize(
-    ("source", "loss", "is_known"),
+    ("source", "is_known"),
     [
-        ("clip_cov", "token-mean", False),  # no forward pass has shown the distributions of the tokens left out
-        ("eighty_twenty", "seq-mean-token-mean", False),
-        ("positive_weight", "seq-mean-token-mean", True),  # it leaves no token out
-        ("lopti", "token-mean", False),  # its groups have the gradient that there is without it
+        ("eighty_twenty", False),  # what the tokens that it leaves out would have, nobody computes
+        ("positive_weight", True),
+        ("lopti", False),  # its groups have the gradient that there is without it
     ],
 )
-def test_a_share_before_a_method_is_one_of_all_tokens_or_left_out(group, source, loss, is_known):
-    status = run(group, source, **{"actor.loss_agg_mode": loss}).status
+def test_a_share_without_weights_is_one_of_all_tokens_or_left_out(group, source, is_known):
+    status = run(group, source).status
     assert "tokens/p0.00-0.25/grad_share" in status
-    assert ("tokens/p0.00-0.25/grad_share_before_methods" in status) == is_known
+    assert ("tokens/p0.00-0.25/grad_share_unweighted" in status) == is_known
 
 
 @pytest.mark.parametrize("more", [{}, {"algo.kl.init_coef": 0.1}], ids=["", "KL in the reward"])

@@ -21,7 +21,7 @@ ARGUMENTS = {
 
 
 # Entropies and Σ P² of a sample of four response tokens, of which 80/20 keeps two at the threshold 2.
-TWO_OF_FOUR = torch.tensor([[9.0, 9.0, 0.1, 2.0, 0.1, 2.0], [9.0, 9.0, 0.5, 0.6, 0.7, 0.8]])
+TWO_OF_FOUR = torch.tensor([9.0, 9.0, 0.1, 2.0, 0.1, 2.0])
 ALONE = SimpleNamespace(sum_tensor=lambda own: own, gather=lambda own: own)  # the ranks, where there is one
 
 
@@ -40,11 +40,11 @@ def samples(count: int) -> list[Sample]:
 
 
 def with_entropies(items: list[Sample], values: torch.Tensor | None = None) -> list[Sample]:
-    """The samples with what a forward pass has shown: the same (2, A) values for all, or random ones."""
+    """The samples with what a forward pass has shown: the same entropies (A,) for all, or random ones."""
     generator = torch.Generator().manual_seed(1)
     for item in items:
-        random = torch.rand(2, len(item.action_mask), generator=generator) * 2
-        item.distributions = random if values is None else values
+        random = torch.rand(2, len(item.action_mask), generator=generator)[0] * 2
+        item.entropies = random if values is None else values
     return items
 
 
@@ -122,10 +122,10 @@ def test_the_tokens_that_the_loss_divides_by():
     """Two kept tokens in one of two responses; with AR, which divides by all, nothing changes."""
     items = samples(36)[3:5]
     items[0].action_log_probs[2:], items[1].action_log_probs[2:] = -1.0, -1.0
-    items[0].distributions, items[1].distributions = torch.zeros(2, 5), TWO_OF_FOUR
+    items[0].entropies, items[1].entropies = torch.zeros(5), TWO_OF_FOUR
     for names, expected in ((["ar"], [3, 4]), (["eighty_twenty"], [0, 2]), (["ar", "eighty_twenty"], [0, 2])):
         weights = TokenWeights(token_method.load(names, []), by_token=True)
-        known = Known([2.0 if name == "eighty_twenty" else None for name in names])
+        known = Known([2.0 if name == "eighty_twenty" else None for name in names], has_tokens=True)
         found = [weights.of(item, known) for item in items]
         assert [int(own.counted.sum()) for own in found] == [int(own.updated.sum()) for own in found] == expected
 
@@ -140,7 +140,7 @@ def test_a_mean_over_responses_divides_each_by_its_kept_tokens():
 def raw(names: list[str], items: list[Sample], arguments=(), by_token=True) -> TokenWeights:
     """Weigh samples anew, without normalizing."""
     made = TokenWeights(token_method.load(names, arguments), by_token)
-    known = Known([2.0 if name in ("eighty_twenty", "stapo") else None for name in names])
+    known = Known([2.0 if name in ("eighty_twenty", "stapo") else None for name in names], has_tokens=True)
     for item in with_entropies(items, TWO_OF_FOUR) if made.needs_entropies else items:
         item.weights = made.of(item, known)
     return made
@@ -229,22 +229,15 @@ def test_no_response_has_a_token():
     assert normalized.metrics([items[0].weights], weigh(normalized, items, ALONE), ALONE) == {}
 
 
-def test_the_tokens_that_are_left_out():
-    """Two of the four, with what the statistics need; not known in a mean over responses, or without entropies.
-
-    No token is left out of both of Lopti's passes. One group alone leaves out the other, and no method does.
-    """
-    items = samples(36)[4:5]
-    weights, item = raw(["eighty_twenty"], items), items[0]
-    log_probs, advantages, squared_rest = weights.left_out(items)
-    assert torch.equal(log_probs, item.action_log_probs[[2, 4]])
-    assert torch.equal(advantages, item.advantages[[2, 4]]) and squared_rest.tolist() == pytest.approx([0.5, 0.7])
-    weights.by_token = False
-    assert weights.left_out(items) is None
-    weights.by_token, item.distributions = True, None
-    assert weights.left_out(items) is None
-    for arguments in ([], ["lopti.groups=low"]):
-        assert not raw(["lopti"], items, arguments).left_out(items)[0].numel()
+def test_a_statistic_may_be_none(tmp_path):
+    """The method is asked all the same. Without a token in the batch it is not."""
+    (tmp_path / "gate.py").write_text(
+        "def statistic(tokens): return None\ndef weigh(tokens, statistic): return tokens.mask / 4\n"
+    )
+    weights = TokenWeights(token_method.load([str(tmp_path / "gate.py")], []), by_token=True)
+    for items, expected in ((samples(36)[2:3], [0, 0, 0.25, 0.25]), (samples(1), [0, 0])):
+        weigh(weights, items, ALONE)
+        assert product(items, 0).tolist() == [expected]
 
 
 def test_a_group_keeps_the_factors_of_the_others_advantages():

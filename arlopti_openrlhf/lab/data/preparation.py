@@ -4,13 +4,11 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
 
 from arlopti_openrlhf import terminal
-from arlopti_openrlhf.grading.sources import reward_of
 from arlopti_openrlhf.lab.data import knights_knaves, published
 from arlopti_openrlhf.lab.data.structures import canonical_form
 from arlopti_openrlhf.lab.scoring.inputs import Row, encode
@@ -90,14 +88,7 @@ def check(
             return published.Read(read.origin, None, "too long", f"{length} tokens, more than {max_tokens}")
         return read
 
-    def without_bad_label(read: published.Read) -> published.Read:
-        if read.row is None or reward_of(read.row["datasource"]).is_readable(read.row["label"]):
-            return read
-        return published.Read(read.origin, None, "label", f"the grader cannot read {read.row['label'][:200]!r}")
-
-    # The workers of the math grader take several labels at a time.
-    with ThreadPoolExecutor() as threads:
-        checked = list(threads.map(without_bad_label, [without_bad_prompt(read) for read in reads]))
+    checked = [without_bad_prompt(read) for read in reads]
     return [read.row for read in checked if read.row is not None], [read for read in checked if read.row is None]
 
 

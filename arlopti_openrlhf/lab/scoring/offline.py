@@ -57,8 +57,8 @@ def evaluate(
         jobs += [Job(i, way.n, way.temperature) for way in ways]
         if settings.greedy and all(way.temperature for way in ways):
             jobs.append(Job(i, 1, 0.0))
-    version = [version_of(model), settings.max_new_tokens, settings.seed, *([reward.version] if reward else [])]
-    version += [dict(settings.template)] if settings.template else []
+    version = [version_of(model), settings.max_new_tokens, settings.seed, dict(settings.template)]
+    version += [reward.version if reward else None]
     keys = {job: _key(rows[job.row], job, version) for job in jobs}
 
     # What an earlier run with the same model and settings has answered is kept.
@@ -75,9 +75,7 @@ def evaluate(
             chunk, open_jobs = open_jobs[:size], open_jobs[size:]
             prompts = [rows[job.row]["prompt"] for job in chunk]
             asked = [(job.n, job.temperature) for job in chunk]
-            more: dict = {"with_end": True} if reward else {}
-            more |= {"template": settings.template} if settings.template else {}
-            answered = list(generate(engine, prompts, asked, settings.max_new_tokens, **more))
+            answered = generate(engine, prompts, asked, settings.max_new_tokens, bool(reward), settings.template)
             texts = [(prompt, [response.text for response in output.outputs]) for prompt, output in answered]
             grades = grade_all([rows[job.row] for job in chunk], texts, reward)
             with open(path, "a", encoding="utf-8") as file:
@@ -179,7 +177,7 @@ def kept_records(path: Path) -> list[dict]:
 
 def _key(row: Row, job: Job, version: list) -> str:
     """Return a hash of all that an answer depends on."""
-    text = json.dumps([row["prompt"], row["label"], *job, version])
+    text = json.dumps([row["prompt"], row["label"], row["datasource"], *job, version])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

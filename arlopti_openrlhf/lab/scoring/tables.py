@@ -75,6 +75,7 @@ def mean_of(results: Sequence[dict]) -> dict:
         sources[source] = {
             name: {end: fmean(one[name][end] for one in found) for end in value} if isinstance(value, dict) else value
             for name, value in first.items()
+            if all(name in one for one in found)  # a judge's scores may look like rates in some
         }
     return {"sources": sources}
 

@@ -43,10 +43,6 @@ def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
     assert run() == (12, first)
     assert path.read_text().splitlines(keepends=True)[:4] == lines[:4]
     assert run(settings._replace(seed=1))[0] == 16  # other settings make another evaluation
-
-
-def test_an_answers_key_is_the_one_of_earlier_versions():
-    """Otherwise an evaluation that an earlier version began would answer everything again."""
-    row = {"prompt": "1 + 1 = ", "label": "2", "datasource": "sums"}
-    key = offline._key(row, offline.Job(3, 4, 1.0), [["base", []], 12, 0])
-    assert key == "18dbcfec00469048"
+    renamed = [row | {"datasource": "kk_2ppl"} for row in problems()]  # another grader, and another row of the table
+    offline.evaluate("base", "base", renamed, settings, tmp_path)
+    assert [*json.loads((tmp_path / "base.json").read_text())["sources"]] == ["kk_2ppl"]

@@ -133,7 +133,7 @@ MODES = [
         "loss",
         "importance sampling: TIS",
         f"{_CORRECTION}_level token {_CORRECTION}_mode clip {_CORRECTION}_threshold 0 5",
-        logs=("lopti/low/vllm_kl", *_STAGES),
+        logs=("vllm_kl", *_STAGES),
     ),
     Mode("loss", "entropy in the loss", "--actor.entropy_coef 0.01", logs=("entropy_loss",)),
     # --- token methods ---
