@@ -14,8 +14,7 @@ import functools
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -60,14 +59,11 @@ TABLE = (
         "trains in these passes with less work"),
     Row(_ACTOR, "PolicyModelActor", EXTENDS, "update.policy_actor:PolicyActor", SELECTIVE,
         "leaves log π_old to the update's first pass"),
-    Row(_ACTOR, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
-        "computes the tokens that the update needs, each prompt once"),
-    Row(_LAUNCHER, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
-        "computes the tokens that the update needs, each prompt once"),
-    Row(_SYNC, "PPOTrainer", EXTENDS, "update.whole_prompts:WholePrompts", SELECTIVE,
-        "gives each rank whole prompts, with dynamic batches"),
-    Row(_ASYNC, "TrainingActor", EXTENDS, "update.whole_prompts:WholePrompts", SELECTIVE,
-        "gives each rank whole prompts, with dynamic batches"),
+    *(Row(module, "Actor", EXTENDS, "forward.selective_actor:SelectiveActor", SELECTIVE,
+        "computes the tokens that the update needs, each prompt once") for module in (_ACTOR, _LAUNCHER)),
+    *(Row(module, name, EXTENDS, "update.whole_prompts:WholePrompts", SELECTIVE,
+        "gives each rank whole prompts, with dynamic batches")
+      for module, name in ((_SYNC, "PPOTrainer"), (_ASYNC, "TrainingActor"))),
     Row(_ACTOR, "ActorPPOTrainer", EXTENDS, "ops.lora:MergedSync", LORA,
         "sends merged weights to vLLM"),
     # A machine without CUDA
@@ -104,22 +100,6 @@ TABLE = (
     Row(_CLI, "RayActorGroup", EXTENDS, "ops.rollouts.experience_maker:without_reference", POLICY_IS_REFERENCE,
         "starts no reference: it is the policy without its adapter"),
 )
-
-
-class Around(NamedTuple):
-    """A surrounding of a run. It gets the run's `Child` and arguments, and may return a context to be in."""
-
-    ours: str
-    what_for: str
-
-
-# The outermost first.
-AROUND = (
-    Around("ops.lifecycle.child:of_run", "tells the parent how far the run is, and why it ends"),
-    Around("ops.lifecycle.cluster:of_run", "wraps ray.init: a cluster of the run's own, on this machine only"),
-)
-
-
 # fmt: on
 
 
@@ -167,21 +147,6 @@ def put(some: Iterable[Row], args: SimpleNamespace | None = None) -> None:
         elif row.how == EXTENDS:
             ours = _extended(getattr(module, row.name), ours)
         setattr(module, row.name, ours)
-
-
-@contextmanager
-def surrounded(run: Any, args: SimpleNamespace) -> Iterator[None]:
-    """Surround a run with care while the context lasts.
-
-    Args:
-        run: its `ops.lifecycle.parent.Child`.
-        args: upstream's nested arguments.
-    """
-    with ExitStack() as around:
-        for row in AROUND:
-            if context := resolve(row.ours)(run, args):
-                around.enter_context(context)
-        yield
 
 
 def resolve(ours: str) -> Any:

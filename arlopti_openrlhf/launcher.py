@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from arlopti_openrlhf import bindings, hardware, token_method, upstream
+from arlopti_openrlhf import bindings, hardware, upstream
 from arlopti_openrlhf.update.settings import Settings
 
 
@@ -32,7 +32,7 @@ def install(
         update: "selective" computes what the update needs, "stock" as OpenRLHF does (`--actor.update`).
 
     Raises:
-        ValueError: a method, an argument or a value is wrong.
+        ValueError: a method, an argument or a value is wrong, or needs the selective update.
         RuntimeError: OpenRLHF is imported already, or is not one that this package was tested with.
     """
     if "openrlhf.trainer.ray.ppo_actor" in sys.modules:
@@ -46,7 +46,8 @@ def install(
         raise ValueError(f"scope={scope!r}: Lopti is off")
     # The workers, which load these files, have a working directory of their own.
     sources = [str(Path(method).absolute()) if method.endswith(".py") else method for method in methods]
-    token_method.load(sources, arguments)
+    settings = Settings(tuple(sources), tuple(arguments), normalize, scope, statistics="off")
+    settings.load_for(update == "selective")
     has = bindings.of_update(update == "selective", has_methods=True)
     if hardware.uses_cpu():
         has.add(bindings.WITHOUT_CUDA)
@@ -59,5 +60,4 @@ def install(
         from arlopti_openrlhf import cpu
 
         cpu.enable()
-    settings = Settings(tuple(sources), tuple(arguments), normalize, scope, statistics="off")
     bindings.bind(has, settings=settings)

@@ -57,7 +57,7 @@ def stretch(scheduler: LRScheduler, stages: int) -> None:
         scheduler.lr_lambdas = [_stretched(curve, stages) for curve in curves] if stages > 1 else curves
         follow(scheduler)
     elif stages > 1:
-        raise ValueError(f"--actor.lr_scheduler: {type(scheduler).__name__} cannot span the steps of Lopti's stages")
+        raise ValueError(f"--actor.lr_scheduler: {type(scheduler).__name__} cannot span the steps of several passes")
 
 
 def _stretched(curve: Callable[[float], float], stages: int) -> Callable[[int], float]:

@@ -1,7 +1,7 @@
 """Token methods on OpenRLHF's own update loop, in one class. Read this first: it defines what the package computes.
 
-A token method gives each response token a weight in each of its passes (`token_method`). AR has one pass, with the
-weights α · π_old + 1 − α (Eq. 4). Lopti has two, 1[π_old < η] and 1[π_old ≥ η] (Algorithm 1). In a pass each
+A token method (`methods/`) gives each response token a weight in each of its passes. AR has one pass, with the weights
+α · π_old + 1 − α (Eq. 4). Lopti has two, 1[π_old < η] and 1[π_old ≥ η] (Algorithm 1, lines 14-19). In a pass each
 mini-batch takes an optimizer step: advantages are multiplied by the weights, and tokens of weight 0 stay as they are.
 `update/` computes the same gradients faster, but not for vision models, ring attention, tensor parallelism and
 DeepCompile. There this class trains, as with `--actor.update stock`.
@@ -89,7 +89,7 @@ class ReferenceTrainer(ActorPPOTrainer):
             experience.action_mask = updated.to(response.dtype)  # for upstream's KL and entropy terms, which follow
             is_gspo = loss.policy_loss_type == "gspo"
             constants = log_probs.detach() if is_gspo else old_log_probs
-            advantages = advantages * factors * (1 if is_gspo else updated)
+            advantages = advantages * factors * (1 if is_gspo else updated)  # Eq. 4: AR's factors
             log_probs = torch.where(updated, log_probs, constants)
             return loss(log_probs, old_log_probs, advantages, action_mask=action_mask, **rest)
 

@@ -13,7 +13,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 # Files that pages link to: tables too long for a page, and the source to read first.
-LINKED = [*sorted((ROOT / "study/results").glob("*.csv")), ROOT / "arlopti_openrlhf/reference.py"]
+_READ_FIRST = [ROOT / "arlopti_openrlhf" / name for name in ("reference.py", "methods/ar.py", "methods/lopti.py")]
+LINKED = [*sorted((ROOT / "study/results").glob("*.csv")), *_READ_FIRST]
 FILES = {str(path.relative_to(ROOT)): path.name for path in LINKED}
 _SOURCES = {page: file for file, page in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()(?!#|\w+:)([^)#\s]+)")

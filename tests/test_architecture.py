@@ -57,7 +57,6 @@ def test_every_room_is_shown(shown):
 def table_of_bindings() -> list[str]:
     """Return the rows of `bindings` as the page shows them: one for all names that get the same."""
     rows = [(f"{row.module}.{row.name}", row.ours, row.needs, row.what_for) for row in bindings.TABLE]
-    rows += [("", row.ours, bindings.CARE, row.what_for) for row in bindings.AROUND]
     shown: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in rows:
         shown.setdefault(tuple(rest), []).append(name.removeprefix("openrlhf.").removeprefix("trainer."))

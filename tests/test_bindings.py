@@ -39,12 +39,6 @@ def test_both_sides_of_a_row_exist(row):
     assert row.name in defined(row.module) and name in defined(f"arlopti_openrlhf.{module}")
 
 
-def test_what_surrounds_a_run_exists():
-    for row in bindings.AROUND:
-        module, _, name = row.ours.partition(":")
-        assert name in defined(f"arlopti_openrlhf.{module}")
-
-
 def test_two_rows_that_replace_one_name_are_refused(monkeypatch):
     other = Row("openrlhf.trainer.ppo_trainer", "prepare_datasets", REPLACES, "ops.other:prepare", SELECTIVE, "")
     monkeypatch.setattr(bindings, "TABLE", (*TABLE, other))
@@ -133,6 +127,8 @@ refused("ar", arguments=["ar.alpha=2"])
 refused()
 refused("ar", scope="minibatch")
 refused("lopti", scope="epoch")
+refused("lopti", scope="minibatch", update="stock")
+refused("eighty_twenty", update="stock")
 install("ar", "lopti", arguments=["ar.alpha=0.3", "lopti.eta=0.5"])
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils import deepspeed
@@ -150,6 +146,8 @@ def test_install_binds_the_method_with_its_settings_and_refuses_what_cannot_be()
         "ValueError install.* needs a token method",
         "ValueError scope='minibatch': Lopti is off",
         "ValueError scope='epoch': must be batch or minibatch",
+        "ValueError --algo.lopti.scope minibatch needs the selective update",
+        r"ValueError token methods that .* \(eighty_twenty\) need the selective update",
         r"\('ar', 'lopti'\) SelectiveActor openrlhf.utils.deepspeed.deepspeed",
         "RuntimeError .* before OpenRLHF is imported",
     ]

@@ -132,8 +132,8 @@ def test_the_readmes_lines_have_the_updates_gradients():
     optimizer = SimpleNamespace(
         zero_grad=lambda: setattr(theta, "grad", None), step=lambda: found.append(theta.grad.clone())
     )
-    names = dict(torch=torch, old_log_probs=old, advantages=advantages, log_probs=lambda: theta, optimizer=optimizer)
-    exec(code, names | {"alpha": 0.3, "eta": 0.5, "eps": 0.2})
+    names = dict(torch=torch, log_probs=lambda batch: theta, optimizer=optimizer, alpha=0.3, eta=0.5, eps=0.2)
+    exec(code, names | {"mini_batches": [SimpleNamespace(old_log_probs=old, advantages=advantages)]})
     weights, low, mask = advantage_weights(old, 0.3), old.exp() < 0.5, torch.ones(1, 48, dtype=torch.long)
     for gradient, group in zip(found, (low, ~low), strict=True):
         log_probs = theta.detach().clone().requires_grad_()

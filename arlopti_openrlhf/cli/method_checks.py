@@ -159,6 +159,10 @@ def _check_update(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding.of(args, "actor.update", problem, remedy)
     if args.algo.mask_truncated and not is_selective(args):
         yield Finding.of(args, "algo.mask_truncated", "needs the selective update", f"take {_SELECTIVE_NEEDS}")
+    recomputes = args.actor.gradient_checkpointing_enable
+    if args.actor.gradient_checkpointing_level != "auto" and not (recomputes and is_selective(args)):
+        problem = "is for the selective update with --actor.gradient_checkpointing_enable"
+        yield Finding.of(args, "actor.gradient_checkpointing_level", problem, "leave it out")
     if args.actor.fill_memory:
         if not is_selective(args):
             yield Finding.of(args, "actor.fill_memory", "is for the selective update", "leave it out")

@@ -105,8 +105,12 @@ def train(args: SimpleNamespace, child: Child) -> None:
     from arlopti_openrlhf import cpu  # imports PyTorch
 
     cpu.enable(driver=True)
+    from arlopti_openrlhf.ops.lifecycle import child as run_of_child
+    from arlopti_openrlhf.ops.lifecycle import cluster
+
     terminal.say(method_checks.describe_methods(args))
-    with bindings.surrounded(child, args):
+    with run_of_child.of_run(child, args):
+        cluster.of_run(child, args)
         has = _has(args) | {bindings.CARE}
         without_care.train(args, gpus_placed(args), has, Settings.of(args))
 

@@ -47,8 +47,7 @@ main(*sys.argv[1:])
 _THREADS = 1024  # more than anybody calls at a time
 _START_SECONDS = 300.0  # for a fork or a thread
 _STACK_SECONDS = 0.5  # for a process to write its stacks
-_LONGEST = 2.0**20  # seconds that the system takes as a limit
-_UNLIMITED = 2.0**20  # GiB
+_LONGEST, _UNLIMITED = 2.0**20, 2.0**20  # seconds, and GiB, that the system takes as limits
 
 
 class TimedOut(RuntimeError):

@@ -66,7 +66,7 @@ def micro_batches(
 
 
 def is_idle(advantages: Tensor, args: SimpleNamespace) -> Tensor:
-    """Return (...,) bool, whether a response with advantages (..., A) has no gradient, so that nobody computes it."""
+    """Return (...,) bool, whether a response with advantages (..., A) has no gradient, so no pass computes it."""
     if args.algo.kl.use_loss or args.actor.entropy_coef is not None:
         return torch.zeros_like(advantages[..., 0]).bool()
     return (advantages == 0).all(dim=-1)

@@ -47,6 +47,22 @@ class Settings:
             fills_memory=args.actor.fill_memory,
         )
 
+    def load_for(self, is_selective: bool) -> "list[token_method.Method]":
+        """Load the token methods. ValueError as in `load_methods`, but for what depends on OpenRLHF's flags."""
+        from arlopti_openrlhf import token_method  # imports PyTorch, which the command parses without
+
+        loaded = token_method.load(self.methods, self.arguments)
+        if is_selective:
+            return loaded
+        if readers := [m.name for m in loaded if m.needs_entropies or m.divides_by_kept]:
+            what = "read entropies or divide by the tokens that they keep"
+            raise ValueError(f"token methods that {what} ({', '.join(readers)}) need the selective update")
+        if self.masks_truncated:
+            raise ValueError("--algo.mask_truncated needs the selective update")
+        if self.scope != "batch":
+            raise ValueError(f"--algo.lopti.scope {self.scope} needs the selective update")
+        return loaded
+
     def load_methods(self, args: SimpleNamespace, is_selective: bool) -> "list[token_method.Method]":
         """Load the token methods.
 
@@ -57,18 +73,8 @@ class Settings:
         Raises:
             ValueError: a method is wrong, or cannot go with another setting. The command has refused most of these.
         """
-        from arlopti_openrlhf import token_method  # imports PyTorch, which the command parses without
-
-        loaded = token_method.load(self.methods, self.arguments)
-        if not is_selective:
-            if readers := [m.name for m in loaded if m.needs_entropies or m.divides_by_kept]:
-                what = "read entropies or divide by the tokens that they keep"
-                raise ValueError(f"token methods that {what} ({', '.join(readers)}) need the selective update")
-            if self.masks_truncated:
-                raise ValueError("--algo.mask_truncated needs the selective update")
-            if self.scope != "batch":
-                raise ValueError(f"--algo.lopti.scope {self.scope} needs the selective update")
-        elif flag := needs_stock_update(args):
+        loaded = self.load_for(is_selective)
+        if is_selective and (flag := needs_stock_update(args)):
             raise ValueError(f"--{flag} needs OpenRLHF's own update: --actor.update stock, or install(update='stock')")
         batch, rollout = args.train.batch_size, args.rollout.batch_size * args.rollout.n_samples_per_prompt
         if loaded and batch > rollout:

@@ -26,8 +26,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
     """`ActorPPOTrainer` on a `SelectiveActor`, with token methods or without.
 
     Its gradients are those of `reference.ReferenceTrainer`, and without a method upstream's. A pass computes only the
-    tokens that it updates. The samples of a prompt stay together, the first pass gives log π_old, and idle responses,
-    which have no gradient, are not computed.
+    tokens that it updates. The samples of a prompt stay together, the first pass gives log π_old, and idle responses
+    take no part in the passes, because they have no gradient.
 
     Raises:
         ValueError: a method, a setting or the kind of model cannot be trained like that.

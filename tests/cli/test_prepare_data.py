@@ -283,7 +283,8 @@ def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
     main(flags)
     assert [row["prompt"] for row in read(out)] == ["One?"]
     dropped = (tmp_path / "out.jsonl.dropped").read_text().splitlines()
-    for number, reason in ((2, "a label is empty"), (3, "a label is a JSON object"), (4, "excluded"), (5, "too long"), (6, "is empty")):
+    reasons = "a label is empty", "a label is a JSON object", "excluded", "too long", "is empty"
+    for number, reason in enumerate(reasons, start=2):
         assert [line for line in dropped if f"row {number}:" in line and reason in line], (number, dropped)
     assert "dropped: excluded 1, too long 1, unreadable 3" in capsys.readouterr().out
     out.unlink()
