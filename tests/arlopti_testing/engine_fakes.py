@@ -32,12 +32,10 @@ def generate_right_sums(asked):
 
     def generate(engine, prompts, sampling, max_new_tokens, with_end=False, template=None):
         asked.extend(sampling)
-        answers = []
         for prompt, (n, _) in zip(prompts, sampling, strict=True):
             number = prompt.split()[0] if isinstance(prompt, str) else 0
             text = f"\\boxed{{{2 * int(number)}}}" + "<end>" * with_end
             output = SimpleNamespace(text=text, token_ids=[1, 2, 3], finish_reason="stop")
-            answers.append(("prompt", SimpleNamespace(outputs=[output] * n)))
-        return answers
+            yield "prompt", SimpleNamespace(outputs=[output] * n)
 
-    return generate
+    return lambda *args, **rest: list(generate(*args, **rest))

@@ -7,7 +7,6 @@ import runpy
 import sys
 import time
 import unicodedata
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,13 +237,6 @@ def test_agrees_with_an_independent_oracle(seed):
     for _ in range(50):
         text = _some_response(rng)
         assert grade(text, ROLES) == _oracle(text, PEOPLE), text
-
-
-def test_every_outcome_is_common_among_those_responses():
-    """Only so does the comparison say something."""
-    rng = random.Random(0)
-    outcomes = Counter(_oracle(_some_response(rng), PEOPLE) for _ in range(1000))
-    assert len(outcomes) == 4 and min(outcomes.values()) > 40, outcomes
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,6 @@ def test_a_mode_trains(mode, inputs, tmp_path):
     assert not outcome.wrong, (tmp_path / "run" / "start1.log").read_text(errors="replace")[-6000:]
 
 
-def test_names_are_their_own():
-    """And some are short. `test_full_stack.py` has more of the modes, in a few runs with many features on."""
-    assert len({mode.name for mode in MODES}) == len(MODES) and len(SHORT) >= 2
-
-
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_the_real_parser_takes_its_flags(mode, tmp_path):
     command = run.command(mode, tmp_path, tmp_path / "out", "http://127.0.0.1:1/get_reward", steps=2)

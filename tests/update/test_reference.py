@@ -92,18 +92,6 @@ def test_a_weight_of_one_is_upstreams_update_bit_for_bit(tiny_model, zero):
     assert all(map(torch.equal, parameters[True], parameters[False]))
 
 
-def test_passes_alternate_within_an_epoch_over_the_same_mini_batches(tiny_model):
-    more = f"--train.batch_size {SAMPLES // 2}".split()
-    seen = Group(flags(tiny_model, *more)).run(experiences(seed=23), BOTH | {"train.max_epochs": 2}).seen
-    half = SAMPLES // RANKS // 2  # samples; 2 in each micro-batch
-    epochs = [seen[: 2 * half], seen[2 * half :]]
-    for epoch in epochs:
-        low, high = epoch[:half], epoch[half:]
-        assert {stage for stage, *_ in low} == {"low"} and {stage for stage, *_ in high} == {"high"}
-        assert [uids for _, uids, *_ in low] == [uids for _, uids, *_ in high]
-    assert [uids for _, uids, *_ in epochs[0]] != [uids for _, uids, *_ in epochs[1]]
-
-
 def test_a_short_mini_batch_leaks_into_no_pass(tiny_model):
     """Of 8 samples a rank, in mini-batches of 6, two are left out: the passes have the gradients of the other six."""
     more = "--train.batch_size 12 --actor.max_norm 0".split()
@@ -138,7 +126,7 @@ def test_momentum_moves_nothing_where_a_pass_has_no_token(tiny_model):
 def test_dynamic_batches_keep_the_gradients_of_all_micro_batches(tiny_model, zero):
     """OpenRLHF's loop under ZeRO-2 keeps those of the last one."""
     more = f"--ds.zero_stage {zero} --actor.max_norm 0".split()
-    batch, packed = experiences(seed=27), BOTH | {"ds.packing_samples": True}
+    batch, packed = experiences(seed=27), BOTH | {"ds.packing_samples": True, "actor.entropy_coef": 0.05}
     whole = Group(flags(tiny_model, *more)).run(batch, packed)
     dynamic = Group(flags(tiny_model, *more, "--train.dynamic_batch_enable", "--ds.packing_samples")).run(
         batch, packed

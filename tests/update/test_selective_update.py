@@ -343,18 +343,6 @@ def test_a_short_last_batch_that_leaves_a_rank_empty(tiny_model, stage):
     assert_no_nan(whole.status)
 
 
-def test_unknown_old_log_probs_are_nan_until_the_first_pass(tiny_model):
-    """The actor does not make up log-probs: who reads them before the update sees NaN, and the update none."""
-    group = Group(flags(tiny_model), selective=True)
-    batch = experiences(seed=2, samples_per_prompt=4)
-    deferred = group.run(batch, LOPTI, on_policy=True)
-    assert all(deferred.unknown)
-    assert_no_nan(deferred.status)
-    # A quantile needs them in advance.
-    known = group.run(batch, LOPTI | {"algo.lopti.eta": None, "algo.lopti.quantile": 0.3}, on_policy=True)
-    assert not any(known.unknown)
-
-
 def test_mini_batches_keep_prompts_together(tiny_model):
     group = Group(flags(tiny_model, "--train.batch_size", str(SAMPLES // 2)), selective=True)
     batch = experiences(seed=3, samples_per_prompt=2)

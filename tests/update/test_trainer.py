@@ -66,20 +66,6 @@ def test_the_stages_gradients_sum_to_the_whole(group, loss):
     assert stages == sorted(stages, reverse=True) and set(stages) == {"low", "high"}
 
 
-@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_the_stages_gradients_sum_to_the_whole_dynamically_batched(tiny_model, zero_stage):
-    """The whole is taken without dynamic batches, of which OpenRLHF's loop under ZeRO-2 keeps the last micro-batch."""
-    more = ["--ds.zero_stage", str(zero_stage), "--actor.max_norm", "0"]
-    batch = experiences(seed=2)
-    packed = OFF | {"ds.packing_samples": True, "actor.entropy_coef": 0.05}
-    whole = Group(flags(tiny_model, *more)).run(batch, packed)
-    dynamic = Group(flags(tiny_model, *more, "--train.dynamic_batch_enable", "--ds.packing_samples"))
-    staged = dynamic.run(batch, packed | {"algo.lopti.eta": 0.5})
-    low, high = staged.gradients
-    assert len(whole.gradients) == 1 and len(staged.seen) > 2
-    assert relative_distance([a + b for a, b in zip(low, high, strict=True)], whole.gradients[0]) < 1e-5
-
-
 def test_settings_take_the_place_of_flags(group):
     """As in a launcher without our flags: the flags here ask for nothing."""
     batch, nothing = experiences(seed=3), OFF | {"algo.ar.alpha": None, "logger.probability_stats": "off"}
@@ -186,14 +172,6 @@ def test_no_memory_is_read_before_it_is_written(group):
     result = group.run(experiences(seed=12), OFF | {"algo.lopti.eta": 0.5}, nan_in_fresh_memory=True)
     assert_no_nan(result.status)
     assert all(torch.isfinite(g).all() for step in result.gradients for g in step)
-
-
-def test_a_group_empty_on_every_rank_takes_no_step(group):
-    batch = experiences(seed=7)
-    result = group.run(batch, OFF | {"algo.lopti.eta": 1e-4})
-    assert result.steps == 1 and all(updated == 0 for stage, *_, updated in result.seen if stage == "low")
-    assert result.status["lopti/low_share"] == 0 and "lopti/low/policy_loss" not in result.status
-    assert_no_nan(result.status)
 
 
 def test_a_group_empty_on_one_rank_is_survived(group):

@@ -17,7 +17,7 @@ from pathlib import Path
 from arlopti_openrlhf.ops.lifecycle import parent
 
 folder = Path(sys.argv[1])
-parent._PAUSE = 0
+parent._PAUSE, parent._REST = 0, 0.5
 
 def begin(child, **more):
     child.report(log="", folder=str(folder), **more)

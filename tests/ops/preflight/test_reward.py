@@ -5,7 +5,6 @@ import functools
 import json
 import threading
 import time
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -569,29 +568,6 @@ def test_variables_stand_for_any_part_of_a_url(check, ours, monkeypatch, url):
     assert check(url) == []
     monkeypatch.setenv("GRADER", "wrong")
     assert bool(check(url)) == ("GRADER" in url)
-
-
-def test_a_health_without_end(check):
-    """A part comes each second, so no part is late."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            with suppress(OSError):
-                for _ in range(60):
-                    self.wfile.write(b" ")
-                    time.sleep(1)
-
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        start = time.monotonic()
-        [found] = check(f"http://127.0.0.1:{server.server_address[1]}/get_reward")
-        assert "something answers, but not this package's server" in found and time.monotonic() - start < 20
-        server.shutdown()
 
 
 def test_a_variable_that_is_not_set(check, ours, monkeypatch):

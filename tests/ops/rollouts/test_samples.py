@@ -163,8 +163,10 @@ def checkpoint_states(monkeypatch):
 
 
 @pytest.mark.parametrize("runner", [Trainer, Generator])
-@pytest.mark.parametrize("count", [16, 18])  # whole steps, and an episode that ends with a smaller one
-@pytest.mark.parametrize("together", [4, pytest.param(6, marks=pytest.mark.long), 12])  # prompts of one call of vLLM
+# Prompts, in whole steps or in an episode that ends with a smaller one, and prompts of one call of vLLM.
+@pytest.mark.parametrize(
+    "count, together", [(16, 4), (18, 12), *(pytest.param(16, n, marks=pytest.mark.long) for n in (6, 12))]
+)
 @pytest.mark.parametrize("filtering", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_stopped_after_any_step(runner, count, together, filtering, deterministic, checkpoint_states):
