@@ -16,43 +16,43 @@ FILES = sorted(
 )
 # Lines of each room, at most. A limit falls, or moves with the module that moves. No room lives off another's.
 BUDGETS = {
-    ".": 1454,
-    "cli": 2704,
+    ".": 1410,
+    "cli": 2681,
     "cpu": 565,
     "evaluation": 147,
     "forward": 1245,
-    "grading": 2825,
-    "lab": 3398,
+    "grading": 2748,
+    "lab": 3324,
     "methods": 563,
-    "update": 1827,
+    "update": 1766,
     "ops": 491,
     "ops/checkpoints": 878,
     "ops/health": 478,
     "ops/lifecycle": 1049,
-    "ops/preflight": 2162,
+    "ops/preflight": 2132,
     "ops/rollouts": 914,
 }
 TEST_BUDGETS = {
-    ".": 4897,
+    ".": 4828,
     "arlopti_testing": 1025,
-    "cli": 2759,
-    "contract": 966,
-    "cpu": 675,
+    "cli": 2696,
+    "contract": 961,
+    "cpu": 670,
     "evaluation": 156,
     "forward": 1048,
-    "grading": 1942,
-    "lab": 1320,
-    "long": 2116,
+    "grading": 1937,
+    "lab": 1304,
+    "long": 2105,
     "ops": 527,
     "ops/checkpoints": 550,
     "ops/health": 410,
     "ops/lifecycle": 853,
-    "ops/preflight": 2325,
-    "ops/rollouts": 1513,
+    "ops/preflight": 2286,
+    "ops/rollouts": 1507,
     "study": 696,
-    "update": 3065,
+    "update": 3009,
 }
-IMPORTS_BETWEEN_ROOMS = 273  # at most, and it only falls
+IMPORTS_BETWEEN_ROOMS = 260  # at most, and it only falls
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 

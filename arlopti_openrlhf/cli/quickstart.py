@@ -109,7 +109,7 @@ def run(plan: Plan, anew: bool = False) -> None:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(quickstart_results.sample_answers(*records))
-    print(quickstart_results.report(summary, out, f"pass@{task.eval_samples}", task.command, is_reduced))
+    print(quickstart_results.report(summary, out, f"pass@{task.eval_samples}", task.name, is_reduced))
 
 
 def make_parser() -> Parser:

@@ -36,7 +36,6 @@ class Task(NamedTuple):
     max_new_tokens: int
     eval_samples: int  # per problem, before and after
     folder: str  # in outputs/, before the seed
-    command: str  # of make
     flags: str  # of the training, beside those of all tasks
 
 
@@ -98,7 +97,6 @@ _TASKS = (
         max_new_tokens=112,
         eval_samples=8,
         folder="quickstart",
-        command="make quickstart",
         flags="""
             --reward.remote_url kk
             --algo.kl.init_coef 0.001
@@ -121,7 +119,6 @@ _TASKS = (
         max_new_tokens=24,
         eval_samples=4,
         folder="sums",
-        command="make pretrained",
         flags="""
             --reward.remote_url math
             --algo.kl.init_coef 0

@@ -13,9 +13,10 @@ _SPELLINGS = """
     acre; ha hectare; cc; ml mL milliliter millilitre; L l liter litre; gal gallon; oz ounce; lb pound; mg
     milligram; g gm gram; kg kilogram; ton tonne; ms millisecond; s sec second; min minute; h hr hour; day; week;
     month; yr year; am; pm; mph; kmh kph; rpm; N newton; J joule; kJ kilojoule; eV; keV; MeV; GeV; cal calorie;
-    kcal kilocalorie; W watt; kW kilowatt; V volt; mV millivolt; A amp ampere; C celsius; F fahrenheit; K kelvin;
-    Pa pascal; kPa; atm; bar; Hz hertz; kHz; MHz; GHz; T tesla; mol mole; rad radian; deg degree; ohm; bit; byte;
-    cent; dollar USD; euro EUR
+    kcal kilocalorie; erg; W watt; mW milliwatt; kW kilowatt; MW megawatt; V volt; mV millivolt; kV kilovolt; A amp
+    ampere; mA milliampere; C celsius; F fahrenheit; K kelvin; Pa pascal; kPa; MPa; GPa; atm; bar; Hz hertz; kHz; MHz;
+    GHz; T tesla; H henry; pF; nF; ns nanosecond; ps picosecond; dyn dyne; AU; pc parsec; kpc; Mpc; mol mole; rad
+    radian; deg degree; ohm; bit; byte; cent; dollar USD; euro EUR
 """
 CURRENCY = r"\$"
 _UNITS = {spelling: unit.split()[0] for unit in _SPELLINGS.split(";") for spelling in unit.split()}

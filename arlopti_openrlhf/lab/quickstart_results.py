@@ -76,8 +76,8 @@ def plot(scalars: dict[str, Series], path: Path) -> None:
     path.write_bytes(plots.png("fig6", panels({"this run": [scalars]}, _CURVES)))
 
 
-def report(summary: dict, out: Path, pass_k: str, command: str, is_reduced: bool = False) -> str:
-    """Return what summary.json holds as text, with `pass_k` next to the accuracy, and what to do next with `command`.
+def report(summary: dict, out: Path, pass_k: str, task: str, is_reduced: bool = False) -> str:
+    """Return what summary.json holds as text, with `pass_k` next to the accuracy, and what to do next to a task.
 
     A reduced quickstart has learned nothing, so it says that the set-up works, and no difference.
     """
@@ -100,15 +100,20 @@ def report(summary: dict, out: Path, pass_k: str, command: str, is_reduced: bool
     outcome += " (clustered by problem)"
     if is_reduced:
         outcome = "The set-up works. So few steps teach nothing, whatever the accuracies"
+    commands = Path(os.path.relpath(Path(sys.executable).parent))
     since = " since it was resumed" if summary["resumed"] else ""
     lines += [
         "",
         f"{outcome}. It took {summary['minutes']:.1f} minutes{since} and {summary['peak_rss_gib']:.1f} GiB.",
         *([f"Curves:  {out / 'curves.png'}"] if (out / "curves.png").exists() else []),
         f"Trained: {out / 'checkpoint'}",
-        f"Next:    SEED={summary['seed'] + 1} {command}    # leaves this one as it is",
-        f"         {os.path.relpath(Path(sys.executable).with_name('tensorboard'))} --logdir {out / 'tensorboard'}",
-        *(["         make pretrained    # a pretrained model learns to calculate"] if "quickstart" in command else []),
-        "         examples/scripts/train_kk.sh    # the paper's run, on 4 GPUs",
+        f"Next:    {commands / 'arlopti'} quickstart --task {task} --seed {summary['seed'] + 1}    # beside this one",
+        f"         {commands / 'tensorboard'} --logdir {out / 'tensorboard'}",
     ]
+    if task == "tiny":
+        lines.append(
+            f"         {commands / 'arlopti'} quickstart --task sums    # a pretrained model learns to calculate"
+        )
+    if Path("examples/scripts/train_kk.sh").exists():  # in a checkout
+        lines.append("         examples/scripts/train_kk.sh    # the paper's run, on 4 GPUs")
     return "\n".join(lines)

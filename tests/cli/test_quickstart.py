@@ -52,10 +52,10 @@ def test_results_as_numbers_text_and_picture(tmp_path):
     assert before["all"]["ci95"] == 0  # every puzzle has the same share of right answers
     summary = {"seed": 4, "minutes": 1.0, "resumed": False, "peak_rss_gib": 2.0, "before": before, "after": after}
     whole = summary | {"overall": {"before": before["all"], "after": after["all"]}}
-    text = report(whole, tmp_path, "pass@8", "make quickstart")
+    text = report(whole, tmp_path, "pass@8", "tiny")
     assert "Sampled accuracy changed by +0.250" in text and "kk_3ppl          1" in text
-    assert "SEED=5 make quickstart" in text
-    reduced = report(whole, tmp_path, "pass@8", "make quickstart", is_reduced=True)
+    assert "arlopti quickstart --task tiny --seed 5 " in text and "--task sums" in text
+    reduced = report(whole, tmp_path, "pass@8", "sums", is_reduced=True)
     assert "The set-up works. So few steps teach nothing" in reduced and "standard errors" not in reduced
     curves = {"train/rollout/reward_mean": {1: -1.0, 2: 1.0}, "train/lopti/low_share": {1: 0.1, 2: 0.1}}
     plot(curves, tmp_path / "curves.png")  # a short run may have no other curve

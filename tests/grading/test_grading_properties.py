@@ -150,7 +150,7 @@ def test_an_answer_is_right_where_its_value_is_the_labels(data, numerator, denom
     before = data.draw(st.sampled_from(["", "x = ", "= ", "m + n = ", "\\approx ", "f(2) = "]))
     boxes = ["\\boxed{%s}", "So it is $\\boxed{%s}$.", "\\[ \\boxed{ %s } \\]", "\\boxed{1}, no: \\boxed{%s}"]
     grade = math_reward.grade(data.draw(st.sampled_from(boxes)) % (before + text + added), as_fraction(label))
-    changes_nothing = added in NO_CHANGES or (added == "\\pi" and answer == 0)
+    changes_nothing = added in NO_CHANGES or answer == 0  # which all of the others multiply
     assert grade.timed_out or grade.score == (answer == label and changes_nothing)
 
 

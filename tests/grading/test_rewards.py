@@ -12,7 +12,7 @@ from arlopti_openrlhf.grading import REWARDS, Reward, sources
 from arlopti_openrlhf.grading.grader import Grader, Limits
 from arlopti_openrlhf.lab.data import published
 from arlopti_openrlhf.lab.scoring.inputs import read_rows
-from arlopti_openrlhf.ops.preflight import probe, reward
+from arlopti_openrlhf.ops.preflight import data, reward
 
 TOY = """
 def reward_func(queries, prompts, labels, **kwargs):
@@ -44,7 +44,7 @@ def test_training_takes_it_by_name(tmp_path, monkeypatch):
 
 def test_its_labels_are_read_before_a_run():
     labels = [(f"row {i}", row["label"]) for i, row in enumerate(ROWS)]
-    assert probe.unreadable_labels("toy", labels) == [("row 1", "a label is text", True)]
+    assert data.unreadable_labels("toy", labels) == [("row 1", "a label is text", True)]
 
 
 def test_the_package_that_it_needs_is_looked_for(monkeypatch):

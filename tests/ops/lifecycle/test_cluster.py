@@ -50,8 +50,7 @@ pytestmark = pytest.mark.whole_stack
 def driver():
     """Return a driver with a cluster of its own, and what it has printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"  # and not the run's 30
-    environment["PYTHONPATH"] = str(Path(cluster.__file__).parents[3])
+    environment |= {"PYTHONPATH": str(Path(cluster.__file__).parents[3]), "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
