@@ -12,13 +12,13 @@ import pytest
 from arlopti_openrlhf.ops.lifecycle import cluster, temporary
 
 DRIVER = """
-import os, sys
+import os, sys, tempfile
+os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"  # and not the run's 30
 sys.argv = ["train", "http://host/?token=abc-secret"]
 import psutil
 psutil.Process.cmdline = lambda self: sys.argv  # a command line with a secret
 import ray
 ray._private.utils.psutil.Process.cmdline = psutil.Process.cmdline
-import tempfile
 from pathlib import Path
 from arlopti_openrlhf.ops.lifecycle import cluster
 os.umask(0o077)
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.whole_stack
 def driver():
     """Return a driver with a cluster of its own, and what it has printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"PYTHONPATH": str(Path(cluster.__file__).parents[3]), "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+    environment["PYTHONPATH"] = str(Path(cluster.__file__).parents[3])
     with subprocess.Popen(
         [sys.executable, "-c", DRIVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
