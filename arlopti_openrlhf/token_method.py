@@ -347,6 +347,11 @@ def as_one_row(tokens: Tokens) -> Tokens:
     return Tokens(*(values.reshape(1, -1) for values in tokens))
 
 
+def responses_of(tokens: Tokens) -> list[Tokens]:
+    """Return tokens (B, A) as B responses (1, A), as `Method.weigh` gets them in training."""
+    return [Tokens(*(values[i : i + 1] for values in tokens)) for i in range(len(tokens.mask))]
+
+
 def _probed(method: Method) -> Method:
     """Return the method with its number of passes, after a try with tokens of each sign, and with a single one."""
     tokens = made_up_tokens()
@@ -355,8 +360,7 @@ def _probed(method: Method) -> Method:
     method = method.with_passes(row, statistic)
     if not method.passes:
         raise ValueError("weigh returned no tensor at all")
-    rows = [Tokens(*(values[i : i + 1] for values in tokens)) for i in range(3)]
-    for part in (*rows, Tokens(*(values[:1, :1] for values in tokens))):
+    for part in (*responses_of(tokens), Tokens(*(values[:1, :1] for values in tokens))):
         largest = max(weights.max().item() for weights in method.weigh(part, statistic))
         if largest > _LARGEST:
             raise ValueError(f"weigh returned {largest:g} for a made-up token, and at most {_LARGEST:g} can be meant")

@@ -15,6 +15,7 @@ from openrlhf.models import PolicyLoss
 
 from arlopti_openrlhf.cli import main, train_ppo_ray
 from arlopti_openrlhf.cli.flags import TABLES
+from arlopti_openrlhf.grading.reward_answers import normalise
 from arlopti_openrlhf.token_update import advantage_weights
 
 ROOT = Path(__file__).parents[1]
@@ -204,6 +205,16 @@ def test_every_training_flag_is_known_and_ours_are_explained():
     explained = set(re.findall(r"^\| `(--[\w.-]+)`", text_of("docs/flags.md"), re.M))
     explained -= {"--reward.remote_url"}  # OpenRLHF's own, which takes two values more
     assert explained == ours, explained ^ ours
+
+
+def test_the_reward_of_the_guide_rewards():
+    code, _ = blocks("docs/rewards.md", "python")
+    names: dict = {}
+    exec(code, names)
+    queries, prompts = ["What is 1 + 1?\nIt is 2", "What is 1 + 1?\nIt is 3"], ["What is 1 + 1?\n"] * 2
+    answer = normalise(names["reward_func"](queries, prompts, ["2", "2"]), 2)
+    assert (answer["rewards"], answer["scores"]) == ([1.0, -1.0], [1.0, 0.0])
+    assert answer["extra_logs"] == {"response_chars": [7.0, 7.0]}
 
 
 def constants(node: ast.AST) -> list[str]:

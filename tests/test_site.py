@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -77,6 +78,15 @@ def test_the_drawings_are_what_their_script_draws():
         assert (ROOT / f"docs/{name}.svg").read_text("utf-8") == getattr(drawings, name)(), "python docs/drawings.py"
 
 
+def test_a_tree_of_files_keeps_its_depth_and_its_code(hooks):
+    assert hooks.tree("a/\n  b.py   does `c` & d\n").splitlines() == [
+        '<div class="tree">',
+        '<code style="margin-left: 0ch">a/</code><span></span>',
+        '<code style="margin-left: 2ch">b.py</code><span>does <code>c</code> &amp; d</span>',
+        "</div>",
+    ]
+
+
 def test_what_builds_the_site_is_pinned():
     lines = (ROOT / "requirements/docs.txt").read_text("utf-8").splitlines()
     packages = [line.partition(" ")[0] for line in lines if not line.startswith("#")]
@@ -120,6 +130,14 @@ def test_no_page_loads_anything_from_elsewhere(site):
         loaded.feed(page.read_text("utf-8"))
         assert loaded.addresses
         assert not [address for address in loaded.addresses if address.startswith(("http:", "https:", "//"))], page
+
+
+def test_the_home_page_has_cards_for_the_table_of_links(site):
+    page = (site / "index.html").read_text("utf-8")
+    [cards] = re.findall(r'<div class="grid cards">(.*?)</div>', page, re.S)
+    rows = re.findall(r"^\| .* \| \[.*\.md\).* \|$", (ROOT / "README.md").read_text("utf-8"), re.M)
+    assert cards.count("<li>") == len(rows) > 10 and 'href="getting_started.html"' in cards
+    assert "you want to</th>" not in page
 
 
 def test_the_api_has_the_public_functions(site):

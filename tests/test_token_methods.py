@@ -9,8 +9,6 @@ import torch
 from arlopti_openrlhf import methods, token_method
 from arlopti_openrlhf.token_method import Tokens
 
-INF = math.inf
-
 
 def load(source: str, *arguments: str) -> token_method.Method:
     name = methods.name_of(source)

@@ -41,8 +41,9 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
     try:
         loaded = load(sources, arguments)
         doubts = [doubt for method in loaded for doubt in _doubts(method)]
-    except ValueError as error:
-        yield Finding(_FLAG, given, str(error), "correct the method or --algo.token_method_args")
+    except Exception as error:  # a user's file raises anything
+        problem = f"{'' if isinstance(error, ValueError) else type(error).__name__ + ': '}{error}"
+        yield Finding(_FLAG, given, problem, "correct the method or --algo.token_method_args")
         return
     for doubt in doubts:
         yield Finding(_FLAG, given, doubt, "look at the method, unless that is meant", is_fatal=False)
@@ -61,11 +62,11 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
 
 def _doubts(method: "Method") -> Iterator[str]:
     """Yield what looks wrong with the weights of made-up tokens, and may be meant."""
-    from arlopti_openrlhf.token_method import as_one_row, made_up_tokens
+    from arlopti_openrlhf.token_method import as_one_row, made_up_tokens, responses_of
 
     tokens = made_up_tokens()
     statistic = method.statistic(as_one_row(tokens))
-    once, again = (method.weigh(tokens, statistic) for _ in range(2))
+    once, again = ([w for own in responses_of(tokens) for w in method.weigh(own, statistic)] for _ in range(2))
     if not any(weights.any() for weights in once):
         yield f"{method.name} gives all made-up tokens the weight 0, and would train nothing if it did so in a run"
     if not all(first.equal(second) for first, second in zip(once, again, strict=True)):

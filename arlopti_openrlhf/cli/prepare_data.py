@@ -45,8 +45,8 @@ def make_parser() -> Parser:
     add("--prompt-format", choices=preparation.PROMPT_FORMATS, default="messages", help=formats)
     exclude = "drop prompts that occur in these files, such as test sets"
     add("--exclude", nargs="+", default=[], metavar="FILE", help=exclude)
-    add("--tokenizer", metavar="MODEL", help="count the length of prompts in this model's tokens")
-    add("--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts (needs --tokenizer)")
+    add("--tokenizer", metavar="MODEL", help="whose tokens --max-prompt-tokens counts")
+    add("--max-prompt-tokens", type=integer(0), metavar="N", help="drop longer prompts, in tokens of --tokenizer")
     add("--strict", action="store_true", help="fail instead of dropping a row")
     people = range(knights_knaves.MIN_PEOPLE, knights_knaves.MAX_PEOPLE + 1)
     of_puzzle = "--generate: people per puzzle (default: 2 3)"

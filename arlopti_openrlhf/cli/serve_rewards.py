@@ -54,7 +54,7 @@ def make_parser() -> Parser:
             "largest request (default: {:g} MiB)",
         ),
         ("--max-batch", integer(1), limits.batch, "queries in one request (default: {:g})"),
-        ("--max-queue", integer(1), limits.queue, "queries that may wait, per grader (default: {:g})"),
+        ("--max-queue", integer(1), limits.queue, "queries that wait or are graded, per grader (default: {:g})"),
         ("--max-seconds", positive, limits.seconds, "for one request, waiting included (default: {:g})"),
         (
             "--grading-seconds",

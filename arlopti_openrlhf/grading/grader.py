@@ -59,9 +59,9 @@ class Grader:
             Refused: the queue is full (503), or the call failed (see `_as_refusal`).
         """
         if self.queued + len(query) > self.limits.queue:
-            raise Refused(503, f"{self.queued} queries are waiting: try again later")
+            raise Refused(503, f"{self.queued} queries wait or are graded: try again later")
         self.queued += len(query)
-        try:  # a client that leaves cancels a call that has not begun
+        try:  # a request that takes too long is cancelled, and its call does not begin any more
             answer = await asyncio.wrap_future(self.threads.submit(self.call, query, prompts, labels))
         except Exception as error:
             raise _as_refusal(error) from error

@@ -18,11 +18,11 @@ _OR = re.compile(r"\s+or\s+|\s*\\text\{\s*or\s*\}\s*")
 
 
 def problem(label: Any) -> str | None:
-    """Return why only an answer with the label's words, or letters, earns a label. ValueError as in `label_text`."""
+    """Return why only the label's own words, or letters, earn it, or None. ValueError as in `label_text`."""
     answers = _answers_in(label_text(label))
     if answers and not _earns(label, answers):
         return f"{str(label)[:60]!r} is met by these words only, and not by {answers[0]!r}"
-    return None if is_readable(label) else f"{str(label)[:60]!r} is met letter by letter only"
+    return None if is_readable(label) else f"{str(label)[:60]!r} is compared letter by letter"
 
 
 def _is_right(answer: str, label: Any) -> bool:

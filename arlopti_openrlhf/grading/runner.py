@@ -1,7 +1,7 @@
 """Calls a function in a process that can be killed, which bounds what it costs if it hangs, dies or takes all memory.
 
 The process imports the function once, and answers each connection in a fork of itself or in a thread. A fork takes
-milliseconds, can be killed alone, and has a limit of memory. Threads share the module's state. The caller receives
+milliseconds, can be killed alone, and may have a limit of memory. Threads share the module's state. The caller gets
 JSON and no pickle, because a process that has read a model's answer may send anything.
 """
 
@@ -208,7 +208,7 @@ class WorkerPool:
     """Calls a function in workers, which are forks of a process. Any number of threads may call it at the same time.
 
     Args:
-        function, memory_gib: as in `Process`, which the first call starts.
+        function, memory_gib: as `function` and `fork_gib` of `Process`, which the first call starts.
         workers: how many calls run at a time. The others wait.
         timeout, patience: the limits of each call, as in `Process.ask`.
     """

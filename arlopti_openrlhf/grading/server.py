@@ -255,7 +255,7 @@ def serve(server: RewardServer, host: str, port: int) -> None:
         server.app(),
         host=host,
         port=port,
-        http="h11",  # which bounds a request's head
+        http="h11",  # which bounds the size of a request's head
         access_log=False,  # `get_reward` logs requests
         log_config=None,
         timeout_graceful_shutdown=math.ceil(server.limits.seconds) + 5,

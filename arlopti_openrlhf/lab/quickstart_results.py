@@ -77,7 +77,7 @@ def plot(scalars: dict[str, Series], path: Path) -> None:
 
 
 def report(summary: dict, out: Path, pass_k: str, task: str, is_reduced: bool = False) -> str:
-    """Return what summary.json holds as text, with `pass_k` next to the accuracy, and what to do next to a task.
+    """Return what summary.json holds as text, with `pass_k` next to the accuracy, and what to do after the task.
 
     A reduced quickstart has learned nothing, so it says that the set-up works, and no difference.
     """

@@ -16,9 +16,9 @@ from arlopti_openrlhf.update.ranks import Ranks
 
 # Sums over a pass's tokens, divided by the whole mini-batch's count: the passes' values add up to the update's.
 ADDITIVE = ("policy_loss", "kl", "entropy_loss")
-# Means over whole responses, in each pass: of log π_old and of the log-probs by which vLLM drew the tokens.
+# They follow from π_old and vLLM's log-probs alone, so each pass has the same. They are weighted by response tokens.
 OF_RESPONSES = ("vllm_kl", "is_filter_ratio")
-_RESPONSE_TOKENS = "num_response_tokens"  # over which they are means
+_RESPONSE_TOKENS = "num_response_tokens"
 
 
 def micro_batch_status(

@@ -46,7 +46,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def taken(engine: deepspeed.DeepSpeedEngine) -> int:
-    """Return how many optimizer steps have moved θ. DeepSpeed counts those that were refused, too."""
+    """Return how many optimizer steps have moved θ. `global_steps` counts refused ones, too."""
     return engine.global_steps - engine.skipped_steps
 
 

@@ -105,9 +105,10 @@ class UpdateStatistics:
         """Return what each bin holds, as `tokens/<bin>/<name>`, and the histograms. A bin without tokens has no mean.
 
         `count` and `share` count token updates. `abs_advantage` is a mean before token methods. `logit_grad_norm` is
-        the sum of Eq. 15's norms, and `grad_share` the bin's share of it. `entropy` is a mean in nats, and
-        `clip_ratio` the share of clipped tokens. Among the tokens computed after θ has moved, `probability_change` is
-        the mean of π − π_old, and `rose` the share of those with a positive advantage whose probability rose (Fig. 3).
+        the sum of Eq. 15's norms, and `grad_share` the bin's share of it. `entropy` is a mean in nats. `clip_ratio` is
+        the share of tokens with an advantage, but without a policy gradient. Among the tokens computed after θ has
+        moved, `probability_change` is the mean of π − π_old, and `rose` the share of those with a positive advantage
+        whose probability rose (Fig. 3).
 
         Args:
             is_rescaled: whether token methods rescale all tokens. Then `grad_share_unweighted` is the share without

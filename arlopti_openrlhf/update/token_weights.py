@@ -103,8 +103,8 @@ class TokenWeights:
             sums=torch.tensor(sums, dtype=torch.float64).view(-1, 4),
         )
 
-    def rescale(self, weights: Sequence[Weights]) -> bool:
-        """Return whether methods multiply these weights, and leave out no token. Groups alone change no gradient."""
+    def rescales_all(self, weights: Sequence[Weights]) -> bool:
+        """Return whether methods rescale advantages and leave out no token. Groups alone change no gradient."""
         rescales = [not method.groups for method in self.methods for _ in method.passes]
         zeros = sum((own.sums[rescales, 3].sum() for own in weights), torch.tensor(0.0))
         return any(rescales) and not zeros

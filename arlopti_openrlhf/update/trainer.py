@@ -115,13 +115,14 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
                 num_tokens, status = self._pass(mini_batch, index, objective, is_first, is_moved, statistics)
                 metrics.add(self.token_weights.labels[index], num_tokens, status)
                 is_first = False
-        weights = [sample.weights for sample in trained]
-        status = metrics.summary() | self.token_weights.metrics(weights, known, self.ranks)
+        weights = [sample.weights for sample in samples if sample.weights is not None]
+        of_methods = self.token_weights.metrics([sample.weights for sample in trained], known, self.ranks)
+        status = metrics.summary() | of_methods
         if statistics is None:
             return status
         statistics.sums = self.ranks.sum_tensor(statistics.sums)
         # GSPO's gradient is spread over the response. What a token that is left out would have had, nobody computes.
-        is_rescaled = self.args.actor.policy_loss_type != "gspo" and self.token_weights.rescale(weights)
+        is_rescaled = self.args.actor.policy_loss_type != "gspo" and self.token_weights.rescales_all(weights)
         return status | statistics.metrics(is_rescaled=bool(self.ranks.min(is_rescaled)))
 
     def _weigh(self, samples: Sequence[Sample], known: Any) -> None:

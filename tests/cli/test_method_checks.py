@@ -83,6 +83,11 @@ def test_the_passes_of_a_users_file_are_counted(tmp_path):
         ("--algo.token_method_args ar.alpha=1", "--algo.token_method_args", "there is no token method"),
         ("--algo.token_method lopti --actor.lr_scheduler greedy", "--actor.lr_scheduler", "which Lopti doubles"),
         ("--algo.token_method ar --train.batch_size 24", "--train.batch_size", "= 32"),
+        (
+            "--algo.token_method ar --actor.gradient_checkpointing_level whole",
+            "--actor.gradient_checkpointing_level",
+            "with --actor.gradient_checkpointing_enable",
+        ),
         ("--algo.token_method ar --train.batch_size 24 --actor.update stock", "--train.batch_size", "= 32"),
     ],
 )

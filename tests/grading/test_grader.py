@@ -2,35 +2,36 @@
 
 import asyncio
 
-import pytest
-
 from arlopti_openrlhf.grading.grader import Grader, Limits, Refused
 
 FILE = """
 import time
+from pathlib import Path
 def reward_func(queries, prompts, labels, **kwargs):
     large = bytearray(5 * 2**29)  # which nobody touches
-    time.sleep(1)
+    with open(FOLDER + "/asked", "a") as file:
+        print(*queries, file=file)
+    time.sleep(0.5)
     return [float(len(query)) for query in queries]
 """
 
 
-def test_what_waits_is_answered_in_turn_and_what_would_wait_too_long_is_refused(tmp_path):
-    (tmp_path / "reward.py").write_text(FILE)
+def test_what_waits_is_answered_in_turn_and_what_exceeds_the_queue_is_refused(tmp_path):
+    (tmp_path / "reward.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{FILE}")
 
     async def grade():
-        grader = Grader(str(tmp_path / "reward.py"), 1, Limits(queue=3))
-        asked = [grader.grade(query, query, query) for query in (["a"], ["bb", "ccc"], ["too much"])]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        left = asyncio.create_task(grader.grade(["d"], ["d"], ["d"]))
+        grader = Grader(str(tmp_path / "reward.py"), 1, Limits(queue=4))
+        asked = [["a"], ["bb", "ccc"], ["too", "much"], ["late"]]
+        first, second, refused, late = (asyncio.create_task(grader.grade(query, query, query)) for query in asked)
         await asyncio.sleep(0)
-        left.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await left
+        late.cancel()
+        answers = await asyncio.gather(first, second, refused, late, return_exceptions=True)
         assert grader.queued == 0
         grader.pool.close()
         return answers
 
-    one, two, refused = asyncio.run(grade())
+    one, two, refused, cancelled = asyncio.run(grade())
     assert (one["rewards"], two["rewards"]) == ([1.0], [2.0, 3.0])
     assert isinstance(refused, Refused) and refused.status == 503
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert (tmp_path / "asked").read_text() == "a\nbb ccc\n"  # what was cancelled before its turn is not asked

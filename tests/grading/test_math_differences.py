@@ -107,6 +107,14 @@ def print_by_reason(counts: Counter) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("patient")
+def test_each_near_miss_that_math_verify_takes_otherwise_is_counted():
+    found = Counter(row[:2] for row in differences(near_misses()))
+    print_by_reason(found)
+    assert found == Counter({kind: count for kind, (count, _) in reasons().items()})
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     "labels",
     [

@@ -59,7 +59,7 @@ def test_the_page_is_made_of_what_is_recorded():
     """And what is recorded works."""
     page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
     assert f"\n{run.table(run.recorded())}\n" in page
-    assert run.recorded() and not any(outcome.wrong for outcome in run.recorded().values())
+    assert run.recorded() and len(SHORT) >= 2 and not any(outcome.wrong for outcome in run.recorded().values())
 
 
 def test_a_result_belongs_to_the_mode_as_it_was(tmp_path):

@@ -94,7 +94,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def test_statistics_go_to_the_trackers_alone(train, tmp_path, monkeypatch):
-    counts, norms = [0.0] * 48 + [3.0, 5.0], [2.0] + [0.0] * 49
+    counts, norms = [0.0] * 98 + [3.0, 5.0], [2.0] + [0.0] * 99
     answer = GOOD | {"tokens/p0.00-0.25/share": 0.1, **dict(zip(HISTOGRAMS, (counts, norms), strict=True))}
     monkeypatch.setattr(ppo_trainer.BasePPOTrainer, "ppo_train", lambda self, step: dict(answer))
     trainer, logged = train(), list[dict]()
@@ -110,7 +110,7 @@ def test_statistics_go_to_the_trackers_alone(train, tmp_path, monkeypatch):
     histogram = found.Histograms("train/tokens/probability")[1]
     assert histogram.step == 2 and histogram.histogram_value.num == 8
     filled = dict(zip(histogram.histogram_value.bucket_limit, histogram.histogram_value.bucket, strict=True))
-    assert filled[1.0] == 5 and filled[0.98] == 3
+    assert filled[1.0] == 5 and filled[0.99] == 3
 
     scalars, by_probability, by_norm = logged[:3]
     assert scalars["train/tokens/p0.00-0.25/share"] == 0.1 and scalars["train/global_step"] == 1

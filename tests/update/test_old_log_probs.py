@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from arlopti_openrlhf import token_method
 from arlopti_openrlhf.update import old_log_probs
 from arlopti_openrlhf.update.sample import Sample
+from arlopti_openrlhf.update.token_weights import TokenWeights
+from arlopti_openrlhf.update.trainer import TokenUpdateTrainer
 
 
 def actor(dropout: float = 0.0, **config) -> SimpleNamespace:
@@ -54,3 +57,13 @@ def test_entropies_that_are_known_stay():
     shown = torch.tensor([[1.0, 2.0], [9, 9]])
     old_log_probs.store(samples, torch.zeros(2, 2), shown)
     assert samples[0].entropies.tolist() == [1, 2] and samples[1].entropies is known
+
+
+@pytest.mark.parametrize("reason", ["", "a random forward", "a KL in the reward", "experts in groups", "a statistic"])
+def test_what_keeps_the_first_pass_from_giving_log_probs(reason, monkeypatch):
+    monkeypatch.setattr(old_log_probs, "is_random", lambda actor: reason == "a random forward")
+    monkeypatch.setattr(old_log_probs, "in_the_reward", lambda args: reason == "a KL in the reward")
+    methods = token_method.load(["lopti"], ["lopti.quantile=0.5"] if reason == "a statistic" else [])
+    weights = TokenWeights(methods, by_token=True)
+    trainer = SimpleNamespace(token_weights=weights, aux_loss=reason == "experts in groups", args=None, actor=None)
+    assert TokenUpdateTrainer.first_pass_gives_old_log_probs.func(trainer) == (not reason)

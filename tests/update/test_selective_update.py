@@ -183,7 +183,7 @@ def test_statistics_by_probability(at_one_theta, tiny_model):
         assert found == pytest.approx(expected, rel=1e-4)
         assert n > 10
     histogram = torch.tensor([status[name] for name in HISTOGRAMS])
-    exact = torch.histc(torch.tensor([token["old"] for token in tokens]), 50, 0, 1)
+    exact = torch.histc(torch.tensor([token["old"] for token in tokens]), 100, 0, 1)
     assert histogram[0].tolist() == exact.tolist()
     assert histogram[1].sum().item() == pytest.approx(norms["after"], rel=1e-4)
 

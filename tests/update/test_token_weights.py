@@ -20,7 +20,7 @@ ARGUMENTS = {
 }
 
 
-# Entropies and Σ P² of a sample of four response tokens, of which 80/20 keeps two at the threshold 2.
+# Entropies of a sample of four response tokens, of which 80/20 keeps two at the threshold 2.
 TWO_OF_FOUR = torch.tensor([9.0, 9.0, 0.1, 2.0, 0.1, 2.0])
 ALONE = SimpleNamespace(sum_tensor=lambda own: own, gather=lambda own: own)  # the ranks, where there is one
 
@@ -43,7 +43,7 @@ def with_entropies(items: list[Sample], values: torch.Tensor | None = None) -> l
     """The samples with what a forward pass has shown: the same entropies (A,) for all, or random ones."""
     generator = torch.Generator().manual_seed(1)
     for item in items:
-        random = torch.rand(2, len(item.action_mask), generator=generator)[0] * 2
+        random = 2 * torch.rand(len(item.action_mask), generator=generator)
         item.entropies = random if values is None else values
     return items
 
@@ -232,7 +232,8 @@ def test_no_response_has_a_token():
 def test_a_statistic_may_be_none(tmp_path):
     """The method is asked all the same. Without a token in the batch it is not."""
     (tmp_path / "gate.py").write_text(
-        "def statistic(tokens): return None\ndef weigh(tokens, statistic): return tokens.mask / 4\n"
+        "def statistic(tokens): return None\n"
+        "def weigh(tokens, statistic):\n    assert tokens.mask.numel()\n    return tokens.mask / 4\n"
     )
     weights = TokenWeights(token_method.load([str(tmp_path / "gate.py")], []), by_token=True)
     for items, expected in ((samples(36)[2:3], [0, 0, 0.25, 0.25]), (samples(1), [0, 0])):

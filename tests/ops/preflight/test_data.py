@@ -163,7 +163,7 @@ def test_a_file_that_does_not_parse(check, lines, problem):
     ("labels", "fatal", "problem"),
     [
         (["42", " $$ "], True, "a label is empty"),
-        (["42", "\\"], False, "is not recognised as an answer to itself"),
+        (["42", "\\"], False, "is compared letter by letter"),
         (["\\", " $$ "], True, "a label is empty"),
     ],
 )

@@ -117,18 +117,6 @@ def test_both_trainers_have_it():
         assert issubclass(actor, controller.Controller)
 
 
-def make_maker(kind: type):
-    return kind(None, None, None, None, None, SimpleNamespace(args=make_args()), SimpleNamespace(pad_token_id=0))
-
-
-def make_sample(**info: float) -> Experience:
-    return Experience(
-        sequences=torch.ones(1, 3, dtype=torch.long),
-        rewards=torch.tensor([1.0]),
-        info={name: torch.tensor([value]) for name, value in info.items()},
-    )
-
-
 class Policy:
     """Stands for the group of policy actors, and notes what it is asked."""
 

@@ -165,7 +165,12 @@ def checkpoint_states(monkeypatch):
 @pytest.mark.parametrize("runner", [Trainer, Generator])
 # Prompts, in whole steps or in an episode that ends with a smaller one, and prompts of one call of vLLM.
 @pytest.mark.parametrize(
-    "count, together", [(16, 4), (18, 12), *(pytest.param(16, n, marks=pytest.mark.long) for n in (6, 12))]
+    "count, together",
+    [
+        (16, 4),
+        (18, 12),
+        *(pytest.param(*both, marks=pytest.mark.long) for both in ((16, 6), (16, 12), (18, 4), (18, 6))),
+    ],
 )
 @pytest.mark.parametrize("filtering", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
