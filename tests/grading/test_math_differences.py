@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.grading.math_reward import WORKERS, grade
-from arlopti_openrlhf.grading.runner import WorkerPool
 
 HERE = Path(__file__).parent
 # A folder of published sets, verl-style parquet files. None is in the repository.
@@ -87,15 +85,6 @@ def differences(pairs: list[tuple[str, str, str]]) -> list[tuple[str, str, str, 
         for (kind, label, answer), our, their in zip(pairs, ours, theirs, strict=True)
         if our != their
     ]
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """The limit is far away, for a machine that is busy."""
-    pool = WorkerPool("arlopti_openrlhf.grading.math_compare:compare", math_reward.WORKERS, timeout=60, memory_gib=1.0)
-    monkeypatch.setattr(math_reward, "_pool", pool)
-    yield
-    pool.close()
 
 
 def print_by_reason(counts: Counter) -> None:

@@ -1,15 +1,12 @@
 r"""An answer that lists guesses is wrong, however it joins them, and one that is right is so in each of its frames."""
 
-import os
 from fractions import Fraction
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from arlopti_openrlhf.grading import math_reward
 from arlopti_openrlhf.grading.math_reward import grade
-from arlopti_openrlhf.grading.runner import WorkerPool
 
 # ruff: noqa: E501, UP031
 # Relations, words, commas, arrows and what else may stand between two values.
@@ -42,17 +39,7 @@ FRAMES = [
 BETWEEN_BOXES = [", ", "; ", " or ", " and ", " = ", r" \approx ", "$, $", "$ or $", "$ and $", r" \text{ or } ", " "]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def patient_pool():
-    """The limit is far away, for a machine that is busy."""
-    pool, before = (
-        WorkerPool("arlopti_openrlhf.grading.math_compare:compare", os.cpu_count() or 1, 60, 1.0),
-        math_reward._pool,
-    )
-    math_reward._pool = pool
-    yield
-    math_reward._pool = before
-    pool.close()
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 def as_latex(value: Fraction) -> str:

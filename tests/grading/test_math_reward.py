@@ -12,7 +12,7 @@ import torch
 
 from arlopti_openrlhf.grading import math_boxed_reward, math_reward
 from arlopti_openrlhf.grading.math_reward import grade, last_box, reward_func
-from arlopti_openrlhf.grading.runner import Died, TimedOut, WorkerPool
+from arlopti_openrlhf.grading.runner import Died, TimedOut
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "math"
 REWARD_FILES = [math_reward.__file__, str(Path(__file__).parents[2] / "rewards" / "math_reward.py")]
@@ -37,19 +37,6 @@ HOSTILE = [
     "\x00\ud800\u202e",
     "",
 ]
-
-
-@pytest.fixture(scope="module")
-def patient_pool():
-    pool = WorkerPool("arlopti_openrlhf.grading.math_compare:compare", math_reward.WORKERS, timeout=60, memory_gib=1.0)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def patient(patient_pool, monkeypatch):
-    """The limit is far away. A machine that is busy may hold a comparison up for 2 s."""
-    monkeypatch.setattr(math_reward, "_pool", patient_pool)
 
 
 @pytest.mark.usefixtures("patient")
