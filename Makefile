@@ -48,9 +48,9 @@ test: setup
 else
 # Two processes, for two cores: one for the tests that start much of the stack, one after the other, and one for the rest.
 # The first takes over what needs no other room.
-SECOND := $(sort $(shell grep -rl 'mark.whole_stack' tests --include=test_*.py)) tests/forward tests/grading
+SECOND = $(sort $(shell grep -rls 'mark.whole_stack' tests --include=test_*.py)) tests/forward tests/grading
 test: setup
-	@echo "make test: ten minutes on two idle cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
+	@echo "make test: eleven minutes on two idle cores. What starts vLLM or Ray runs beside the rest, and is shown at the end."
 	.venv/bin/python -m pytest -m "not long" --durations 25 $(SECOND) >.venv/whole-stack.log 2>&1 &
 	whole_stack=$$!
 	trap '{ pkill -P $$whole_stack; kill $$whole_stack; } 2>/dev/null || true' EXIT
