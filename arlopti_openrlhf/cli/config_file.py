@@ -57,10 +57,14 @@ def keep(flat: argparse.Namespace, folder: Path) -> None:
 
 
 def text(flat: argparse.Namespace) -> str:
-    """Return the content of such a file. A flag without a value is left out, and paths are absolute."""
+    """Return the content of such a file. A flag without a value is left out, and paths are absolute.
+
+    So are those that are for one start alone.
+    """
     import yaml
 
-    given = {key: _plain(value) for key, value in vars(flat).items() if value is not None and key != "config"}
+    once = ("config", "ckpt.load_changed")
+    given = {key: _plain(value) for key, value in vars(flat).items() if value is not None and key not in once}
     by_topic: dict[str, Any] = {}  # {"actor": {"adam.lr": 1e-6}, "dry_run": False}
     for key, value in given.items():
         topic, _, name = key.partition(".")
@@ -125,7 +129,7 @@ def _words(key: str, value: Any, parser: Parser) -> list[str]:
         raise ValueError(f"{key} is no flag" + (f"; {hint}" if hint else ""))
     flag, values = action.option_strings[0], value if isinstance(value, list) else [value]
     if action.nargs == 0:
-        if value not in _SWITCHES:
+        if isinstance(value, list) or value not in _SWITCHES:
             raise ValueError(f"{key}: {value} is neither true nor false")
         # What is false by default needs no word for it.
         return [a.option_strings[0] for a in parser._actions if a.dest == key and a.const is _SWITCHES[value]][:1]

@@ -239,10 +239,11 @@ METHOD = next(iter(TABLES))  # the title of the method's own flags
 _OPENRLHF = (
     Flag("ckpt.path ckpt.output_dir logger.tensorboard_dir", path=os.path.abspath),
     Flag("logger.wandb.key", {},
-     "WANDB_API_KEY for the key in that environment variable, or the key, which is shown nowhere."),
+     "WANDB_API_KEY for the key in that environment variable, or the key. Neither is shown, except with --ops off."),
     Flag("rollout.batch_size rollout.n_samples_per_prompt train.batch_size train.max_epochs", change=Change.PLACE),
     Flag("train.seed", change=Change.PLACE),  # of the order of the prompts
     Flag("actor.num_nodes actor.num_gpus_per_node critic.num_nodes critic.num_gpus_per_node", change=Change.RANKS),
+    Flag("ds.grad_accum_dtype", {"choices": ("fp32", "bf16", "fp16")}),
     Flag("ds.zero_stage ds.ring_attn_size ds.tensor_parallel_size", change=Change.LAYOUT),
     Flag("actor.adam.lr actor.adam.betas actor.adam.eps actor.adam.weight_decay", change=Change.STORED),
     Flag("critic.adam.lr critic.adam.betas critic.adam.eps critic.adam.weight_decay", change=Change.STORED),

@@ -113,4 +113,5 @@ def _changes_layout(key: str, had: _Values, has: _Values) -> bool:
 
 def _ranks(model: str, values: _Values) -> int:
     nodes, gpus = (int(str(values.get(f"{model}.{name}", 0))) for name in ("num_nodes", "num_gpus_per_node"))
-    return nodes * gpus if f"{model}.model_name_or_path" in values else 0
+    has_model = model == "actor" or values.get("algo.advantage.estimator") == "gae"  # whose critic may be the actor's
+    return nodes * gpus if has_model else 0

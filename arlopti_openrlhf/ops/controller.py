@@ -13,10 +13,10 @@ from ray.util.queue import Full
 from transformers import set_seed
 
 from arlopti_openrlhf.ops.checkpoints import state
-from arlopti_openrlhf.ops.checkpoints.files import is_published, newest_of
+from arlopti_openrlhf.ops.checkpoints.files import are_saved, is_published, newest_of
 from arlopti_openrlhf.ops.health import alarms, trackers
 from arlopti_openrlhf.ops.lifecycle import credentials, progress, stopping
-from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
+from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker
 from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator
 from arlopti_openrlhf.patching import Upstream, replaced_attribute
 
@@ -48,26 +48,12 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
         set_seed(strategy.args.train.seed)  # upstream seeds the models' processes alone
         credentials.receive()  # the trackers are built next
-        with trackers.resumable(state.identify(strategy.args)):
-            super().__init__(pretrain, strategy, *args, **kwargs)
+        # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
+        with replaced_attribute(ppo_trainer, "RemoteExperienceMaker", ExperienceMaker):
+            with trackers.resumable(state.identify(strategy.args)):
+                super().__init__(pretrain, strategy, *args, **kwargs)
         self.alarms = alarms.Alarms(self.args)
         self.bad_steps: list[str] = []  # what was bad about each of the last steps in a row
-        # Ray pickles `BasePPOTrainer` by name, so its constructor would not see a class rebound on the driver.
-        self.experience_maker = ExperienceMaker(
-            self.actor_model_group,
-            self.critic_model_group,
-            self.reward_model_group,
-            self._reference(),
-            self.kl_ctl,
-            self.strategy,
-            self.tokenizer,
-        )
-
-    def _reference(self) -> Any:
-        """Return what computes the reference's log-probs, or None where nothing needs them."""
-        if self.reference_model_group is None and self.args.algo.kl.init_coef > 0:
-            return ReferenceInPolicy(self.actor_model_group)
-        return self.reference_model_group
 
     def resume(self, checkpoint_states: dict) -> None:
         """Take up the state of a checkpoint, or of a new run, which holds only counters. Call it before any step."""
@@ -87,6 +73,14 @@ class Controller(ppo_trainer.BasePPOTrainer):
     def _compute_rollout_stats(self, experiences) -> dict:
         group_size = self.args.rollout.n_samples_per_prompt
         return super()._compute_rollout_stats(experiences) | alarms.rollout_figures(experiences, group_size)
+
+    def train_step(self, *args, **kwargs) -> Any:
+        """Take upstream's step. A KL that is not finite leaves the coefficient, as no later one could mend it."""
+        coefficient = self.kl_ctl.value
+        result = super().train_step(*args, **kwargs)
+        if not np.isfinite(self.kl_ctl.value):
+            self.kl_ctl.value = coefficient
+        return result
 
     def ppo_train(self, global_steps: int) -> dict:
         """Return upstream's status, without the statistics by probability, which are kept for the trackers."""
@@ -136,7 +130,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
 
     def save_last_step(self) -> None:
         """Save the last step as upstream does every `--ckpt.save_steps`, unless that is done or the step is bad."""
-        if self.last_step == self.saved_step or self.bad_steps:
+        if self.last_step == self.saved_step or self.bad_steps or not are_saved(self.args):
             return
         states = (self.last_client_states or {}) | self._state()
         with replaced_attribute(self.args.ckpt, "save_steps", 1):

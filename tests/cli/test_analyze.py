@@ -10,7 +10,6 @@ from arlopti_testing.analysis_fakes import RIGHT, WRONG, fake_sample, write_log,
 
 from arlopti_openrlhf.cli import analyze
 from arlopti_openrlhf.lab.analysis import figures, models, rollouts
-from arlopti_openrlhf.ops.preflight.model import ModelSize
 
 FIGURES = ["fig1", "fig2", "fig3", "fig5", "fig6", "fig7", "fig8"]
 
@@ -84,7 +83,7 @@ def test_what_is_done_before_an_interruption_is_there(tiny_model, tiny_data, tmp
 
 
 def test_a_large_model_on_a_cpu_gets_less(monkeypatch):
-    monkeypatch.setattr(models, "model_size", lambda model: ModelSize(int(model), None))
+    monkeypatch.setattr(models, "num_parameters", int)
     flags = dict.fromkeys(models._DEFAULTS) | {"samples": 16}
     small, large = (SimpleNamespace(**flags) for _ in range(2))
     models.set_defaults(small, ["1000000"])

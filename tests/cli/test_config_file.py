@@ -64,6 +64,8 @@ def test_the_command_line_wins(parse):
         ("algo: {ar: {beta: 1}}", "algo.ar.beta is no flag"),
         ("help: true", "help is no flag"),
         ("ds.packing_samples: yes", "ds.packing_samples: yes is neither true nor false"),
+        ("ds.packing_samples: [true]", "is neither true nor false"),
+        ("ds.grad_accum_dtype: float32", "invalid choice: 'float32'"),
         ("algo.ar.alpha: [0.1, 0.2]", "algo.ar.alpha: takes one value, not a list"),
         ("actor.eps_clip_low_high: [[0.1], 0.2]", "actor.eps_clip_low_high: is no list of plain values"),
         ("algo: {ar.alpha: 0.3}\nalgo: {lopti.eta: 0.5}", "algo is there twice"),
@@ -92,6 +94,7 @@ def test_the_kept_file_gives_the_same_flags(tmp_path, parse, monkeypatch):
     monkeypatch.setenv(credentials.WANDB, "")
     words = ["--logger.wandb.key", "secret", "--reward.clip_range", "-5", "5", "--vllm.num_engines", "1"]
     words += ["--ckpt.path", "/a/b", "--ckpt.output_dir", "/a"]  # relative ones become absolute
+    assert "load_changed" not in config_file.text(command_line.parse(["--ckpt.load_changed"]))  # for one start alone
     (tmp_path / "run.yaml").write_text(FLAGS, encoding="utf-8")
     first = command_line.parse(["--config", str(tmp_path / "run.yaml"), *words])
     credentials.hide(first)

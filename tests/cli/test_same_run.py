@@ -90,7 +90,11 @@ def test_another_layout_needs_a_universal_checkpoint(resumed, flags):
 
 
 def test_as_many_ranks_on_other_nodes_are_the_same_layout(resumed):
-    assert resumed("--actor.num_nodes 2 --actor.num_gpus_per_node 1 --critic.num_nodes 3") == []  # there is no critic
+    ranks = "--actor.num_nodes 2 --actor.num_gpus_per_node 1 --critic.num_nodes 3"
+    other = "--algo.advantage.estimator group_norm"
+    assert resumed(f"{ranks} {other}", f"{FLAGS} {other}") == []  # there is no critic
+    (finding,) = resumed(ranks)  # GAE's critic is made of the policy
+    assert finding.is_fatal and finding.flag == "--critic.num_nodes"
 
 
 def write_checkpoint(folder: Path, version: str, state: object) -> None:

@@ -176,6 +176,17 @@ def test_the_kl_coefficient_comes_back(train):
         assert fixed.kl_ctl.value == fixed.args.algo.kl.init_coef
 
 
+def test_a_kl_that_is_not_finite_leaves_the_coefficient(train, monkeypatch):
+    trainer = train()
+    before = trainer.kl_ctl.value
+    update = lambda self, samples, step: self.kl_ctl.update(samples, 512)  # noqa: E731
+    monkeypatch.setattr(ppo_trainer.BasePPOTrainer, "train_step", update)
+    trainer.train_step(float("nan"), 5)
+    assert trainer.kl_ctl.value == before
+    trainer.train_step(5.0, 6)
+    assert trainer.kl_ctl.value != before
+
+
 def test_a_bad_step_is_logged_and_not_saved(train, tmp_path):
     trainer = train("--ckpt.save_steps", "1")
     for step, status in enumerate([GOOD, BAD, BAD, GOOD], start=5):
@@ -183,6 +194,8 @@ def test_a_bad_step_is_logged_and_not_saved(train, tmp_path):
         trainer.save_best_checkpoint({"accuracy": float(step)}, step, {})
         if status is BAD:
             trainer.save_last_step()  # as before the run obeys a request to stop
+    trainer.args.ckpt.disable_ds, trainer.last_step = True, 9
+    trainer.save_last_step()  # there is nothing to save
     assert trainer.names() == ["global_step5", "best_global_step5", "global_step8", "best_global_step8"]
     assert [e.value for e in events(tmp_path).Scalars("train/alarm/skipped_steps")] == [0, 1, 1, 0]
     assert trainer.args.ckpt.save_steps == 1

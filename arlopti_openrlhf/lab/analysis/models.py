@@ -17,7 +17,7 @@ from arlopti_openrlhf.lab.analysis import figures, plots, rollouts, words
 from arlopti_openrlhf.lab.analysis.policy import Policy, Tokens, Update
 from arlopti_openrlhf.lab.scoring.inputs import Row
 from arlopti_openrlhf.lab.scoring.own_reward import OwnReward
-from arlopti_openrlhf.ops.preflight.model import model_size
+from arlopti_openrlhf.ops.preflight.model import num_parameters
 from arlopti_openrlhf.token_update import low_probability_mask
 from arlopti_openrlhf.update.token_statistics import logit_gradient_norm
 
@@ -66,7 +66,7 @@ def check_layers(model: str, layers: Sequence[int]) -> None:
 
 def set_defaults(args: argparse.Namespace, models: Sequence[str]) -> None:
     """Give the flags that are unset their values for the largest of the models on this machine. Print smaller ones."""
-    largest = max((size.parameters for size in map(model_size, models) if size), default=0)
+    largest = max(filter(None, map(num_parameters, models)), default=0)
     is_slow = cpu.uses_cpu() and largest > _SMALL
     values = {name: of_both[is_slow] for name, of_both in _DEFAULTS.items()}
     if is_slow:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from arlopti_openrlhf.ops.checkpoints.files import nearest, size_of
 from arlopti_openrlhf.ops.preflight.finding import Finding, in_words
-from arlopti_openrlhf.ops.preflight.model import model_size
+from arlopti_openrlhf.ops.preflight.model import num_parameters
 from arlopti_openrlhf.ray_address import starts_cluster
 
 _SHARED_MEMORY = 1 << 30  # bytes; NCCL and Ray's object store take it, and Docker gives 64 MiB
@@ -74,8 +74,9 @@ def _why_not_writable(folder: Path) -> str | None:
 
 def check_disk(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield a finding where what the run keeps, or what it keeps while it writes, does not fit."""
-    sizes = [model_size(name) for name in (args.actor.model_name_or_path, args.critic.model_name_or_path) if name]
-    parameters = [size.parameters for size in sizes if size]
+    models = args.actor.model_name_or_path, args.critic.model_name_or_path
+    sizes = [num_parameters(name) for name in models if name]
+    parameters = [size for size in sizes if size]
     if not parameters or len(parameters) < len(sizes) or not starts_cluster():
         return  # the size of the model is unknown, or the disk is another machine's
     copies = _MODEL * (2 if args.train.enable_ema else 1) + (0 if args.ds.lora.rank else _OPTIMIZER)

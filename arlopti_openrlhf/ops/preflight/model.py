@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _ACTOR, _REWARD = "--actor.model_name_or_path", "--reward.model_name_or_path"
-
-
-class ModelSize(NamedTuple):
-    """What the estimates of memory and disk depend on."""
-
-    parameters: int
-    config: "PreTrainedConfig"  # of the language model
 
 
 def local_folder(model: str | None) -> Path | None:
@@ -112,13 +105,13 @@ def build(folder: Path, has_head: bool = True) -> "PreTrainedModel":
         return auto.from_config(config, trust_remote_code=True)
 
 
-def model_size(model: str | None) -> ModelSize | None:
-    """Return a model's size, or None where it is not here or transformers cannot build it. No memory is taken."""
+def num_parameters(model: str | None) -> int | None:
+    """Return a model's parameters, or None where it is not here or transformers cannot build it."""
     folder = local_folder(model)
     if folder is None:
         return None
     try:
-        return ModelSize(build(folder).num_parameters(), load_config(folder).get_text_config())
+        return build(folder).num_parameters()
     except Exception:  # a model's class raises anything; the check of the model says what is wrong with it
         return None
 
@@ -269,4 +262,4 @@ def _check_lora(model: str, args: SimpleNamespace) -> Iterator[Finding]:
     if missing:
         problem = f"{model} has no module {', '.join(missing)}, which gets no adapter"
         remedy = "leave the flag out, for one on each linear module"
-        yield Finding.of(args, "ds.lora.target_modules", problem, remedy, is_fatal=False)
+        yield Finding.of(args, "ds.lora.target_modules", problem, remedy, is_fatal=len(missing) == len(targets))

@@ -23,6 +23,8 @@ _RANGES = {
     """,
     "[2, inf)": "data.max_len",
     "(0, inf)": "rollout.temperature",
+    "(0, 1]": "rollout.top_p vllm.gpu_memory_utilization",
+    "(-inf, inf)": "actor.entropy_coef",
     "(0, inf]": "ckpt.max_mem",
     "[0, inf)": "eval.temperature actor.eps_clip actor.eps_clip_low_high algo.kl.init_coef data.max_images_per_prompt",
     "(-inf, 1]": "reward.stop_properly_penalty_coef",

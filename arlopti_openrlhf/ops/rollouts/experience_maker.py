@@ -21,6 +21,11 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
     (docs/flags.md). Other groups keep stock's bits. The other estimators divide by no group's deviation.
     """
 
+    def __init__(self, actors, critics, rewards, reference, kl_controller, strategy, *args, **kwargs) -> None:
+        if reference is None and strategy.args.algo.kl.init_coef > 0:
+            reference = ReferenceInPolicy(actors)
+        super().__init__(actors, critics, rewards, reference, kl_controller, strategy, *args, **kwargs)
+
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Return upstream's experience, and report that it is being made."""
         progress.say("phase", progress.Phase("experience"))

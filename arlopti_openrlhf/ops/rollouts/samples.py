@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import ray
+import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -44,7 +45,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
         """Return upstream's samples of a step, the pass rate in %, a number of prompts, and whether the episode ends.
 
-        The number counts the prompts that were drawn for the first time. A resumed run draws some again.
+        The number counts the prompts that were drawn for the first time. A resumed run draws some again. What a reward
+        logs of some samples alone is NaN for the others. Upstream ends there, or leaves it out.
 
         Raises:
             Interrupted: a request to stop.
@@ -53,6 +55,11 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         before = prompts.drawn_in_all
         samples, pass_rate, _, has_ended = super().generate_samples(**generate_kwargs)
         prompts.untrained = list(dict.fromkeys(sample.place[-1] for sample in self._sample_buffer))
+        logged = dict.fromkeys((name for sample in samples for name in sample.info), torch.tensor([torch.nan]))
+        for sample in samples:
+            sample.info = logged | sample.info
+        if pass_rate is not None:  # upstream divides samples by prompts
+            pass_rate /= self.args.rollout.n_samples_per_prompt
         return samples, pass_rate, prompts.drawn_in_all - before, has_ended
 
     def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:

@@ -29,6 +29,8 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         (f"{GAE} --critic.adam.lr -1", "--critic.adam.lr", "no learning rate"),
         ("--rollout.max_new_tokens 0", "--rollout.max_new_tokens", "[1, inf)"),
         ("--rollout.temperature 0", "--rollout.temperature", "(0, inf)"),
+        ("--rollout.top_p 95", "--rollout.top_p", "(0, 1]"),
+        ("--actor.entropy_coef nan", "--actor.entropy_coef", "(-inf, inf)"),
         ("--rollout.batch_size 0", "--rollout.batch_size", "[1, inf)"),
         ("--vllm.num_engines 0", "--vllm.num_engines", "vLLM alone"),
         ("--ckpt.max_num 0", "--ckpt.max_num", "[1, inf)"),

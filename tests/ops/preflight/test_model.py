@@ -209,10 +209,14 @@ def test_a_reward_model_needs_its_head(folder, tmp_path):
 
 
 def test_modules_that_get_no_adapter(folder):
-    """PEFT says so only where the model has none of them."""
+    """PEFT says so only where the model has none of them, and raises then."""
     args = changed(actor__model_name_or_path=str(folder))
-    args.ds.lora.rank, args.ds.lora.target_modules = 8, ["q_proj", "query_key_value"]
-    [found] = map(str, model.check(args))
+    args.ds.lora.rank = 8
+    for targets, is_fatal in (["q_proj,v_proj"], True), (["q_proj", "query_key_value"], False):
+        args.ds.lora.target_modules = targets
+        [finding] = model.check(args)
+        assert finding.is_fatal == is_fatal
+    found = str(finding)
     assert found.startswith("--ds.lora.target_modules") and "no module query_key_value, which gets no adapter" in found
     for targets in ["q_proj", "v_proj"], "all-linear":
         args.ds.lora.target_modules = targets

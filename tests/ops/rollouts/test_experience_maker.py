@@ -14,7 +14,6 @@ from openrlhf.utils.config import hierarchize
 from arlopti_openrlhf import bindings
 from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.ops import controller
-from arlopti_openrlhf.ops.controller import Controller
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker, ReferenceInPolicy
 
 GROUP, LENGTH = 8, 5
@@ -155,6 +154,7 @@ def test_upstream_starts_no_reference_and_all_other_groups(monkeypatch):
     "group, coefficient, expected", [(None, 0.1, ReferenceInPolicy), (None, 0.0, type(None)), ("group", 0.1, str)]
 )
 def test_the_policy_stands_in_where_a_reference_is_needed_and_there_is_none(group, coefficient, expected):
-    args = SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(init_coef=coefficient)))
-    controller = SimpleNamespace(args=args, actor_model_group=Policy(), reference_model_group=group)
-    assert type(Controller._reference(controller)) is expected
+    kl, advantage = SimpleNamespace(init_coef=coefficient), SimpleNamespace(estimator="gae")
+    args = SimpleNamespace(algo=SimpleNamespace(kl=kl, advantage=advantage))
+    maker = ExperienceMaker(Policy(), None, None, group, None, SimpleNamespace(args=args), None)
+    assert type(maker.initial_model_group) is expected

@@ -207,8 +207,22 @@ def test_without_the_flag_samples_are_upstreams(filtering, fake_ray):
         for each in (ours, upstream):
             fake_ray.random.seed(1)
             rollout, rate, drawn, _ = each.generate_samples(max_len=8)
+            # Upstream's rate is of samples among prompts.
+            rate = rate and rate / (1 if each is ours else args.rollout.n_samples_per_prompt)
             found.append(([(s.prompts, s.rewards, s.action_mask.tolist()) for s in rollout], rate, drawn))
         assert found[0] == found[1]
+
+
+def test_what_a_reward_logs_of_some_samples_alone_is_nan_for_the_others(monkeypatch, fake_ray):
+    def upstreams(self, **kwargs):
+        infos = {"reward": torch.ones(1), "parse_time": torch.ones(1)}, {"reward": torch.ones(1)}
+        return [SimpleNamespace(info=info) for info in infos], None, 2, False
+
+    monkeypatch.setattr(samples_generator.SamplesGenerator, "generate_samples", upstreams)
+    ours = generator(arguments(), 16)
+    ours._sample_buffer = []
+    (whole, part), *_ = ours.generate_samples()
+    assert whole.info["parse_time"] == 1 and part.info["parse_time"].isnan().tolist() == [True]
 
 
 def test_deterministic_samples_are_by_prompt_with_seeds_of_their_own():
