@@ -100,14 +100,14 @@ def report(summary: dict, out: Path, pass_k: str, task: str, is_reduced: bool = 
     outcome += " (clustered by problem)"
     if is_reduced:
         outcome = "The set-up works. So few steps teach nothing, whatever the accuracies"
-    commands = Path(os.path.relpath(Path(sys.executable).parent))
+    commands, seed = Path(os.path.relpath(Path(sys.executable).parent)), summary["seed"] + 1
     since = " since it was resumed" if summary["resumed"] else ""
     lines += [
         "",
         f"{outcome}. It took {summary['minutes']:.1f} minutes{since} and {summary['peak_rss_gib']:.1f} GiB.",
         *([f"Curves:  {out / 'curves.png'}"] if (out / "curves.png").exists() else []),
         f"Trained: {out / 'checkpoint'}",
-        f"Next:    {commands / 'arlopti'} quickstart --task {task} --seed {summary['seed'] + 1}    # beside this one",
+        f"Next:    {commands / 'arlopti'} quickstart --task {task} --seed {seed}    # leaves this one as it is",
         f"         {commands / 'tensorboard'} --logdir {out / 'tensorboard'}",
     ]
     if task == "tiny":
