@@ -17,7 +17,7 @@ FILES = sorted(
 # Lines of each room, at most. A limit falls, or moves with the module that moves. No room lives off another's.
 BUDGETS = {
     ".": 1414,
-    "cli": 2688,
+    "cli": 2683,
     "cpu": 565,
     "evaluation": 147,
     "forward": 1245,
@@ -35,7 +35,7 @@ BUDGETS = {
 TEST_BUDGETS = {
     ".": 4855,
     "arlopti_testing": 1025,
-    "cli": 2707,
+    "cli": 2702,
     "contract": 961,
     "cpu": 670,
     "evaluation": 156,

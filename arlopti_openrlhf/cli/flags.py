@@ -235,6 +235,11 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "count before the file's. A run keeps all its flags in config.yaml of --ckpt.path, which can be given here."),
 )}
 METHOD = next(iter(TABLES))  # the title of the method's own flags
+# Of transformers' schedules, those that OpenRLHF can make and that follow from the number of steps.
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "cosine_with_min_lr", "cosine_warmup_with_min_lr",
+)
 # OpenRLHF's own, if we have more to say of them.
 _OPENRLHF = (
     Flag("ckpt.path ckpt.output_dir logger.tensorboard_dir", path=os.path.abspath),
@@ -243,6 +248,7 @@ _OPENRLHF = (
     Flag("rollout.batch_size rollout.n_samples_per_prompt train.batch_size train.max_epochs", change=Change.PLACE),
     Flag("train.seed", change=Change.PLACE),  # of the order of the prompts
     Flag("actor.num_nodes actor.num_gpus_per_node critic.num_nodes critic.num_gpus_per_node", change=Change.RANKS),
+    Flag("actor.lr_scheduler critic.lr_scheduler", {"choices": SCHEDULES}),
     Flag("ds.grad_accum_dtype", {"choices": ("fp32", "bf16", "fp16")}),
     Flag("ds.zero_stage ds.ring_attn_size ds.tensor_parallel_size", change=Change.LAYOUT),
     Flag("actor.adam.lr actor.adam.betas actor.adam.eps actor.adam.weight_decay", change=Change.STORED),

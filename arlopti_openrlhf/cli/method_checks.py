@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 # How the update is computed, as --actor.update says it.
 STOCK, SELECTIVE = "stock", "selective"
 LOPTI_DEFAULTS = {"scope": "batch", "order": "low_first", "groups": "both"}
-# Schedules that look at the loss.
-NOT_BY_STEPS = ("greedy", "reduce_lr_on_plateau")
 _FLAG = "--algo.token_method"
 _SELECTIVE_NEEDS = "a text model with --actor.update selective, without ring attention, tensor ranks and DeepCompile"
 
@@ -34,7 +32,7 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
     """Yield what is wrong with the token methods, which load, take their arguments and weigh made-up tokens."""
     if not args.algo.token_method and not args.algo.token_method_args:
         return  # the parser has looked at the flags of AR and Lopti
-    from arlopti_openrlhf.token_method import load, pass_labels  # imports PyTorch
+    from arlopti_openrlhf.token_method import load  # imports PyTorch
 
     sources, arguments = methods.requested(args.algo)
     given = " ".join(sources)
@@ -56,8 +54,6 @@ def check_methods(args: SimpleNamespace) -> Iterator[Finding]:
     if readers and attrgetter(level)(args) == "off":
         problem = f"{readers} needs vLLM's log-probs of all samples, which OpenRLHF asks for with --{level} alone"
         yield Finding(_FLAG, given, problem, f"give --{level} token, or another method")
-    if (passes := len(pass_labels(loaded))) > 1 and args.actor.lr_scheduler in NOT_BY_STEPS:
-        yield _not_by_steps(args, f"of which {given} takes {passes} times as many")
 
 
 def _doubts(method: "Method") -> Iterator[str]:
@@ -116,11 +112,6 @@ def of_update(args: SimpleNamespace) -> set[str]:
     return bindings.of_update(is_selective(args), uses_methods(args))
 
 
-def _not_by_steps(args: SimpleNamespace, why: str) -> Finding:
-    problem = f"does not follow from the number of steps, {why}"
-    return Finding.of(args, "actor.lr_scheduler", problem, "choose a schedule that does, such as constant")
-
-
 def _check_lopti(args: SimpleNamespace) -> Iterator[Finding]:
     lopti = args.algo.lopti
     if lopti.eta is not None and lopti.quantile is not None:
@@ -135,8 +126,6 @@ def _check_lopti(args: SimpleNamespace) -> Iterator[Finding]:
         yield Finding.of(args, "algo.lopti.order", problem, "leave one of the two out")
     if lopti.scope != "batch" and uses_lopti(args) and not is_selective(args):
         yield Finding.of(args, "algo.lopti.scope", "needs the selective update", f"give batch, or {_SELECTIVE_NEEDS}")
-    if uses_lopti(args) and args.actor.lr_scheduler in NOT_BY_STEPS:
-        yield _not_by_steps(args, "which Lopti doubles")
 
 
 def _check_token_methods(args: SimpleNamespace) -> Iterator[Finding]:

@@ -66,6 +66,8 @@ def test_the_command_line_wins(parse):
         ("ds.packing_samples: yes", "ds.packing_samples: yes is neither true nor false"),
         ("ds.packing_samples: [true]", "is neither true nor false"),
         ("ds.grad_accum_dtype: float32", "invalid choice: 'float32'"),
+        ("actor.lr_scheduler: cosine-with-min-lr", "invalid choice: 'cosine-with-min-lr'"),
+        ("critic.lr_scheduler: reduce_lr_on_plateau", "invalid choice"),
         ("algo.ar.alpha: [0.1, 0.2]", "algo.ar.alpha: takes one value, not a list"),
         ("actor.eps_clip_low_high: [[0.1], 0.2]", "actor.eps_clip_low_high: is no list of plain values"),
         ("algo: {ar.alpha: 0.3}\nalgo: {lopti.eta: 0.5}", "algo is there twice"),

@@ -70,18 +70,11 @@ def test_a_users_file_is_tried(tmp_path, body, said):
     assert said in found and "\n" not in found
 
 
-def test_the_passes_of_a_users_file_are_counted(tmp_path):
-    (tmp_path / "mine.py").write_text(WEIGH + "return [tokens.mask] * 3\n", encoding="utf-8")
-    (found,) = check(f"--algo.token_method {tmp_path}/mine.py --actor.lr_scheduler greedy")
-    assert found.startswith("--actor.lr_scheduler greedy: does not follow") and "takes 3 times as many" in found
-
-
 @pytest.mark.parametrize(
     ("flags", "flag", "said"),
     [
         ("--algo.token_method stapo --actor.policy_loss_type gspo", "--algo.token_method", "gspo"),
         ("--algo.token_method_args ar.alpha=1", "--algo.token_method_args", "there is no token method"),
-        ("--algo.token_method lopti --actor.lr_scheduler greedy", "--actor.lr_scheduler", "which Lopti doubles"),
         ("--algo.token_method ar --train.batch_size 24", "--train.batch_size", "= 32"),
         (
             "--algo.token_method ar --actor.gradient_checkpointing_level whole",
