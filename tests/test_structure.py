@@ -26,7 +26,7 @@ BUDGETS = {
     "methods": 563,
     "update": 1768,
     "ops": 485,
-    "ops/checkpoints": 878,
+    "ops/checkpoints": 877,
     "ops/health": 478,
     "ops/lifecycle": 1049,
     "ops/preflight": 2128,

@@ -31,7 +31,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     3. The trackers get the alarms (`ops.health.alarms`), and the log a line when one begins and when it ends.
     4. No checkpoint is saved after a bad step, and `--train.max_bad_steps` in a row stop the run.
     5. The trackers, and not the console, get the statistics by probability. A list in the status is a histogram.
-    6. A checkpoint is saved before the run obeys a request to stop.
+    6. A checkpoint of the last step is saved where a request to stop, or a failure between two steps, ends the run.
     7. The best checkpoint has the highest accuracy.
     8. It reports how far the run is (`ops.lifecycle.progress`).
     """
@@ -39,6 +39,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     last_step = resumed_step = 0
     last_client_states: dict | None = None
     saved_step = 0
+    is_in_step = False  # the weights are those of no step
     evaluated_step: int | None = None
     best_eval_metric_key: str | None  # upstream's
     best_eval_metric_value: float  # upstream's
@@ -63,8 +64,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         if self.tensorboard_logger and self.args.ckpt.load_enable:
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
         self.last_step, self.last_client_states = step, dict(checkpoint_states)
-        self.resumed_step = step
-        self.saved_step = step
+        self.resumed_step = self.saved_step = step
 
     def _state(self) -> dict:
         """Return what `resume` takes up, besides upstream's states."""
@@ -76,7 +76,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
 
     def train_step(self, *args, **kwargs) -> Any:
         """Take upstream's step. A KL that is not finite leaves the coefficient, as no later one could mend it."""
-        coefficient = self.kl_ctl.value
+        coefficient, self.is_in_step = self.kl_ctl.value, True
         result = super().train_step(*args, **kwargs)
         if not np.isfinite(self.kl_ctl.value):
             self.kl_ctl.value = coefficient
@@ -126,16 +126,20 @@ class Controller(ppo_trainer.BasePPOTrainer):
             raise stopping.Diverged(self._diagnosis())
         if global_step % save_steps == 0 and is_published(self.args, f"global_step{global_step}"):
             self.saved_step = global_step
+        self.is_in_step = False
         stopping.obey()
 
     def save_last_step(self) -> None:
-        """Save the last step as upstream does every `--ckpt.save_steps`, unless that is done or the step is bad."""
-        if self.last_step == self.saved_step or self.bad_steps or not are_saved(self.args):
+        """Save the last step, unless that is done, it is bad, or another has begun. If it fails, a line says why."""
+        if self.is_in_step or self.last_step == self.saved_step or self.bad_steps or not are_saved(self.args):
             return
         states = (self.last_client_states or {}) | self._state()
-        with replaced_attribute(self.args.ckpt, "save_steps", 1):
-            with replaced_attribute(self.args.logger, "logging_steps", float("inf")):
-                super().save_logs_and_checkpoints(self.last_step, None, states)
+        try:
+            with replaced_attribute(self.args.ckpt, "save_steps", 1):
+                with replaced_attribute(self.args.logger, "logging_steps", float("inf")):
+                    super().save_logs_and_checkpoints(self.last_step, None, states)
+        except Exception as error:  # the run ends for a reason of its own
+            logger.warning(f"no checkpoint of step {self.last_step} is saved: {error}")
         if is_published(self.args, f"global_step{self.last_step}"):
             self.saved_step = self.last_step
             logger.info(f"Saved a checkpoint of step {self.last_step}: {self.args.ckpt.path}")
@@ -198,12 +202,12 @@ class Controller(ppo_trainer.BasePPOTrainer):
         return key
 
     @contextmanager
-    def answering_signals(self) -> Iterator[None]:
-        """Save a checkpoint of the last step where a request to stop ends what runs inside."""
+    def saving_last_step(self) -> Iterator[None]:
+        """Answer requests to stop. Save a checkpoint of the last step if one, or a failure, ends what runs inside."""
         stopping.set_training()
         try:
             yield
-        except stopping.Interrupted:
+        except Exception:
             self.save_last_step()
             raise
 
@@ -245,7 +249,7 @@ class PPOTrainer(Controller):
             drawn = (self.last_client_states or {}).get("total_consumed_prompts", 0)
             total = len(self.prompts_dataloader) * self.args.train.num_episodes
             progress.say("prompts", progress.Prompts(total, drawn))
-            with self.answering_signals():
+            with self.saving_last_step():
                 if not self.last_step:
                     self.evaluate_and_save(0)
                 super().fit(global_step)
@@ -273,7 +277,7 @@ class GenerateSamplesActor(Upstream):
 
 
 class TrainingActor(Controller):
-    """`TrainingActor` with the changes of `Controller`. Its trackers stay open until `finish`.
+    """`TrainingActor` with the changes of `Controller`. Its trackers stay open until `finish` or `leave`.
 
     It evaluates, too, between two steps: so the weights that are saved as the best are those that were evaluated.
     """
@@ -287,17 +291,12 @@ class TrainingActor(Controller):
         self.samples_generator = SamplesGenerator(*common, sampling=self.args.eval.sampling)
 
     def fit(self, global_step: int = 0) -> None:
-        try:
-            self.resume(self.init_checkpoint_states())
-            with self.answering_signals():
-                if not self.last_step:
-                    self.evaluate_and_save(0)
-                super().fit(global_step)
-                stopping.obey()  # the generator may have done so first
-                _refuse_without_a_step(self)
-        except Exception:
-            self.close_trackers()
-            raise
+        self.resume(self.init_checkpoint_states())
+        with self.saving_last_step():
+            if not self.last_step:
+                self.evaluate_and_save(0)
+            super().fit(global_step)
+            _refuse_without_a_step(self)
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict: dict, client_states: dict) -> None:
         """Log and save after a step, and evaluate every `--eval.steps`. The next step's time is without that."""
@@ -322,15 +321,18 @@ class TrainingActor(Controller):
 
     def finish(self) -> None:
         """Evaluate the last step if that is not done, and close the trackers."""
-        try:
-            with self.answering_signals():
-                self.evaluate_last()
-        finally:
-            self.close_trackers()
+        with self.saving_last_step():
+            self.evaluate_last()
+        self.close_trackers()
+
+    def leave(self) -> None:
+        """Save the last step and close the trackers. Something has ended the run, perhaps in another process."""
+        self.save_last_step()
+        self.close_trackers()
 
 
 class PPOTrainerAsync(Upstream):
-    """`PPOTrainerAsync` that also evaluates after the last step. If it fails, the trackers are closed."""
+    """`PPOTrainerAsync` that also evaluates after the last step. If it fails, the last step is saved."""
 
     def __init__(self, pretrain, strategy, *args, **kwargs) -> None:
         super().__init__(pretrain, strategy, *args, **kwargs)
@@ -340,16 +342,14 @@ class PPOTrainerAsync(Upstream):
         try:
             ray.get(self.trainer_actor.prepare_evaluation.remote(self.generator_actor.evaluation.remote()))
             super().fit()
+            ray.get(self.trainer_actor.finish.remote())
         except Exception:
             self._end_training()
             raise
-        ray.get(self.trainer_actor.finish.remote())
 
     def _end_training(self) -> None:
         """Let the training actor end its `fit`, in which it may wait for samples that will not come, and tidy up."""
-        closed, deadline = self.trainer_actor.close_trackers.remote(), time.monotonic() + self.seconds
-        while time.monotonic() < deadline:
+        left, deadline = self.trainer_actor.leave.remote(), time.monotonic() + self.seconds
+        while time.monotonic() < deadline and not ray.wait([left], timeout=1.0)[0]:
             with suppress(Full):
                 self.rollout_queue.put_nowait("done")
-            if ray.wait([closed], timeout=1.0)[0]:
-                break

@@ -33,6 +33,10 @@ class Upstream(ppo_trainer.BasePPOTrainer):
         super().__init__(strategy, *groups)
 
 
+def fail(*args, **kwargs):
+    raise OSError("no reward server")
+
+
 def publish(folder: Path, *paths: str) -> None:
     for path in map(Path, paths):
         writing = folder / "ckpt" / path.parent / f"{files.WRITING}{path.name}"
@@ -73,8 +77,9 @@ class Trainer(controller.Controller, Upstream):
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path, monkeypatch, caplog):
     """Return train(flags), which returns a run at its step 4. What its models answer is there at once."""
+    logging.getLogger("arlopti_openrlhf.ops.controller").addHandler(caplog.handler)
     monkeypatch.setattr(controller.ray, "get", lambda refs: refs)
     monkeypatch.setattr(controller.progress, "say", lambda name, value: None)
     monkeypatch.setattr(controller.stopping, "set_training", lambda: None)
@@ -120,7 +125,7 @@ def test_statistics_go_to_the_trackers_alone(train, tmp_path, monkeypatch):
 
 def test_a_request_to_stop_is_obeyed_with_a_checkpoint_of_the_last_step(train, tmp_path):
     trainer = train()
-    with pytest.raises(Interrupted), trainer.answering_signals():
+    with pytest.raises(Interrupted), trainer.saving_last_step():
         trainer.step(5)
         trainer.request = 15
         trainer.step(6)
@@ -129,14 +134,27 @@ def test_a_request_to_stop_is_obeyed_with_a_checkpoint_of_the_last_step(train, t
     assert [e.step for e in events(tmp_path).Scalars("train/policy_loss")] == [5, 6]
 
 
+def test_a_failure_between_two_steps_loses_none(train, monkeypatch, caplog):
+    """Such as a reward server that stays away. Weights in the middle of a step are not saved."""
+    monkeypatch.setattr(ppo_trainer.BasePPOTrainer, "train_step", fail)
+    for ends, cannot_save in ((fail, None), (fail, fail), (Trainer.train_step, None)):
+        trainer = train()
+        trainer.async_run_method = cannot_save or trainer.async_run_method
+        with pytest.raises(OSError, match="no reward server"), trainer.saving_last_step():
+            trainer.step(5)
+            ends(trainer)
+        assert trainer.names() == ["global_step5"] * (ends is fail and not cannot_save)
+    assert caplog.text.count("no checkpoint of step 5 is saved: no reward server") == 1
+
+
 def test_what_is_saved_is_not_saved_again(train):
     """Nothing has been trained since the resume, or since the checkpoint that --ckpt.save_steps asks for."""
     trainer = train("--ckpt.save_steps", "3")
-    with pytest.raises(Interrupted), trainer.answering_signals():
+    with pytest.raises(Interrupted), trainer.saving_last_step():
         raise Interrupted(15)
     assert not trainer.saved
     trainer.request = 15
-    with pytest.raises(Interrupted), trainer.answering_signals():
+    with pytest.raises(Interrupted), trainer.saving_last_step():
         trainer.step(6)
     assert trainer.names() == ["global_step6"]
 
@@ -149,7 +167,7 @@ def test_what_is_not_written_is_saved_later(train):
     trainer.save_best_checkpoint({"accuracy": 0.9}, 5)
     trainer.disk_is_full = False
     trainer.save_best_checkpoint({"accuracy": 0.8}, 5)
-    with pytest.raises(Interrupted), trainer.answering_signals():
+    with pytest.raises(Interrupted), trainer.saving_last_step():
         raise Interrupted(15)
     assert trainer.names() == ["best_global_step5", "global_step5"]
     trainer = train("--ckpt.disable_ds", "--ckpt.save_hf")  # there are models alone, which no manifest lists
@@ -179,8 +197,7 @@ def test_the_kl_coefficient_comes_back(train):
 def test_a_kl_that_is_not_finite_leaves_the_coefficient(train, monkeypatch):
     trainer = train()
     before = trainer.kl_ctl.value
-    update = lambda self, samples, step: self.kl_ctl.update(samples, 512)  # noqa: E731
-    monkeypatch.setattr(ppo_trainer.BasePPOTrainer, "train_step", update)
+    monkeypatch.setattr(ppo_trainer.BasePPOTrainer, "train_step", lambda self, kl, _: self.kl_ctl.update(kl, 512))
     trainer.train_step(float("nan"), 5)
     assert trainer.kl_ctl.value == before
     trainer.train_step(5.0, 6)
@@ -231,16 +248,13 @@ def test_a_checkpoint_to_go_back_to_has_both_parts(train, tmp_path):
     assert trainer._diagnosis().endswith("_actor/global_step1")
 
 
-def test_accuracy_chooses_the_best_checkpoint(train):
+def test_the_best_checkpoint_has_the_highest_accuracy_or_score(train):
+    """A judge whose first scores happen to be all 1 has an accuracy at first."""
     trainer = train()
     for step, accuracy in ((0, 0.9), (10, 0.3), (20, 0.2), (30, 0.4)):
         trainer.save_best_checkpoint({"accuracy": accuracy, "eval_kk_pass1": -accuracy}, step)
         assert trainer.evaluated_step == step
     assert trainer.names() == ["best_global_step10", "best_global_step30"]
-
-
-def test_scores_that_are_no_accuracy_choose_it_too(train):
-    """A judge whose first scores happen to be all 1 has an accuracy at first."""
     trainer = train()
     trainer.save_best_checkpoint({"accuracy": 1.0, "eval_judge_pass1": 1.0}, 10)
     trainer.save_best_checkpoint({"eval_judge_pass1": 3.5}, 20)
@@ -290,13 +304,13 @@ def test_asynchronous_training_saves_the_weights_that_it_evaluated(train, monkey
     steps = ["global_step1", "best_global_step1", "global_step2", "best_global_step2", "global_step3"]
     assert trainer.saved == list(zip(steps, (1, 1, 2, 2, 3), strict=True))
 
-    def interrupted(*args, **kwargs):
-        raise Interrupted(15)
-
-    trainer.last_step, trainer.evaluate = 4, interrupted  # --ckpt.save_steps asks for none of it
-    with pytest.raises(Interrupted):
+    trainer.last_step, trainer.evaluate = 4, fail  # --ckpt.save_steps asks for none of it
+    with pytest.raises(OSError):
         trainer.finish()
     assert trainer.saved[-2:] == [("final", 3), ("global_step4", 3)]
+    trainer.last_step = 5
+    trainer.leave()  # the other actor has failed
+    assert trainer.saved[-1] == ("global_step5", 3)
 
 
 def test_a_metric_key_that_does_not_exist_is_refused_before_the_first_step(train):
@@ -312,7 +326,6 @@ def test_a_metric_key_that_does_not_exist_is_refused_before_the_first_step(train
 
 def test_a_run_without_a_step_is_refused_at_its_end(train, caplog):
     trainer = train("--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_range", "0.1", "0.9")
-    logging.getLogger("arlopti_openrlhf.ops.controller").addHandler(caplog.handler)
     controller._refuse_without_a_step(trainer)  # it has steps to save, as if it had not been interrupted
     assert "no step was trained after step 4, at which this run was resumed" in caplog.text
     caplog.clear()
@@ -327,9 +340,6 @@ def test_a_run_without_a_step_is_refused_at_its_end(train, caplog):
 
 
 def test_a_failing_last_evaluation_does_not_lose_the_model(train):
-    def fail(*args, **kwargs):
-        raise OSError("no reward server")
-
     trainer, called = train(), []
     trainer.args.eval.steps, trainer.eval_dataloader, trainer.generate_kwargs, trainer.evaluate = 9, [], {}, fail
     trainer.async_run_method = lambda method_name: called.append(method_name) or []

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 from types import SimpleNamespace
 
 import deepspeed
@@ -77,9 +78,7 @@ def sync(model, monkeypatch, is_vlm=False, zero_stage=2, use_cuda_ipc=False, **k
     if not torch.distributed.is_initialized():
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-        monkeypatch.setattr(
-            torch.distributed, "all_gather_object", lambda handles, handle: handles.__setitem__(0, handle)
-        )
+        monkeypatch.setattr(torch.distributed, "all_gather_object", lambda all, own: all.__setitem__(0, own))
     monkeypatch.setattr(ppo_actor, "get_physical_gpu_id", lambda: "gpu")
     monkeypatch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)
     monkeypatch.setattr(ppo_actor.ray, "get", lambda refs: None)
@@ -89,10 +88,16 @@ def sync(model, monkeypatch, is_vlm=False, zero_stage=2, use_cuda_ipc=False, **k
 
 
 @pytest.mark.parametrize("use_cuda_ipc", [False, True], ids=["broadcast", "cuda ipc"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tied", [True, False])
-def test_names_and_weights_are_those_of_pefts_merged_model(make_model, tied, dtype, use_cuda_ipc, monkeypatch):
-    model = lora_model(make_model(tied), dtype)
+@pytest.mark.parametrize(
+    "tied, dtype, targets",
+    [
+        *itertools.product([True, False], [torch.float32, torch.bfloat16], ["all-linear"]),
+        (False, torch.float32, ["embed_tokens", "q_proj"]),
+    ],
+)
+def test_weights_are_those_of_pefts_merged_model(make_model, tied, targets, dtype, use_cuda_ipc, monkeypatch):
+    """PEFT keeps an embedding's adapters transposed, and rounds their product to bfloat16 before it is added."""
+    model = lora_model(make_model(tied), dtype, targets)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     expected = merged_by_peft(model)
     engine = sync(model, monkeypatch, use_cuda_ipc=use_cuda_ipc)
@@ -103,13 +108,10 @@ def test_names_and_weights_are_those_of_pefts_merged_model(make_model, tied, dty
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def storages(tensors) -> dict[int, int]:
-    """Address and bytes of the memory under some tensors."""
-    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-
-
-def tensors_alive() -> dict[int, int]:
-    return storages(x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
+def storages(objects) -> dict[int, int]:
+    """Address and bytes of the memory under the tensors among some objects."""
+    memory = [x.untyped_storage() for x in objects if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    return {x.data_ptr(): x.nbytes() for x in memory}
 
 
 @pytest.mark.long
@@ -118,24 +120,14 @@ def test_one_merged_weight_exists_at_a_time(tiny_model, monkeypatch):
     model = lora_model(tiny_model)
     largest = max(parameter.nbytes for parameter in model.parameters())
     gc.collect()
-    before, peaks = tensors_alive(), []
+    before, peaks = storages(gc.get_objects()), []
 
     def measure(engine):
-        new = tensors_alive().items() - before.items() - storages(engine.weights.values()).items()
+        new = storages(gc.get_objects()).items() - before.items() - storages(engine.weights.values()).items()
         peaks.append(sum(size for _, size in new))
 
     engine = sync(model, monkeypatch, on_arrival=measure)
     assert len(engine.weights) > 20 and 0 < max(peaks) <= largest
-
-
-def test_adapted_embeddings(make_model, monkeypatch):
-    """PEFT keeps an embedding's adapters transposed; the merged weight has the layout of the base model's."""
-    model = lora_model(make_model(False), targets=["embed_tokens", "q_proj"])
-    expected = merged_by_peft(model)
-    engine = sync(model, monkeypatch)
-    assert all(torch.equal(engine.weights[name], expected[name]) for name in expected)
-    name = "model.embed_tokens.weight"
-    assert not torch.equal(engine.weights[name], model.base_model.model.model.embed_tokens.base_layer.weight)
 
 
 def test_a_vision_model_is_sent_what_training_changes(tiny_model, monkeypatch):
@@ -179,17 +171,15 @@ def sync_partitioned(folder: str) -> None:
     model = lora_model(folder)
     expected = merged_by_peft(model) if rank == 0 else {}
     parameters = list(model.parameters())
-    largest = max(parameter.numel() for parameter in parameters)
-    gathered = []
+    largest, gathered = max(map(torch.Tensor.numel, parameters)), []
+
+    def note(engine):
+        gathered.append(sum(map(torch.Tensor.numel, parameters)))
+
     deepspeed.zero.Init(module=model, config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}})
     assert not any(parameter.numel() for parameter in parameters)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        engine = sync(
-            model,
-            monkeypatch,
-            zero_stage=3,
-            on_arrival=lambda engine: gathered.append(sum(parameter.numel() for parameter in parameters)),
-        )
+        engine = sync(model, monkeypatch, zero_stage=3, on_arrival=note)
     assert list(engine.weights) == list(expected)
     assert all(torch.equal(engine.weights[name], expected[name]) for name in expected)
     # One weight and its adapters at a time, and all are partitioned again.

@@ -35,9 +35,7 @@ def step_of(tag: str) -> int | None:
 
 def tags(folder: Path) -> list[str]:
     """Return the names of the checkpoints in `folder`, whole or not."""
-    if not folder.is_dir():
-        return []
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and step_of(path.name) is not None)
+    return sorted(path.name for path in folder.glob("*") if path.is_dir() and step_of(path.name) is not None)
 
 
 def saved_in(path: Path) -> list[str]:
@@ -83,6 +81,14 @@ def newest_first(folders: Sequence[Path]) -> list[str]:
 def newest_published(folders: Sequence[Path]) -> str | None:
     """Return the checkpoint that was written last of those that are in all `folders`, or None. No file is verified."""
     return next((tag for tag in newest_first(folders) if _serial(folders, tag) < math.inf), None)
+
+
+def is_past_universal(folder: Path) -> bool:
+    """Return whether a checkpoint was written after DeepSpeed's tool had made a universal one in `folder`."""
+    newest, universal = newest_published([folder]), folder / "latest_universal"
+    if not newest or not universal.exists():
+        return False
+    return (folder / newest / MANIFEST).stat().st_mtime_ns > universal.stat().st_mtime_ns
 
 
 def _serial(folders: Sequence[Path], tag: str) -> float:

@@ -168,20 +168,21 @@ class CheckpointStrategy(GuardedStrategy):
             names = re.findall(r"GLOBAL (\S+)", str(error)) or [str(error)]
             raise NotAllowed(f"{load_dir}: {'; '.join(unpickling.refusal(names))}") from error
 
-    def _load(
-        self, model: deepspeed.DeepSpeedEngine, load_dir: str, tag: str | None = None, **kwargs
-    ) -> tuple[str | None, dict]:
-        if self.use_ds_universal_ckpt:  # in a layout of its own, made by DeepSpeed's tool
-            return super().load_ckpt(model, load_dir, tag, **kwargs)
-        folders = [folder for folder in files.folders_of(Path(load_dir).parent, self.args) if folder.is_dir()]
-        tag = tag or newest_whole(folders)
-        if tag is None:
-            say(f"{load_dir}: no checkpoint yet, the run starts at its beginning")
-            return None, dict(BEGINNING)
-        path, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+    def _load(self, model: Any, load_dir: str, tag: str | None, **kwargs) -> tuple[str | None, dict]:
+        # DeepSpeed's tool makes universal checkpoints in a layout of their own. What was saved since then comes first.
+        is_universal = self.use_ds_universal_ckpt and on_rank_0(lambda: not files.is_past_universal(Path(load_dir)))
+        if not is_universal:
+            folders = [folder for folder in files.folders_of(Path(load_dir).parent, self.args) if folder.is_dir()]
+            tag = tag or newest_whole(folders)
+            if tag is None:
+                say(f"{load_dir}: no checkpoint yet, the run starts at its beginning")
+                return None, dict(BEGINNING)
+        with replaced_attribute(model._config, "load_universal_checkpoint", is_universal):
+            path, states = super().load_ckpt(model, load_dir, tag, **kwargs)
         learning_rate.follow(model.lr_scheduler)
-        checkpoint = Path(load_dir, tag)
-        everywhere(lambda: state.restore(checkpoint, self))
+        if tag and not is_universal:
+            checkpoint = Path(load_dir, tag)
+            everywhere(lambda: state.restore(checkpoint, self))
         return path, states
 
     def save_model(self, model, tokenizer, output_dir: str, **kwargs) -> None:

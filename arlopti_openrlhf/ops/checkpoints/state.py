@@ -8,6 +8,7 @@ import json
 import random
 import re
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from arlopti_openrlhf.ops.checkpoints import files, ranks
 from arlopti_openrlhf.ops.lifecycle.progress import RUN_FILE, kept_run
 
 _UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
-
-
 RANK_FILE = "process_rank_{}.pt"
+_load = partial(torch.load, weights_only=True, map_location="cpu")
 
 
 def save(checkpoint: Path, strategy: Any) -> None:
@@ -52,21 +52,19 @@ def restore(checkpoint: Path, strategy: Any) -> None:
     """
     saved = _load(checkpoint / RANK_FILE.format(dist.get_rank()))
     if strategy.averaged is not None:
-        writer = _writer(strategy.averaged)
+        own, writer = _memory(strategy.averaged), _writer(strategy.averaged)
         path = checkpoint / RANK_FILE.format(writer)
         if writer != dist.get_rank():
             saved["averaged"] = _load(path)["averaged"]
         if saved["averaged"] is None:
             ranks.say(f"{checkpoint} holds no moving average (--train.enable_ema): it starts anew")
-        elif [tensor.shape for tensor in saved["averaged"]] != [own.shape for own in _memory(strategy.averaged)]:
+        elif [tensor.shape for tensor in saved["averaged"]] != [tensor.shape for tensor in own]:
             raise ValueError(f"{path}: the moving average (--train.enable_ema) is that of another model")
+        else:
+            for tensor, value in zip(own, saved["averaged"], strict=True):
+                tensor.copy_(value)
     set_random_state(saved["random"])
     strategy.time_steps.update(saved["time_steps"])
-    _set_average(strategy.averaged, saved["averaged"])
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def random_state() -> dict[str, Any]:
@@ -92,12 +90,6 @@ def set_random_state(state: dict[str, Any]) -> None:
 def _average(averaged: nn.Module | None) -> list[torch.Tensor] | None:
     """Return what this rank writes of the moving average. Where all ranks hold the whole of it, rank 0 does."""
     return _memory(averaged) if averaged is not None and _writer(averaged) == dist.get_rank() else None
-
-
-def _set_average(averaged: nn.Module | None, saved: list[torch.Tensor] | None) -> None:
-    if averaged is not None and saved is not None:
-        for tensor, value in zip(_memory(averaged), saved, strict=True):
-            tensor.copy_(value)
 
 
 def _writer(averaged: nn.Module) -> int:

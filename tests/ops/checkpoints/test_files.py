@@ -29,10 +29,19 @@ def write(folder: Path, tag: str, size: int = 100, is_zip: bool = False) -> Path
 
 
 def test_a_published_checkpoint_is_whole_and_named_in_latest(tmp_path):
-    checkpoint = write(tmp_path, "global_step2")
-    assert files.problems(checkpoint) == []
+    write(tmp_path, "global_step2", size=10)
+    checkpoint = write(tmp_path, "global_step2", size=20)  # replaces the one of its name
+    assert files.problems(checkpoint) == [] and files.size_of(checkpoint) > 40
+    assert json.loads((checkpoint / files.MANIFEST).read_text())["serial"] == 2
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
+    # One that was saved after DeepSpeed's tool had made a universal one comes first. Else each start would go back.
+    for universal, expected in ((3, False), (1, True)):
+        os.utime(checkpoint / files.MANIFEST, (2, 2))
+        (tmp_path / "latest_universal").touch()
+        os.utime(tmp_path / "latest_universal", (universal, universal))
+        assert files.is_past_universal(tmp_path) is expected
+    assert not files.is_past_universal(checkpoint)
 
 
 def cut(path: Path) -> None:
@@ -141,13 +150,6 @@ def test_actor_and_critic_resume_from_the_newest_that_is_whole_in_both(one_rank,
     with pytest.raises(NoWholeCheckpoint, match=r"global_step2 is not whole \(_actor: .* is missing\)"):
         newest_whole(folders)
     assert folders_of(tmp_path, SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))) == [actor]
-
-
-def test_a_checkpoint_is_replaced_by_one_of_its_name(tmp_path):
-    write(tmp_path, "global_step2", size=10)
-    checkpoint = write(tmp_path, "global_step2", size=20)
-    assert files.problems(checkpoint) == [] and files.size_of(checkpoint) > 40
-    assert json.loads((checkpoint / files.MANIFEST).read_text())["serial"] == 2
 
 
 def test_leftovers_of_killed_processes_go_and_a_whole_one_gets_its_name(tmp_path):

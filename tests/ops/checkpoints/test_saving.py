@@ -142,13 +142,11 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
     assert [states["global_step"] for states in actor(group, "get_checkpoint_states")] == [2, 2]
     assert all(map(torch.equal, everything(group), at_checkpoint))
     (folder / "global_step2" / "process_rank_1.pt").unlink()
-    for rank in (0, 1):  # a rank that loads its own would wait for the other one
-        forge(
-            folder / "global_step3", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": Path}
-        )
+    for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", damaged.name):  # a rank alone would wait for the other
+        forge(damaged.parent, name, {"optimizer_state_dict": Path})
     with pytest.raises(checkpoints.NotAllowed, match=r"it would call pathlib\.Path, which no run's checkpoint does"):
         group.start()
-    cut(folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    cut(damaged)
     with pytest.raises(checkpoints.NoWholeCheckpoint, match=r"global_step3 .*was written.*global_step2 .*missing"):
         group.start()
 
