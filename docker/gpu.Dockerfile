@@ -6,8 +6,10 @@
 # v0.29.0 was.
 FROM vllm/vllm-openai:v0.29.0@sha256:c2914767605584b6d8f45686b82de173ecc99e781897aa3d0a66dacd72c51ae1
 
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends git libnuma1 \
+# PyTorch's headers name those of cuSPARSE and cuSOLVER, without which neither flash-attn nor DeepSpeed's optimizer compiles.
+RUN cuda=$(python3 -c "import torch; print(torch.version.cuda.replace('.', '-'))") \
+    && apt-get update \
+    && apt-get install -y --no-install-recommends git libnuma1 "libcusparse-dev-$cuda" "libcusolver-dev-$cuda" \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /arlopti

@@ -16,11 +16,12 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from arlopti_openrlhf.cli import flags
 from arlopti_openrlhf.cli.bad_input import Parser
-from arlopti_openrlhf.ops.checkpoints.files import write
+from arlopti_openrlhf.ops.checkpoints.files import saved_in, write
 
 KEPT = "config.yaml"  # in --ckpt.path
 _SWITCHES = {"true": True, "false": False}
@@ -48,19 +49,24 @@ def expanded(argv: Sequence[str], parser: Parser) -> list[str]:
 
 
 def keep(flat: argparse.Namespace, folder: Path) -> None:
-    """Write the values of all flags to a file in `folder` that --config and only this user can read.
-
-    The folder is made.
-    """
+    """Write the values of all flags to a file in `folder`, which is made. --config and only this user can read it."""
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / KEPT, text(flat))
 
 
-def text(flat: argparse.Namespace) -> str:
-    """Return the content of such a file. A flag without a value is left out, and paths are absolute.
+def of_resumed(args: SimpleNamespace) -> dict[str, Any]:
+    """Return the flags that the run that is resumed has kept, by name, or nothing if none is resumed.
 
-    So are those that are for one start alone.
+    Raises:
+        OSError, ValueError, TypeError: its file cannot be read.
     """
+    folder = Path(args.ckpt.path)
+    is_resumed = args.ckpt.load_enable and saved_in(folder)
+    return read((folder / KEPT).read_text("utf-8")) if is_resumed else {}
+
+
+def text(flat: argparse.Namespace) -> str:
+    """Return the content of such a file: absolute paths, and no flags without a value or for one start alone."""
     import yaml
 
     once = ("config", "ckpt.load_changed")

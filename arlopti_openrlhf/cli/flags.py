@@ -250,7 +250,7 @@ _OPENRLHF = (
     Flag("actor.num_nodes actor.num_gpus_per_node critic.num_nodes critic.num_gpus_per_node", change=Change.RANKS),
     Flag("actor.lr_scheduler critic.lr_scheduler", {"choices": SCHEDULES}),
     Flag("ds.grad_accum_dtype", {"choices": ("fp32", "bf16", "fp16")}),
-    Flag("ds.zero_stage ds.ring_attn_size ds.tensor_parallel_size", change=Change.LAYOUT),
+    Flag("ds.zero_stage ds.param_dtype ds.ring_attn_size ds.tensor_parallel_size", change=Change.LAYOUT),
     Flag("actor.adam.lr actor.adam.betas actor.adam.eps actor.adam.weight_decay", change=Change.STORED),
     Flag("critic.adam.lr critic.adam.betas critic.adam.eps critic.adam.weight_decay", change=Change.STORED),
     Flag("actor.muon.lr actor.muon.momentum critic.muon.lr critic.muon.momentum", change=Change.STORED),

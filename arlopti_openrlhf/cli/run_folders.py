@@ -109,11 +109,9 @@ def _check_models(args: SimpleNamespace) -> list[Finding]:
 
 def _is_own(model: Path, args: SimpleNamespace) -> bool:
     """Return whether the run that is resumed saves its final model there too, as its flags say."""
-    path = Path(args.ckpt.path)
-    if not args.ckpt.load_enable or not checkpoint_files.saved_in(path):
-        return False
     try:
-        kept = str(config_file.read((path / config_file.KEPT).read_text("utf-8"))["ckpt.output_dir"])
-    except (OSError, ValueError, KeyError):  # a run of OpenRLHF's own
+        had = config_file.of_resumed(args)
+    except (OSError, ValueError):  # a run of OpenRLHF's own
         return True
-    return os.path.realpath(model) in (os.path.realpath(kept), os.path.realpath(f"{kept}_critic"))
+    kept = str(had.get("ckpt.output_dir"))
+    return bool(had) and os.path.realpath(model) in (os.path.realpath(kept), os.path.realpath(f"{kept}_critic"))

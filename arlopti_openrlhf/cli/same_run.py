@@ -5,6 +5,7 @@ The prompts themselves are compared where they are loaded (`ops.rollouts.prompts
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,14 @@ def check_checkpoint(args: SimpleNamespace) -> Iterator[Finding]:
                 yield Finding("--ckpt.path", file, *unpickling.refusal(names))
 
 
+def stored(args: SimpleNamespace) -> _Values:
+    """Return the values that the checkpoints of the run that is resumed hold, whatever is given now."""
+    with suppress(OSError, ValueError, TypeError):  # `check` says so
+        had = config_file.of_resumed(args)
+        return {key: value for key, value in had.items() if flags.of(key).change is Change.STORED}
+    return {}
+
+
 def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     """Return a finding for each flag that differs from what the run had, if the run cannot go on with the new value.
 
@@ -47,11 +56,9 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
         flat: the flags as the parser has returned them.
         args: upstream's nested arguments, as its `train` gets them.
     """
-    folder = Path(args.ckpt.path)
-    if not args.ckpt.load_enable or not checkpoint_files.saved_in(folder):
-        return []
     try:
-        return _differences(config_file.read((folder / config_file.KEPT).read_text("utf-8")), flat, args)
+        had = config_file.of_resumed(args)
+        return _differences(had, flat, args) if had else []
     except (OSError, ValueError, TypeError) as error:  # the last two for a torn file, which may have any value
         problem = f"the flags of the run that is resumed cannot be read ({error})"
         return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
@@ -65,15 +72,17 @@ def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleName
 
 def _difference(key: str, had: _Values, has: _Values, args: SimpleNamespace) -> Finding | None:
     flag, before, now = f"--{key}", _shown(had.get(key)), _shown(has.get(key))
-    problem = f"the run that is resumed had {before}"
-    if _changes_layout(key, had, has) and not args.ds.use_universal_ckpt:
+    problem, change, model = f"the run that is resumed had {before}", flags.of(key).change, key.partition(".")[0]
+    is_layout = change is Change.LAYOUT or (change is Change.RANKS and _ranks(model, had) != _ranks(model, has))
+    if is_layout and not args.ds.use_universal_ckpt:
         problem += ", and DeepSpeed cannot load its checkpoints otherwise"
         remedy = f"give {before}, or convert one by DeepSpeed's ds_to_universal and add --ds.use_universal_ckpt"
         return Finding(flag, now, problem, remedy)
-    if _changes_place(key, had, has) and not args.ckpt.load_changed:
+    is_place = change is Change.PLACE or (change is Change.PASSES and _passes(had) != _passes(has))
+    if is_place and not args.ckpt.load_changed:
         problem += ", and its place in the prompts or in the learning rate's schedule counts in that"
         return Finding(flag, now, problem, f"give {before}, or add --ckpt.load_changed to go on with {now}")
-    if flags.of(key).change is Change.STORED:
+    if change is Change.STORED:
         return Finding(flag, now, problem, f"it goes on with {before}, which its checkpoints hold", is_fatal=False)
     return None
 
@@ -92,11 +101,6 @@ def _shown(value: str | list | None) -> str:
     return "no value" if value in (None, []) else " ".join(value) if isinstance(value, list) else value
 
 
-def _changes_place(key: str, had: _Values, has: _Values) -> bool:
-    change = flags.of(key).change
-    return change is Change.PLACE or (change is Change.PASSES and _passes(had) != _passes(has))
-
-
 def _passes(values: _Values) -> int:
     """Return how many optimizer steps a mini-batch takes. A token method in a file may take more."""
     by_flags = "algo.lopti.eta" in values or "algo.lopti.quantile" in values
@@ -104,11 +108,6 @@ def _passes(values: _Values) -> int:
         argument in ("lopti.groups=low", "lopti.groups=high") for argument in values.get("algo.token_method_args", ())
     )
     return 2 if (by_flags or "lopti" in values.get("algo.token_method", ())) and not takes_one else 1
-
-
-def _changes_layout(key: str, had: _Values, has: _Values) -> bool:
-    change, model = flags.of(key).change, key.partition(".")[0]
-    return change is Change.LAYOUT or (change is Change.RANKS and _ranks(model, had) != _ranks(model, has))
 
 
 def _ranks(model: str, values: _Values) -> int:

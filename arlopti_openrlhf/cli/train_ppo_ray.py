@@ -65,6 +65,7 @@ def _run(flat: argparse.Namespace, versions: Sequence[upstream.Difference], chil
     with run_folders.held(args, os.getppid()):
         if checkpoint_files.are_saved(args):
             try:
+                vars(kept).update(same_run.stored(args))
                 config_file.keep(kept, Path(args.ckpt.path))
             except OSError as error:
                 _refuse(f"--ckpt.path: {config_file.KEPT} cannot be written: {error}")
@@ -78,8 +79,8 @@ def _check(flat: argparse.Namespace, versions: Sequence[upstream.Difference]) ->
         SystemExit: with status 2 if the run cannot start, and 0 after `--dry-run`.
     """
     rooms = ["update", "forward", "ops"]
-    differences = [*versions, *upstream.check_pins(), *upstream.check_bodies(rooms)]
-    check.refuse_if_fatal(_findings(differences))
+    differences = _findings([*versions, *upstream.check_pins(), *upstream.check_bodies(rooms)])
+    check.refuse_if_fatal(differences)
     given, kept = command_line.hierarchize(flat), copy.copy(flat)
     args, upstream_findings = command_line.check(_completed(flat))
     _name_code(args)
@@ -87,7 +88,7 @@ def _check(flat: argparse.Namespace, versions: Sequence[upstream.Difference]) ->
         terminal.say("checking flags, models, data, reward and machine", file=sys.stderr)
     check.run(
         args,
-        [*_findings(differences), *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
+        [*differences, *_check_flags(given), *run_folders.check(args), *same_run.check(kept, args)],
         upstream_findings,
         method_checks.describe_update(args),
         [same_run.check_checkpoint, method_checks.check_methods],
@@ -110,26 +111,22 @@ def train(args: SimpleNamespace, child: Child) -> None:
 
     terminal.say(method_checks.describe_methods(args))
     with run_of_child.of_run(child, args):
-        cluster.of_run(child, args)
-        has = _has(args) | {bindings.CARE}
-        without_care.train(args, gpus_placed(args), has, Settings.of(args))
+        cluster.wrap_init(child.folder, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
+        without_care.train(args, gpus_placed(args), _has(args), Settings.of(args))
 
 
 def _how_to_go_on(args: SimpleNamespace) -> str:
     """Return a line that names the newest checkpoint and the command that resumes from it, or nothing without one."""
     newest = checkpoint_files.newest_of(args)
-    config = str(Path(args.ckpt.path, config_file.KEPT))
-    command = shlex.join(["arlopti", "train", "--config", config, "--ckpt.load_enable"])
-    return f"checkpoint: {newest}. To go on: {command}" if newest else ""
+    words = ["--config", f"{args.ckpt.path}/{config_file.KEPT}", "--ckpt.load_enable"]
+    return f"checkpoint: {newest}. To go on: arlopti train {shlex.join(words)}" if newest else ""
 
 
 def _has(args: SimpleNamespace) -> set[str]:
-    """Return what a run with care has that not every run has."""
-    has = dict.fromkeys(method_checks.of_update(args), True)
-    if args.ds.lora.rank:
-        reference = args.algo.kl.init_coef > 0 and not values.loads_reference(args)
-        has |= {bindings.LORA: True, bindings.POLICY_IS_REFERENCE: reference}
-    return {name for name, is_there in has.items() if is_there}
+    """Return what this run with care has that not every run has."""
+    is_reference = args.algo.kl.init_coef > 0 and not values.loads_reference(args)
+    of_lora = [bindings.LORA, *([bindings.POLICY_IS_REFERENCE] if is_reference else [])]
+    return {bindings.CARE, *method_checks.of_update(args), *(of_lora if args.ds.lora.rank else [])}
 
 
 def _findings(differences: Iterable[upstream.Difference]) -> list[Finding]:
@@ -169,21 +166,19 @@ def _check_flags(given: SimpleNamespace) -> list[Finding]:
 
 def _completed(flat: argparse.Namespace) -> argparse.Namespace:
     """Fill in what follows from other flags, and say so where a user would not expect it."""
-    value, lines = vars(flat), []
+    value = vars(flat)
     args = command_line.hierarchize(flat)
     is_selective = method_checks.is_selective(args)
     value["logger.probability_stats"] = value["logger.probability_stats"] or ("bins" if is_selective else "off")
     if value["actor.update"] is None and method_checks.uses_methods(args) and not is_selective:
         stock_only = needs_stock_update(args)
         why = f"--{stock_only} {value[stock_only]}" if stock_only else "a vision model"
-        lines.append(f"{why}: the update is computed as OpenRLHF does, without statistics by probability.")
+        terminal.say(f"{why}: the update is computed as OpenRLHF does, without statistics by probability.")
     if args.ds.lora.rank and args.algo.kl.init_coef > 0:
         is_policy = "the policy without its adapter is the reference, and no second model is loaded"
         is_loaded = "--ds.load_in_4bit loads the reference apart, since its norms are bf16 and the policy's float32"
         line = is_loaded if values.loads_reference(args) else is_policy
-        lines.append(f"--ds.lora.rank {args.ds.lora.rank}: {line}.")
-    for line in lines:
-        terminal.say(line)
+        terminal.say(f"--ds.lora.rank {args.ds.lora.rank}: {line}.")
     value["reward.remote_url"] = value["reward.remote_url"] or None  # OpenRLHF would ask a server without a name
     # The workers, which load these files, have a working directory of their own.
     value["algo.token_method"] = flags.absolute("algo.token_method", value["algo.token_method"])

@@ -28,6 +28,7 @@ _DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB: vLLM would take most of the memory
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's worker would be a process that imports everything once more
     "THP_MEM_ALLOC_ENABLE": "1",  # huge pages for PyTorch: page faults of fresh tensors were a fifth of an update
+    "TORCH_EXTENSIONS_DIR": os.path.join(sys.prefix, "torch_extensions"),  # for `_find_ninja`
 }
 
 
@@ -43,6 +44,7 @@ def enable(driver: bool = False) -> None:
     Raises:
         SystemExit: ARLOPTI_DEVICE is neither `cpu` nor `cuda`.
     """
+    _find_ninja()
     on_cpu, without_flash_attn = uses_cpu(), not has_flash_attn()
     if not (on_cpu or without_flash_attn) or patches.are_made():
         return
@@ -55,7 +57,6 @@ def enable(driver: bool = False) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
-        _find_compiler_tools()
     else:
         message = "flash-attn is not installed: attention runs on PyTorch's SDPA"
     if not driver:
@@ -93,12 +94,11 @@ def _announce(message: str) -> None:
         os.environ[_ANNOUNCED] = "1"
 
 
-def _find_compiler_tools() -> None:
-    """Let DeepSpeed compile its CPU ops with this environment's own ninja, activated or not.
+def _find_ninja() -> None:
+    """Let DeepSpeed compile its ops with this environment's own ninja, activated or not.
 
     Ninja compiles everything again where another version of it left the build folder, so all runs must use one.
     """
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
     tools, path = os.path.dirname(sys.executable), os.environ.get("PATH", "")
     if shutil.which("ninja", path=tools) and path.split(os.pathsep)[0] != tools:
         os.environ["PATH"] = tools + os.pathsep + path

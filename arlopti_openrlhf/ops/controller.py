@@ -36,7 +36,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
     8. It reports how far the run is (`ops.lifecycle.progress`).
     """
 
-    last_step = resumed_step = 0
+    last_step = 0
     last_client_states: dict | None = None
     saved_step = 0
     is_in_step = False  # the weights are those of no step
@@ -64,7 +64,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         if self.tensorboard_logger and self.args.ckpt.load_enable:
             self.tensorboard_logger.drop_from(step + 1 if step else 0)  # step 0 is evaluated again
         self.last_step, self.last_client_states = step, dict(checkpoint_states)
-        self.resumed_step = self.saved_step = step
+        self.saved_step = step
 
     def _state(self) -> dict:
         """Return what `resume` takes up, besides upstream's states."""
@@ -86,6 +86,9 @@ class Controller(ppo_trainer.BasePPOTrainer):
         """Return upstream's status, without the statistics by probability, which are kept for the trackers."""
         progress.say("phase", progress.Phase("update"))
         status = super().ppo_train(global_steps)
+        if global_steps <= self.args.critic.freezing_steps:  # upstream would train the policy on all of them later
+            calls = [actor.__ray_call__ for actor in self.actor_model_group._actor_handlers]
+            ray.get([call.remote(lambda actor: actor.trainer.replay_buffer.clear()) for call in calls])
         self.token_statistics = {name: status.pop(name) for name in list(status) if name.startswith("tokens/")}
         return status
 
@@ -188,8 +191,9 @@ class Controller(ppo_trainer.BasePPOTrainer):
         """Evaluate the last step. If that fails, save the trained model, as upstream does only at the very end."""
         try:
             self.evaluate_and_save(self.last_step)
-        except Exception:
-            ray.get(self.actor_model_group.async_run_method(method_name="save_model"))
+        except Exception as error:
+            if not isinstance(error, stopping.RunStopped):
+                ray.get(self.actor_model_group.async_run_method(method_name="save_model"))
             raise
 
     def _detect_eval_metric_key(self, eval_metrics) -> str | None:
@@ -208,6 +212,7 @@ class Controller(ppo_trainer.BasePPOTrainer):
         try:
             yield
         except Exception:
+            stopping.put("saving", "1")
             self.save_last_step()
             raise
 
@@ -226,17 +231,11 @@ def _refuse_without_a_step(trainer: Any) -> None:
         NothingTrained: no step was trained. Upstream would save the model as it came.
     """
     if trainer.last_step:
-        if trainer.last_step == trainer.resumed_step:
-            logger.warning(
-                f"no step was trained after step {trainer.last_step}, at which this run was resumed: no prompts were "
-                "left, or dynamic filtering left them out"
-            )
         return
     low, high = trainer.args.algo.dynamic_filtering_range
-    why = f"dynamic filtering left out every prompt, as no mean score is in ({low:g}, {high:g})"
     raise stopping.NothingTrained(
-        f"no step was trained: {why} (--algo.dynamic_filtering_range). The log's lines "
-        '"filtered out" have the scores, and the model is not saved.'
+        f"no step was trained: dynamic filtering left out every prompt, as no mean score is in ({low:g}, {high:g}) "
+        '(--algo.dynamic_filtering_range). The log\'s lines "filtered out" have the scores. The model is not saved.'
     )
 
 
@@ -349,6 +348,7 @@ class PPOTrainerAsync(Upstream):
 
     def _end_training(self) -> None:
         """Let the training actor end its `fit`, in which it may wait for samples that will not come, and tidy up."""
+        stopping.put("saving", "1")
         left, deadline = self.trainer_actor.leave.remote(), time.monotonic() + self.seconds
         while time.monotonic() < deadline and not ray.wait([left], timeout=1.0)[0]:
             with suppress(Full):

@@ -79,9 +79,9 @@ class Planner:
 
     @property
     def knows_layers(self) -> bool:
-        """Whether the bytes that the layers keep are known. LoRA's dropout keeps half as many again."""
-        lora = self.args.ds.lora
-        return is_known(self.config) and not (lora.rank and lora.dropout)
+        """Whether the bytes that the layers keep are known. LoRA's dropout adds half, as its float32 under ZeRO-3."""
+        ds = self.args.ds
+        return is_known(self.config) and not (ds.lora.rank and (ds.lora.dropout or ds.zero_stage == 3))
 
     def epoch(self, samples: list[Sample]) -> list[MiniBatch]:
         """Return this rank's mini-batches of one epoch, as many as on every other. A collective call.

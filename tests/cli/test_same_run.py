@@ -19,8 +19,7 @@ CRITIC = "--critic.model_name_or_path m --critic.num_gpus_per_node 2"
 
 
 def flat(flags: str, *folder):
-    paths = ["--ckpt.path", str(folder[0])] if folder else []
-    return command_line.parse([*flags.split(), *paths])
+    return command_line.parse([*flags.split(), *(["--ckpt.path", str(folder[0])] if folder else [])])
 
 
 @pytest.fixture
@@ -43,10 +42,11 @@ def test_what_a_run_can_go_on_with_needs_no_line(resumed, tmp_path):
     assert same_run.check(again, command_line.hierarchize(again)) == []
 
 
-def test_an_optimizers_value_is_the_checkpoints(resumed):
+def test_an_optimizers_value_is_the_checkpoints(resumed, tmp_path):
     (finding,) = resumed("--actor.adam.lr 1e-5")
     assert finding.flag == "--actor.adam.lr" and not finding.is_fatal
     assert "1.0e-05: the run that is resumed had 1.0e-06; it goes on with 1.0e-06, which its chec" in str(finding)
+    assert same_run.stored(command_line.hierarchize(flat(FLAGS, tmp_path)))["actor.adam.lr"] == "1.0e-06"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ class CheckpointStrategy(GuardedStrategy):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.averaged: Any = None  # the model without an optimizer that this process holds: next to the policy, EMA
-        self.not_written = 0  # checkpoints in a row
 
     def _ds_init_train_model(self, model, cfg: dict):
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
@@ -96,17 +95,21 @@ class CheckpointStrategy(GuardedStrategy):
         _require_finite(model)
         folder, tag = Path(save_dir), tag or f"global_step{model.global_steps}"
         writing = folder / f"{files.WRITING}{tag}"
+
+        def require() -> None:  # before DeepSpeed makes it on every node
+            if not writing.is_dir():
+                raise OSError("--ckpt.path is no folder that all nodes share")
+
         try:
             on_rank_0(lambda: files.begin(writing, say))
+            everywhere(require)
             self._write(model, writing, client_state or {})
             on_rank_0(lambda: self._write_ckpt_metric(str(writing), metric_value, metric_key))
             on_rank_0(lambda: files.publish(writing))
         except (NotWritten, OSError) as error:
-            self.not_written += 1
             self._clear(f"checkpoint {folder / tag}", writing, error)
-            say(f"{self.not_written} checkpoints in a row are not written. The run goes on, and older ones stay.")
+            say("The run goes on, and older checkpoints stay.")
             return
-        self.not_written = 0
 
         def rotate() -> None:
             folders, metric = files.folders_of(folder.parent, self.args), self._read_ckpt_metric
@@ -179,6 +182,11 @@ class CheckpointStrategy(GuardedStrategy):
                 return None, dict(BEGINNING)
         with replaced_attribute(model._config, "load_universal_checkpoint", is_universal):
             path, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        if model.zero_optimization_stage() == 3:  # a sleeping run has saved its host buffers, which are on the GPU now
+            for state_of in model.optimizer.optimizer.state.values():
+                for name in [name for name in state_of if name.endswith("_offload_buffer")]:
+                    del state_of[name]
+        model.optimizer.clip_grad = model.gradient_clipping()  # below ZeRO-3 DeepSpeed takes the checkpoint's
         learning_rate.follow(model.lr_scheduler)
         if tag and not is_universal:
             checkpoint = Path(load_dir, tag)
@@ -248,7 +256,8 @@ def newest_whole(folders: list[Path]) -> str | None:
         return [f"{folder.name}: {line}" for folder in folders for line in files.problems(folder / tag)]
 
     def damages(tag: str) -> list[str]:
-        own = [(folder, unpickling.damages(folder / tag, dist.get_rank())) for folder in folders]
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        own = [(folder, unpickling.damages(folder / tag, rank, ranks)) for folder in folders]
         return [f"{folder.name}: {line}" for folder, lines in own for line in lines]
 
     passed_over = []

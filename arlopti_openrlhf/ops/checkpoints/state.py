@@ -23,7 +23,7 @@ from arlopti_openrlhf.ops.lifecycle.progress import RUN_FILE, kept_run
 
 _UPSTREAMS_DEFAULT = re.compile(r"ppo_\d{4}T\d\d:\d\d")  # holds the time at which the command started
 RANK_FILE = "process_rank_{}.pt"
-_load = partial(torch.load, weights_only=True, map_location="cpu")
+_load = partial(torch.load, weights_only=True, map_location="cpu", mmap=True)
 
 
 def save(checkpoint: Path, strategy: Any) -> None:
@@ -36,10 +36,12 @@ def save(checkpoint: Path, strategy: Any) -> None:
         checkpoint: the folder.
         strategy: the rank's `CheckpointStrategy`.
     """
+    averaged = strategy.averaged
+    is_writer = averaged is not None and _writer(averaged) == dist.get_rank()
     own = {
         "random": random_state(),
         "time_steps": dict(strategy.time_steps),
-        "averaged": _average(strategy.averaged),
+        "averaged": _memory(averaged) if is_writer else None,  # all ranks may hold the whole of it
     }
     torch.save(own, checkpoint / RANK_FILE.format(dist.get_rank()))
 
@@ -87,11 +89,6 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _average(averaged: nn.Module | None) -> list[torch.Tensor] | None:
-    """Return what this rank writes of the moving average. Where all ranks hold the whole of it, rank 0 does."""
-    return _memory(averaged) if averaged is not None and _writer(averaged) == dist.get_rank() else None
-
-
 def _writer(averaged: nn.Module) -> int:
     """Return the rank that writes what this rank holds of the moving average: its own part under ZeRO-3."""
     is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in averaged.parameters())
@@ -118,11 +115,10 @@ def identify(args: argparse.Namespace) -> str:
             args.logger.wandb.run_name = kept["run_name"]
             return kept["wandb_id"]
     run = {"run_name": given, "wandb_id": secrets.token_hex(4)}
-    if not files.are_saved(args):  # what is kept there may be another run's
-        return run["wandb_id"]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, json.dumps(run))
+        if files.are_saved(args):  # else what is kept there may be another run's
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(path, json.dumps(run))
     except OSError as error:
         terminal.say(f"{path}: {error.strerror}. A run that is resumed from here will have curves of its own.")
     return run["wandb_id"]

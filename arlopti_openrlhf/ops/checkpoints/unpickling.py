@@ -54,21 +54,20 @@ def not_allowed(path: Path) -> list[str]:
         return []
 
 
-def damages(checkpoint: Path, rank: int) -> list[str]:
-    """Return which of a rank's own files do not hold what was written, or nothing. Every byte of them is read.
+def damages(checkpoint: Path, rank: int, ranks: int) -> list[str]:
+    """Return which files do not hold what was written, of those that a rank of so many reads: every byte of them.
 
     `torch.save` writes a zip, with a checksum of each record. Files that belong to no rank are rank 0's.
     """
     reasons = []
     for path in sorted(checkpoint.glob("*.pt")):
         numbered = re.search(r"(?:zero_pp|process)_rank_(\d+)", path.name)
-        if int(numbered[1] if numbered else 0) != rank:
+        if int(numbered[1] if numbered else 0) % ranks != rank:  # the critic may have fewer ranks than the actor
             continue
         try:
             with zipfile.ZipFile(path) as file:
-                record = file.testzip()
-            if record:
-                reasons.append(f"{path.name} is damaged in {record}")
+                if record := file.testzip():
+                    reasons.append(f"{path.name} is damaged in {record}")
             get_unsafe_globals_in_checkpoint(path)  # PyTorch's own reader, which looks at more of the zip's end
         except Exception as error:  # zipfile raises errors of many kinds for what is no zip
             reasons.append(f"{path.name} is damaged ({type(error).__name__}: {error})")

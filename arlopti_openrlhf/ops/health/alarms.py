@@ -109,15 +109,15 @@ def what_is_bad(status: Mapping[str, float], counts_refusals: bool) -> str:
 
     Args:
         status: the step's metrics.
-        counts_refusals: whether a refused step alone is bad. In fp16 it is not, because DeepSpeed finds its loss scale
-            by refusing steps.
+        counts_refusals: whether a refused step alone is bad. In fp16 it is not: so DeepSpeed finds its loss scale.
     """
     causes = [
         f"{name} is {value}"
         for name, value in status.items()
         if name.rpartition("/")[2] in _LOSSES and not math.isfinite(value)
     ]
-    refused = status.get("skipped_optimizer_steps", 0)
+    # The norm of a step that is refused is NaN. The critic's refused steps are not counted otherwise.
+    refused = status.get("skipped_optimizer_steps", 0) + math.isnan(status.get("critic_grad_norm", 0.0))
     if refused and (causes or counts_refusals):
         causes.append(f"{refused} optimizer steps refused")
     return ", ".join(causes)

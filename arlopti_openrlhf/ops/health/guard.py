@@ -194,6 +194,6 @@ def first_non_finite(engine: deepspeed.DeepSpeedEngine) -> str | None:
         for tensor in (parameter.data, parameter.ds_tensor.data) if is_sharded else (parameter.data,):
             if tensor.is_floating_point():
                 names.append(name)
-                found.append(has_inf_or_nan(tensor))
+                found.append(has_inf_or_nan(tensor).to(engine.device))  # of a moving average, some are on the CPU
     # One wait for the device, not one per parameter.
     return next((name for name, is_bad in zip(names, torch.stack(found).tolist(), strict=True) if is_bad), None)

@@ -79,7 +79,7 @@ class _Run:
             time.sleep(_LAST_LINES)
         code = cause.exit_code if isinstance(cause, stopping.RunStopped) else int(cause is not None)
         text = last_lines(cause, self._lines) if cause else self._what_came_out()
-        self._child.say_last(code, text, is_stop=code != 1)
+        self._child.say_last(code, text)
         ray.shutdown()
         if code == 0:
             shutil.rmtree(self._child.folder, ignore_errors=True)
@@ -126,7 +126,7 @@ class _Run:
                 before, dead = dead, _dead_actors()
                 if self._is_ending:
                     return
-                if missed := dead.keys() & before.keys():
+                if not stopping.get("saving") and (missed := dead.keys() & before.keys()):
                     break
         except Exception as error:
             terminal.say(f"Ray's table of actors cannot be read, so nobody looks after them: {error!r}")
@@ -164,6 +164,9 @@ def _dead_actors() -> dict[str, BaseException]:
         cause = actor["DeathCause"]
         if failed := cause.creation_task_failure_context.formatted_exception_string:
             dead[name] = RuntimeError(f"{actor['ActorClassName']} cannot start: {failed}")
+        elif cause.WhichOneof("context") != "actor_died_error_context":  # such as Ray's own guard of memory
+            text = terminal.one_line(str(cause))
+            dead[name] = RuntimeError(f"{actor['ActorClassName']} (pid {actor['Pid']}) has died: {text}")
         elif cause.actor_died_error_context.reason not in _WANTED:
             dead[name] = ActorDiedError(cause.actor_died_error_context)
     return dead

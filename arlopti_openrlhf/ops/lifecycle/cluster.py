@@ -5,7 +5,6 @@ import os
 import signal
 from pathlib import Path
 from secrets import token_hex
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -14,16 +13,11 @@ from ray._private import utils as ray_utils
 
 from arlopti_openrlhf import interrupts
 from arlopti_openrlhf.ops.lifecycle import credentials
-from arlopti_openrlhf.ops.lifecycle.parent import SESSIONS, Child
+from arlopti_openrlhf.ops.lifecycle.parent import SESSIONS
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.ray_address import starts_cluster
 
 _LOCAL = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}  # where gloo and vLLM's own group listen
-
-
-def of_run(run: Child, args: SimpleNamespace) -> None:
-    """Give a run a cluster of its own if it names none, and the workers its secrets."""
-    wrap_init(run.folder, credentials.collect(args.logger.wandb.key, args.reward.remote_url))
 
 
 def wrap_init(folder: Path, secrets: dict[str, str]) -> None:

@@ -73,9 +73,9 @@ class Child:
         """Return the signal for which the parent asks the run to stop, once it does."""
         return int(self._link.recv(16))
 
-    def say_last(self, code: int, text: str, is_stop: bool = False) -> None:
-        """Leave the exit code and the last lines for the parent. A stop of the run itself has no other cause."""
-        os.pwrite(self._words, json.dumps([code, text, is_stop]).encode(), 0)
+    def say_last(self, code: int, text: str) -> None:
+        """Leave the exit code and the last lines for the parent."""
+        os.pwrite(self._words, json.dumps([code, text]).encode(), 0)
 
 
 class Parent:
@@ -109,7 +109,8 @@ class Parent:
             start.kill()
             interrupts.end_children(0 if self._signals[1:] else _REST, others)
             code = self._say_last(start, is_stuck)
-            if code not in _MENDABLE or self._signals or restart == self._restarts:
+            may_pass = code in _MENDABLE or (code == 2 and restart)  # the flags were not refused at first
+            if not may_pass or self._signals or restart == self._restarts:
                 return code
             pause = min(_PAUSE * 2**restart, _LONGEST_PAUSE)
             restart, until = restart + 1, time.monotonic() + pause
@@ -147,14 +148,14 @@ class Parent:
 
     def _how_it_ended(self, start: "_Start", is_stuck: bool) -> tuple[int, str]:
         """Return the exit code and the cause, which is empty if the child has said it itself."""
-        code, text, is_stop = start.last_words()
+        code, text = start.last_words()
         first, *second = self._signals or [0]
         if second:
             return 128 + first, f"{PREFIX}{signal.Signals(second[0]).name} again: the run ends at once."
         if is_stuck:
             limit = f"no progress for {self._stall_minutes:g} minutes (--train.stall_minutes)"
             return 4, f"{PREFIX}run stopped: {progress.place(start.found)}: {limit}"
-        if first and not is_stop:  # who signals all processes means the run: their deaths follow from it
+        if first and code in (None, 1):  # who signals all processes means the run: their deaths follow from it
             stopped = "run stopped: " if "folder" in start.seen else ""
             return 128 + first, f"{PREFIX}{stopped}{signal.Signals(first).name} received"
         if code is not None:
@@ -228,9 +229,9 @@ class _Start:
         if self._console:
             self._console.close()
 
-    def last_words(self) -> tuple[int | None, str, bool]:
+    def last_words(self) -> tuple[int | None, str]:
         """Return what the child has said last (`Child.say_last`)."""
-        return json.loads(os.pread(self._words, 2**20, 0) or '[null, "", false]')
+        return json.loads(os.pread(self._words, 2**20, 0) or '[null, ""]')
 
     def _read(self) -> bool:
         """Take up a report if one comes within some time."""

@@ -6,14 +6,10 @@ controllers look there while they wait and between steps.
 """
 
 import signal
-from collections.abc import Sequence
-from typing import Any
 
 import ray
 from ray._private import worker
 from ray.experimental import internal_kv
-
-_POLL = 1.0  # seconds between two looks for a request to stop
 
 
 class RunStopped(Exception):
@@ -86,18 +82,3 @@ def key(name: str) -> str:
     """Return the name that a value of this job has in the store."""
     # Not by `ray.get_runtime_context()`, which would start a cluster where the run's has just been left.
     return f"arlopti_openrlhf/{worker.global_worker.current_job_id.hex()}/{name}"
-
-
-def wait(refs: Sequence[ray.ObjectRef]) -> list[Any]:
-    """Return the results of `refs`, in their order, as `ray.get` does. A request to stop ends the wait.
-
-    Raises:
-        Interrupted: a request to stop has come.
-        Exception: what one of `refs` raised, at once, while others may still be pending.
-    """
-    pending, results = list(refs), dict[ray.ObjectRef, Any]()
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL)
-        results.update(zip(ready, ray.get(ready), strict=True))
-        obey()
-    return [results[ref] for ref in refs]

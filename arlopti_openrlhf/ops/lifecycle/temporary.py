@@ -15,20 +15,20 @@ def make_folder() -> Path:
     A run holds a lock in its folder until its process ends. The last two folders that nobody holds stay.
     """
     place = os.environ.get("RAY_TMPDIR", "/tmp")  # sockets: short paths
-    ended = [folder for folder in Path(place).glob(f"{_PREFIX}*") if _has_ended(folder)]
-    for folder in sorted(ended, key=lambda folder: folder.stat().st_mtime)[:-_KEPT]:
+    ended = [(since, folder) for folder in Path(place).glob(f"{_PREFIX}*") if (since := _has_ended(folder))]
+    for _, folder in sorted(ended)[:-_KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     fcntl.flock(os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600), fcntl.LOCK_EX)
     return folder
 
 
-def _has_ended(folder: Path) -> bool:
+def _has_ended(folder: Path) -> float | None:
+    """Return when the folder of a run that has ended was last changed."""
     try:
-        if folder.lstat().st_uid != os.getuid():
-            return False
+        found = folder.lstat()
         with open(folder / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:  # it runs, or is none of ours
-        return False
+        return found.st_mtime if found.st_uid == os.getuid() else None
+    except OSError:  # it runs, or is none of ours, or another run has just removed it
+        return None

@@ -1,6 +1,5 @@
 """Checks how the run is divided: among clusters and GPUs, and samples among ranks and steps."""
 
-import math
 import os
 import socket
 from collections.abc import Iterator
@@ -162,16 +161,13 @@ def _check_deepspeed(args: SimpleNamespace, names: list[str], ranks: int) -> Ite
 
 
 def _check_shares(args: SimpleNamespace, update: Update, names: list[str], ranks: int) -> Iterator[Finding]:
-    """Check how `RayActorGroup.async_run_method_batch` divides a rollout batch's micro-batches among the ranks."""
-    samples, size = rollout_samples(args), args.rollout.micro_batch_size
-    chunk = size * math.ceil(math.ceil(samples / size) / ranks)
-    of_ranks = [max(0, min(chunk, samples - rank * chunk)) for rank in range(ranks)]
-    if len(set(of_ranks)) == 1:
+    """Check how the samples of a rollout batch are divided among the ranks (`experience_maker.divide`)."""
+    samples, trained = rollout_samples(args), {"actor", "critic"}.intersection(names)
+    least = samples // ranks
+    if samples % ranks == 0 or (least and not trained):
         return
-    shares = f"from {min(of_ranks)} to {max(of_ranks)} of the {samples} samples of a rollout batch"
-    problem = f"{ranks} ranks of {', '.join(names)} get {shares}"
-    multiple = f"--rollout.micro_batch_size x {ranks}"
-    remedy = f"let --rollout.batch_size x --rollout.n_samples_per_prompt be a multiple of {multiple}"
+    problem = f"{ranks} ranks of {', '.join(names)} get from {least} to {least + 1} of a rollout batch's samples"
+    remedy = f"let {samples} be a multiple of {ranks}: it is --rollout.batch_size x --rollout.n_samples_per_prompt"
     # Stock ranks with unequal numbers of steps never stop waiting for each other. Whole steps leave samples out.
     trains = "critic" in names or ("actor" in names and not update.takes_whole_steps)
-    yield Finding.of(args, "rollout.micro_batch_size", problem, remedy, is_fatal=trains or not min(of_ranks))
+    yield Finding.of(args, "rollout.batch_size", problem, remedy, is_fatal=trains or not least)

@@ -1,5 +1,7 @@
-"""Turns samples into experience as OpenRLHF does, but for equal rewards and the reference of LoRA."""
+"""Turns samples into experience as OpenRLHF does, but for short batches, equal rewards and the reference of LoRA."""
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +28,18 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
             reference = ReferenceInPolicy(actors)
         super().__init__(actors, critics, rewards, reference, kl_controller, strategy, *args, **kwargs)
 
+    def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
+        """Return micro-batches, of which each rank of each model gets as many as the others (`divide`)."""
+        if self.args.train.dynamic_batch_enable:
+            return super().split_rollout_samples(rollout_samples)
+        for place, sample in enumerate(rollout_samples):
+            sample.index = [place]
+        models = self.actor_model_group, self.critic_model_group, self.reward_model_group, self.initial_model_group
+        ranks = [len(m._actor_handlers) // m.duplicate_actors for m in models if hasattr(m, "_actor_handlers")]
+        bounds = divide(len(rollout_samples), self.args.rollout.micro_batch_size, ranks)
+        pad = self.tokenizer.pad_token_id
+        return [Experience.concat_experiences(rollout_samples[a:b], pad) for a, b in itertools.pairwise(bounds)]
+
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Return upstream's experience, and report that it is being made."""
         progress.say("phase", progress.Phase("experience"))
@@ -51,6 +65,17 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
         for experience, before in zip(experiences, rewards, strict=True):
             experience.rewards = before
         return experiences
+
+
+def divide(samples: int, size: int, ranks: Sequence[int]) -> list[int]:
+    """Return the bounds of as many micro-batches for each rank of each model, of about `size` samples at most.
+
+    Upstream's ranks get unequal numbers of them if the last rollout batch of an episode is shorter. Under ZeRO-3 all
+    take part in each forward pass, so those with more would wait for good.
+    """
+    common = math.lcm(*ranks)
+    count = min(-(-samples // (size * common)), samples // common) * common or samples
+    return [samples * i // count for i in range(count + 1)]
 
 
 def equal_groups(experiences: Sequence[Experience], group_size: int) -> list[torch.Tensor]:

@@ -182,18 +182,17 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         Raises:
             Interrupted: a request to stop.
         """
-        if self.args.train.deterministic:
-            places, by_engine = itertools.chain(*pending.values()), stopping.wait(list(pending))
-            groups = list(zip(places, itertools.chain(*by_engine), strict=True))
-            pending.clear()
-            return sorted(groups, key=lambda group: group[0])
-        while True:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=1.0)
+        is_ordered = self.args.train.deterministic
+        count = len(pending) if is_ordered else 1
+        ready: list[ray.ObjectRef] = []
+        while len(ready) < count:
+            ready, _ = ray.wait(list(pending), num_returns=count, timeout=1.0)
             stopping.obey()
-            if ready:
-                (ref,) = ready
-                (place,) = pending.pop(ref)
-                return [(place, ray.get(ref))]
+            answers = ray.get(ready)  # an error of one engine does not wait for the others
+        groups: list[tuple[tuple, list[dict]]] = []
+        for ref, answer in zip(ready, answers, strict=True):
+            groups += zip(pending.pop(ref), answer if is_ordered else [answer], strict=True)
+        return sorted(groups, key=lambda group: group[0])
 
     def _process_response_into_experience(self, response, **generate_kwargs) -> Experience:
         experience = super()._process_response_into_experience(response, **generate_kwargs)

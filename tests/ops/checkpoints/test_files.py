@@ -61,13 +61,14 @@ def test_a_single_flipped_bit_is_found_by_the_rank_whose_file_it_is(tmp_path):
     state = {"weights": torch.arange(100.0), "step": 3, "names": ["a", "b"]}
     for name in names:
         torch.save(state, tmp_path / name)
-    assert unpickling.damages(tmp_path, 0) == unpickling.damages(tmp_path, 1) == []
+    assert unpickling.damages(tmp_path, 0, 2) == unpickling.damages(tmp_path, 1, 2) == []
     bits, found = random.Random(0), 0
     for i in range(300):
         path = tmp_path / names[i % 3]
         whole = path.read_bytes()
         flip(path, bits.randrange(8 * len(whole)))
-        damages = [unpickling.damages(tmp_path, rank) for rank in (0, 1)]
+        damages = [unpickling.damages(tmp_path, rank, 2) for rank in (0, 1)]
+        assert unpickling.damages(tmp_path, 0, 1) == sum(damages, [])  # as a critic on one rank finds it
         assert damages[i % 3 == 0] == []  # the other rank's
         if damages[i % 3 != 0]:
             found += 1

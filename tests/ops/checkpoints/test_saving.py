@@ -6,6 +6,7 @@ import random
 import resource
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,7 +81,8 @@ def test_a_run_that_is_resumed_with_fewer_steps_stays_at_the_lowest_rate(tiny_mo
     for seed in (1, 2):
         group.run(experiences(seed), METHODS)
     actor(group, "save_checkpoint", tag="global_step2", client_states={"global_step": 2})
-    group = start(tiny_model, tmp_path, *schedule, "--actor.adam.lr", "1", max_steps=2)
+    group = start(tiny_model, tmp_path, *schedule, "--actor.adam.lr", "1", "--actor.max_norm", "0.2", max_steps=2)
+    assert actor(group, "call", lambda probe: probe.actor.model.optimizer.clip_grad) == [0.2] * 2
     # The checkpoint's optimizer has the highest rate, as `cli.same_run` says: a tenth of 1e-2 is the minimum.
     assert actor(group, "call", lambda probe: probe.actor_scheduler.get_last_lr()[0])[0] != 1e-2
     assert [group.run(experiences(seed), METHODS).last_rate for seed in (3, 4)] == [pytest.approx(1e-3)] * 2
@@ -100,11 +102,8 @@ def forge(checkpoint: Path, name: str, content: object) -> None:
 
 def limit_files(group: Group, rank: int, size: int) -> None:
     """Let a rank write no file that is larger, in bytes. torch then says "iostream error" and nothing else."""
-
-    def limit(probe) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-    ray.get(group.workers[group.kind]._actor_handlers[rank].__ray_call__.remote(limit))
+    call = group.workers[group.kind]._actor_handlers[rank].__ray_call__.remote
+    ray.get(call(lambda probe: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))))
 
 
 def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
@@ -152,8 +151,8 @@ def test_damage_and_disks_that_take_no_more(tiny_model, tmp_path):
 
     # A folder in which nothing was ever finished is a run's beginning.
     for tag in files.tags(folder):
+        (folder / tag / files.MANIFEST).unlink()
         (folder / tag).rename(folder / f"{files.WRITING}{tag}")
-        (folder / f"{files.WRITING}{tag}" / files.MANIFEST).unlink()
     group.start()
     assert actor(group, "get_checkpoint_states") == [checkpoints.BEGINNING] * 2
     assert not files.tags(folder)
@@ -181,16 +180,17 @@ def test_weights_that_are_not_finite_are_not_saved(stage, tiny_model, tmp_path):
 def test_older_checkpoints_that_cannot_be_removed_stay(tmp_path, monkeypatch, capsys):
     """As on a network's file system. The new one is whole, so the run goes on."""
 
-    def fail(*args):
-        raise OSError(5, "Input/output error")
-
     monkeypatch.setattr(checkpoints, "on_rank_0", lambda function: function())
+    monkeypatch.setattr(checkpoints, "everywhere", lambda function: [function()])
     monkeypatch.setattr(checkpoints, "say", print)
     monkeypatch.setattr(checkpoints, "_require_finite", lambda engine: None)
     monkeypatch.setattr(checkpoints.CheckpointStrategy, "_write", lambda self, model, to, states: (to / "a").touch())
-    monkeypatch.setattr(files, "rotate", fail)
+    monkeypatch.setattr(files, "rotate", Mock(side_effect=OSError(5, "Input/output error")))
     strategy = object.__new__(checkpoints.CheckpointStrategy)
     strategy.args = SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))
     strategy.save_ckpt(None, str(tmp_path / "_actor"), "global_step1")
     assert "older checkpoints stay: [Errno 5] Input/output error" in capsys.readouterr().out
     assert files.newest_published([tmp_path / "_actor"]) == "global_step1"
+    monkeypatch.setattr(files, "begin", lambda *args: None)  # rank 0 has made the folder on a machine of its own
+    strategy.save_ckpt(None, str(tmp_path / "_actor"), "global_step2")
+    assert "step2 is NOT written: --ckpt.path is no folder that all nodes share" in capsys.readouterr().out

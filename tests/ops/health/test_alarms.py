@@ -133,13 +133,13 @@ def test_figures_of_a_rollout_batch():
         ({"policy_loss": math.nan}, "policy_loss is nan"),
         ({"lopti/low/policy_loss": math.inf}, "lopti/low/policy_loss is inf"),
         ({"critic_loss": -math.inf}, "critic_loss is -inf"),
-        ({"skipped_optimizer_steps": 2}, "2 optimizer steps refused"),
         ({"kl": math.nan, "skipped_optimizer_steps": 1}, "kl is nan, 1 optimizer steps refused"),
+        ({"skipped_optimizer_steps": 1, "critic_grad_norm": math.nan}, "2 optimizer steps refused"),
     ],
 )
 def test_what_is_bad_about_a_step(figures, cause):
     good = {"policy_loss": 0.1, "kl": 0.0, "reward": math.nan, "generated_samples": ["", 0.0]}
     assert what_is_bad(GOOD | good | figures, counts_refusals=True) == cause
     # In fp16 a refusal alone is the search for a loss scale.
-    is_only_refused = set(figures) == {"skipped_optimizer_steps"}
+    is_only_refused = set(figures) == {"skipped_optimizer_steps", "critic_grad_norm"}
     assert what_is_bad(GOOD | good | figures, counts_refusals=False) == ("" if is_only_refused else cause)

@@ -63,7 +63,7 @@ def ended(monkeypatch, tmp_path):
 def test_the_cause_is_the_last_thing_said(error, code, text, ended, capsys):
     words, status = ended(error)
     is_stop = isinstance(child.root(error), stopping.RunStopped)
-    assert words[:2] == [code, text] and status == code
+    assert words == [code, text] and status == code
     said = capsys.readouterr().err
     assert ("Traceback" in said) != is_stop  # a stop is no defect: one line says it all
     assert f"\n{FORGED}" not in said
@@ -74,7 +74,7 @@ def test_a_refusal_has_said_why(ended):
 
 
 def test_a_complete_run(ended):
-    assert ended(None) == ([0, "what came out", True], 0)
+    assert ended(None) == ([0, "what came out"], 0)
     words, status = ended(None, lambda: {}["accuracy"])
     assert status == 0 and "the run is complete. Its results cannot be shown: KeyError" in words[1]
 
@@ -109,7 +109,7 @@ def train(link, again):
     )
     child._LOOK = 1.0
     with child.of_run(link, args):
-        cluster.of_run(link, args)
+        cluster.wrap_init(link.folder, {})
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20)
 
         @ray.remote(num_cpus=0)

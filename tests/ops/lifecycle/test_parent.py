@@ -52,7 +52,7 @@ SAVES = """
     print("saves", flush=True)
     time.sleep(2)
     (folder / "saved").touch()
-    child.say_last(128 + asked, "arlopti_openrlhf: run stopped: it has saved", is_stop=True)
+    child.say_last(128 + asked, "arlopti_openrlhf: run stopped: it has saved")
 """
 DEAF = "begin(child); leave_a_process(); train_on(child); time.sleep(100)"
 
@@ -82,7 +82,7 @@ def lives(pid_file: Path) -> bool:
     [
         ("begin(child); child.say_last(0, 'what came out')", 0, "what came out\n", ""),
         ("sys.exit(2)", 2, "", ""),  # it has been refused, and has said why
-        ("begin(child); child.say_last(3, 'diverged', True)", 3, "", "diverged\n"),
+        ("begin(child); child.say_last(3, 'diverged')", 3, "", "diverged\n"),
         ("begin(child); child.say_last(1, 'failed')", 1, "", "failed\narlopti_openrlhf: checkpoint: step 7\n"),
         ("begin(child); (folder / 'stale').touch(); child.say_last(1, 'failed')", 1, "", "failed\n"),
         (
@@ -225,7 +225,8 @@ def test_the_child_dies_with_its_parent(tmp_path):
     ("statuses", "code", "resumed"),
     [
         ([1, 137, 4, 0], 0, [False, True, True, True]),
-        ([1, 2], 2, [False, True]),  # refused
+        ([2], 2, [False]),  # refused
+        ([1, 2, 0], 0, [False, True, True]),  # the reward server, say, is away at the restart
         ([3], 3, [False]),  # diverged
         ([6], 6, [False]),  # nothing trained
         ([143], 143, [False]),
@@ -240,7 +241,7 @@ def test_a_run_is_started_again_if_that_may_mend_it(statuses, code, resumed, tmp
     status = {statuses}[len((folder / "starts").read_text().split()) - 1]
     if status == 137:
         os.kill(os.getpid(), signal.SIGKILL)
-    child.say_last(status, "its end", is_stop=True)
+    child.say_last(status, "its end")
     """
     done = subprocess.run(script(tmp_path, body, restarts=3), capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr

@@ -66,8 +66,8 @@ GAE = "--algo.advantage.estimator gae --critic.num_gpus_per_node 1"
         ("--ds.tensor_parallel_size 2", "--actor.num_gpus_per_node", "1 ranks are not divided by"),
         (
             "--actor.num_gpus_per_node 3 --ref.num_gpus_per_node 3 --vllm.num_engines 3 --train.batch_size 48",
-            "--rollout.micro_batch_size",
-            "from 8 to 12",
+            "--rollout.batch_size",
+            "from 10 to 11",
         ),
         ("--train.micro_batch_size 5", "--train.batch_size", "micro-batches of 5 on 1 ranks of actor"),
         ("--algo.ar.alpha 0.3 --train.micro_batch_size 5", "--train.batch_size", "give a multiple of 5"),

@@ -94,6 +94,21 @@ def test_other_estimators_are_upstreams_and_amplify_nothing(estimator):
     assert of_tokens.abs().max() < 1e-3
 
 
+def test_each_rank_gets_as_many_micro_batches():
+    """20 prompts of the last rollout batch on 8 ranks: upstream's would get 3, and the last two 2 and 0."""
+    args = make_args("group_norm", "--rollout.micro_batch_size", "8")
+    group = lambda ranks: SimpleNamespace(_actor_handlers=[None] * ranks, duplicate_actors=1)  # noqa: E731
+    maker = ExperienceMaker(
+        group(8), group(4), None, "ref", None, SimpleNamespace(args=args), SimpleNamespace(pad_token_id=0)
+    )
+    for count, sizes in ((160, [6, 7, 7] * 8), (256, [8] * 32), (9, [1] * 7 + [2])):
+        samples = [Experience(sequences=torch.tensor([[i]]), info={}) for i in range(count)]
+        batches = maker.split_rollout_samples(samples)
+        assert [len(batch.sequences) for batch in batches] == sizes
+        assert torch.equal(torch.cat([batch.sequences for batch in batches]).flatten(), torch.arange(count))
+        assert [place for batch in batches for place in batch.index] == list(range(count))
+
+
 def test_both_trainers_have_it():
     class Upstream(BasePPOTrainer):
         fit = None

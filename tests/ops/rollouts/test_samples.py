@@ -59,7 +59,7 @@ class FakeRay:
 
     def wait(self, refs, num_returns, timeout):
         refs = list(refs)
-        return [refs.pop(self.random.randrange(len(refs)))], refs
+        return [refs.pop(self.random.randrange(len(refs))) for _ in range(num_returns)], refs
 
     def get(self, refs):
         return refs
@@ -74,7 +74,6 @@ def fake_ray(monkeypatch):
     for module in (samples, samples_generator, ppo_trainer, ppo_trainer_async):
         monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(stopping, "stop_requested", lambda: None)
-    monkeypatch.setattr(stopping, "wait", lambda refs, *args, **kwargs: list(refs))
     return fake
 
 
@@ -262,6 +261,16 @@ def test_a_request_to_stop_ends_the_wait(monkeypatch, fake_ray):
     monkeypatch.setattr(stopping, "stop_requested", lambda: 15)
     with pytest.raises(stopping.Interrupted, match="SIGTERM"):
         generator(arguments(), 18).generate_samples(max_len=8)
+
+
+def test_an_error_of_one_engine_does_not_wait_for_the_others(monkeypatch, fake_ray):
+    def get(refs):
+        raise KeyError("of the first")
+
+    monkeypatch.setattr(fake_ray, "wait", lambda refs, num_returns, timeout: (list(refs)[:1], list(refs)[1:]))
+    monkeypatch.setattr(fake_ray, "get", get)
+    with pytest.raises(KeyError):
+        generator(arguments(DETERMINISTIC), 18).generate_samples(max_len=8)
 
 
 def test_in_order_each_request_is_upstreams():
