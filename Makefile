@@ -28,7 +28,7 @@ help:
 	@echo "make pretrained  set up, then train SmolLM2-135M-Instruct to calculate"
 	@echo "make lint        set up, then ruff (rules and format), mypy, import-linter, and hadolint"
 	@echo "make chaos       set up, then inject faults into tiny trainings, one by one; ARGS=--nemesis SEED=1 draws eight for one run"
-	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the gate's part"
+	@echo "make modes       set up, then train two steps in each of OpenRLHF's modes; ARGS=--short takes the part of make long"
 	@echo "make fuzz        set up, then look for inputs that break graders, server, data or maths; EXAMPLES=10000 SEED=1"
 	@echo "make upstream    set up, then say what the newest OpenRLHF, vLLM, Ray, ... move of what the code depends on"
 	@echo "make docs        build the documentation into site/ (its packages go into .venv-docs)"

@@ -262,8 +262,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"argument --arms: no {', '.join(unknown)} among {', '.join(size.arms)}")
     model = args.model or (str(out / "model") if name else _MODEL)
     x = Experiment(model, args.gpus or (1 if name else 4), size, out, tuple(args.flags))
-    if size.steps % x.evaluations:
-        parser.error(f"argument --steps: {size.steps} is no multiple of {x.evaluations}, the number of evaluations")
+    for number, what in ((x.evaluations, "evaluations"), (x.epochs, "epochs")):
+        if size.steps % number:
+            parser.error(f"argument --steps: {size.steps} is no multiple of {number}, the number of {what}")
     if args.flags:
         command_line.parse(args.flags)
         names = {word.partition("=")[0] for word in args.flags if word.startswith("--")}

@@ -1,22 +1,17 @@
-"""Records what the package does today, so that a refactoring can be held against it.
+"""Records seeded updates by two Ray workers, to the last bit, so that a refactoring can be held against them.
 
     python tests/oracle.py record before.json
-    python tests/oracle.py record after.json --only updates help
-    python tests/oracle.py compare before.json after.json --only updates help
+    python tests/oracle.py record after.json
+    python tests/oracle.py compare before.json after.json
 
-`record` writes five parts: seeded updates by two Ray workers, to the last bit; the help of every command; the table of
-modes; the ids of all tests; and the names of the metrics that a whole run logs. `compare` prints every difference, and
-ends with status 1 where there is one. Both files must come from one machine, since rounding differs between them.
+`compare` prints every difference, and ends with status 1 if there is one. Both files must come from one machine, since
+rounding differs between machines.
 """
 
 import argparse
-import difflib
 import hashlib
-import importlib
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = "modes"  # the folder of the modes, as a package
 
 AR, LOPTI = "--algo.ar.alpha 0.3", "--algo.lopti.eta 0.5"
 BOTH = f"{AR} {LOPTI}"
@@ -211,65 +205,6 @@ def digest(tensors: list) -> str:
     return f"{sha.hexdigest()}, norm {norm:.12g}"
 
 
-def record_help() -> dict[str, str]:
-    """Return what each command prints for `--help`, in 100 columns."""
-    from arlopti_openrlhf.cli.main import COMMANDS
-
-    modules = ["main", *(module for module, _ in COMMANDS.values())]
-    environment = os.environ | {"COLUMNS": "100"}
-    helps = {name: output(["-m", f"arlopti_openrlhf.cli.{name}", "--help"], environment) for name in modules}
-    # OpenRLHF names a run after the minute that it starts in.
-    return {name: re.sub(r"ppo_\d{4}T\d\d:\d\d", "ppo_(now)", text) for name, text in helps.items()}
-
-
-def record_modes() -> dict[str, dict]:
-    """Return the table of modes: the fields of each, by name."""
-    modes = importlib.import_module(f"{MODES}.modes").MODES
-    return {mode.name: mode._asdict() for mode in modes}
-
-
-def record_tests() -> dict[str, str]:
-    """Return the ids of all tests."""
-    lines = output(["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"], dict(os.environ)).splitlines()
-    return {line: "there" for line in sorted(lines) if "::" in line}
-
-
-def record_metrics() -> dict[str, str]:
-    """Return the names of all that a run of two steps with AR and Lopti writes to TensorBoard."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = importlib.import_module(f"{MODES}.run")
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = Path(folder)
-        run.make_inputs(inputs)
-        wrong = run.run_mode(run.Mode("oracle", "AR and Lopti"), inputs, inputs / "run").wrong
-        if wrong:
-            raise SystemExit(f"the run of AR and Lopti: {'; '.join(wrong)}")
-        names = set()
-        for file in sorted(inputs.glob("run/tensorboard/**/events*")):
-            events = EventAccumulator(str(file))
-            events.Reload()
-            names |= {(kind, name) for kind in ("scalars", "histograms", "tensors") for name in events.Tags()[kind]}
-    return {name: kind for kind, name in sorted(names)}
-
-
-PARTS = {
-    "updates": record_updates,
-    "help": record_help,
-    "modes": record_modes,
-    "tests": record_tests,
-    "metrics": record_metrics,
-}
-
-
-def output(words: list[str], environment: dict[str, str]) -> str:
-    """Return what Python prints for these words; end where its exit status is not 0."""
-    result = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        raise SystemExit(f"{' '.join(words)}: exit status {result.returncode}\n{result.stdout}{result.stderr}")
-    return result.stdout
-
-
 def flat(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     """Return {path: value} of everything in nested dictionaries and lists. An empty one is a value."""
     if not isinstance(value, (dict, list)) or not value:
@@ -279,25 +214,18 @@ def flat(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
 
 
 def differences(a: Any, b: Any) -> Iterator[str]:
-    """Yield a line for each path whose value differs, or a diff where the value is a text of several lines."""
+    """Yield a line for each path whose value differs."""
     a, b = flat(a), flat(b)
     for path in [*a, *(path for path in b if path not in a)]:
         if path in a and path in b and a[path] == b[path]:
             continue
-        before, after = a.get(path, "(absent)"), b.get(path, "(absent)")
-        if all(isinstance(text, str) and "\n" in text for text in (before, after)):
-            diff = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0))[2:]
-            yield "\n    ".join([f"{' > '.join(path)}:", *diff])
-        else:
-            yield f"{' > '.join(path)}: {shown(before)} | {shown(after)}"
+        yield f"{' > '.join(path)}: {shown(a.get(path, '(absent)'))} | {shown(b.get(path, '(absent)'))}"
 
 
 def shown(value: Any) -> str:
-    """Return a value for people: numbers in decimals too, and of long texts the beginning."""
+    """Return a value for people: numbers in decimals, too."""
     text = str(value)
-    if text.removeprefix("-").startswith("0x"):
-        return f"{text} ({float.fromhex(text)!r})"
-    return text if len(text) <= 200 else f"{text[:200]!r}..."
+    return f"{text} ({float.fromhex(text)!r})" if text.removeprefix("-").startswith("0x") else text
 
 
 def main() -> None:
@@ -305,27 +233,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["record", "compare"])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="one to record, two to compare")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts (default: all)")
     args = parser.parse_args()
     if len(args.files) != {"record": 1, "compare": 2}[args.command]:
         parser.error("record takes one file, and compare two")
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "long")]
     if args.command == "record":
         # As in the Makefile: the order of additions must not depend on how many threads there are.
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ.setdefault("RAY_worker_niceness", "0")
-        parts = {}
-        for name in args.only:  # written after each, since a later one may fail
-            parts[name] = PARTS[name]()
-            args.files[0].write_text(json.dumps(parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+        args.files[0].write_text(json.dumps(record_updates(), indent=1) + "\n", encoding="utf-8")
         return
-    a, b = (json.loads(path.read_text(encoding="utf-8")) for path in args.files)
-    count = 0
-    for name in args.only:
-        found = list(differences(a.get(name), b.get(name)))
-        print("\n".join([f"{name}: {len(found)} differences", *(f"  {line}" for line in found)]))
-        count += len(found)
-    sys.exit(count > 0)
+    lines = list(differences(*(json.loads(path.read_text(encoding="utf-8")) for path in args.files)))
+    print("\n".join([f"{len(lines)} differences", *(f"  {line}" for line in lines)]))
+    sys.exit(bool(lines))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ hybrid_flags=(
   --train.colocate_all
   --vllm.gpu_memory_utilization 0.6
 )
-# Whatever does not work gives its memory to the others. SLEEP=0 turns that off, as for a CPU, where vLLM cannot sleep.
+# Idle models release their memory. SLEEP=0 turns that off, as for a CPU, where vLLM cannot sleep.
 [ "${SLEEP:-1}" = 0 ] || hybrid_flags+=(--vllm.enable_sleep --ds.enable_sleep)
 
 run_flags=(

@@ -4,8 +4,8 @@
 #
 #   (umask 077 && openssl rand -hex 32 >reward_token)    # and copy it to the nodes
 #   arlopti serve --grader kk --host 0.0.0.0 --port 5000 --token-file reward_token
-#   export REWARD_TOKEN=$(cat reward_token)
-#   REWARD_URL='http://rewards:5000/${REWARD_TOKEN}/get_reward' bash examples/scripts/train_kk_server.sh
+#   export ARLOPTI_REWARD_TOKEN=$(cat reward_token)
+#   REWARD_URL=http://rewards:5000/get_reward bash examples/scripts/train_kk_server.sh
 #
 # Data: new puzzles of 3 to 7 people.
 #   arlopti data --generate --people 3 4 5 6 7 --train 900 --test 100 --prompt-format text --out data/kk

@@ -14,9 +14,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.long, pytest.mark.whole_stack, pytest.mark.timeout(1200)]
 KINDS = {
     "GRPO": {"METHOD": "none"},
-    "AR": {"METHOD": "ar"},
-    "Lopti": {"METHOD": "lopti"},
-    "both": {"METHOD": "both"},
     "REINFORCE++": {"METHOD": "both", "ALGO": "reinforce++"},
 }
 # Two steps of 8 puzzles, each with a checkpoint and an evaluation.

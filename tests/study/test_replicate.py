@@ -153,8 +153,8 @@ def test_what_a_kill_after_the_last_row_left_is_done(start, tmp_path, capsys):
 def test_a_run_that_ended_between_its_model_and_its_row_is_not_trained_again(start, tmp_path):
     out = tmp_path / "out"
     start("--arms", "ar", "--seeds=1")
-    (out / "rows.jsonl").unlink()
-    (out / "ar-0.argv").unlink()
+    for name in ("rows.jsonl", "ar-0.argv"):
+        (out / name).unlink()
     start("--arms", "ar", "--seeds=1")
     assert len(rows(out)) == 1 and not (out / "ar-0.argv").exists()
 
@@ -247,10 +247,11 @@ def test_short_lines_are_asked_for_with_two_examples(tmp_path):
             assert turns[-1]["content"] == "20 times 4 makes 80."
 
 
-def test_steps_that_make_no_whole_epochs_are_refused(capsys):
+@pytest.mark.parametrize("flags", [["--steps=7"], ["--steps=8", "--evaluations=4"]])
+def test_steps_that_make_no_whole_epochs_are_refused(flags, capsys):
     with pytest.raises(SystemExit):
-        replicate.main(["--steps=7", "--dry-run"])
-    assert "argument --steps: 7 is no multiple of 5, the number of evaluations" in capsys.readouterr().err
+        replicate.main([*flags, "--dry-run"])
+    assert f"argument {flags[0].replace('=', ': ')} is no multiple of 5, the number of e" in capsys.readouterr().err
 
 
 @pytest.mark.long

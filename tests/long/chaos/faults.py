@@ -283,11 +283,3 @@ CASES: tuple[Case, ...] = (
     *((fault,) for fault in (*FAULTS, *OF_THE_MACHINE)),
     (_DRIVER, row("SIGTERM"), row("a checkpoint's file cut in half", step=4)),
 )
-# One run that five faults hit, for CI: starting the stack takes most of the time.
-SHORT: tuple[Case, ...] = ((
-    _DRIVER,
-    row("vLLM's engine core halted"),
-    row("NaN in the weights"),
-    row("SIGTERM"),
-    row("newest checkpoint torn"),
-),)  # fmt: skip

@@ -1,7 +1,6 @@
 """Inject faults into tiny real trainings, and say what each cost.
 
     make chaos                     # all cases, one after the other
-    make chaos ARGS='--short'             # one run that five faults hit, as in `make long`
     make chaos ARGS='--only "*SIGTERM*"'
     make chaos ARGS='--nemesis --seed 3'  # one run that eight faults hit, drawn at random
 
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from chaos import nemesis
 from chaos.cases import Outcome, run_case
-from chaos.faults import CASES, SHORT, name_of
+from chaos.faults import CASES, name_of
 from chaos.training import make_inputs
 
 from arlopti_openrlhf.cli.arguments import integer
@@ -51,7 +50,7 @@ def main() -> None:
         record = nemesis.run(out, args.seed)
         print(record.line())
         sys.exit(bool(record.wrong))
-    cases = [case for case in (SHORT if args.short else CASES) if fnmatch.fnmatchcase(name_of(case), args.only)]
+    cases = [case for case in CASES if fnmatch.fnmatchcase(name_of(case), args.only)]
     if not cases:
         parser.error(f"argument --only: {args.only} matches no case")
     shutil.rmtree(out, ignore_errors=True)
@@ -81,9 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m chaos.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--short", action="store_true", help="one run, which five faults hit")
-    which.add_argument("--nemesis", action="store_true", help="one run, which eight faults hit, drawn at random")
+    parser.add_argument("--nemesis", action="store_true", help="one run, which eight faults hit, drawn at random")
     parser.add_argument("--only", default="*", metavar="PATTERN", help='cases by name, as in "kill*" (default: all)')
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     parser.add_argument(

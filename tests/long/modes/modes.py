@@ -26,7 +26,7 @@ class Mode(NamedTuple):
         saves: what it must leave in its folder.
         starts: how often the run is started. The second start has more prompts, and goes on from the first.
         serves: whether a reward server runs beside it.
-        is_short: whether the gate takes it.
+        is_short: whether `make long` takes it.
     """
 
     topic: str

@@ -1,7 +1,7 @@
 """Train two steps in every way that OpenRLHF has, with the token methods on, and say what worked.
 
     make modes                       # all of them; --list names them
-    make modes ARGS='--short'               # the part that the gate takes
+    make modes ARGS='--short'               # the part that make long takes
     make modes ARGS='--only "*LoRA*"'
     make modes ARGS='--record'              # and into the table of docs/compatibility.md
 
@@ -302,7 +302,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m modes.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--short", action="store_true", help="the part that the gate takes")
+    parser.add_argument("--short", action="store_true", help="the part that make long takes")
     parser.add_argument("--only", default="*", metavar="PATTERN", help='modes by name, as in "*ZeRO*" (default: all)')
     parser.add_argument("--list", action="store_true", help="name the modes, and run none")
     parser.add_argument("--open", action="store_true", help="only modes that are not recorded as working")
