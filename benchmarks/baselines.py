@@ -1,9 +1,7 @@
-"""What the update is measured against on one engine: OpenRLHF with packed rows, and ours with prompts repeated."""
+"""What the update is measured against: OpenRLHF as it would be with flash-attn, on the same engine."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -33,23 +31,6 @@ def packed_actor(engine) -> torch.nn.Module:
     actor = PackedActor(engine)
     actor.packing_samples, actor.is_vlm = True, False
     return actor
-
-
-def unshared_actor(actor) -> torch.nn.Module:
-    """Return a selective actor on the same engine that computes the prompt of each response anew.
-
-    Beside it stands what sharing prompts saves, and nothing else.
-    """
-    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
-    from arlopti_openrlhf.forward.shared_prompt import pack
-
-    class UnsharedActor(SelectiveActor):
-        def lay_out(self, sequences, action_mask, attention_mask, *options):
-            return replace(pack(sequences, attention_mask, action_mask, share=False), by_segments=True)
-
-    unshared = copy.copy(actor)
-    unshared.__class__ = UnsharedActor
-    return unshared
 
 
 @contextmanager

@@ -1,13 +1,11 @@
 """Tensors on the CPU that claim to be on a GPU: what mixes devices is found, kernels and waits are counted.
 
-Values and gradients are real. A tensor claims to be on the GPU where Python has put it there (`to`, `device=`), and a
-result where its arguments are. PyTorch refuses an operation of two devices, except for numbers without dimensions and
-indices on the CPU: such a mixture is recorded. So is whatever makes the host wait for the device. An operation that
-makes no view is counted as one kernel, and so is each launch of a Triton kernel. Triton's interpreter computes it
-(TRITON_INTERPRET=1), or a stand-in where it is one of Liger's (`liger_on_cpu`).
+Values are real. Gradients are not, since flash attention gives zeros. A tensor claims to be on the GPU where Python
+has put it there (`to`, `device=`), and a result where its arguments are. PyTorch refuses an operation of two devices,
+except for numbers without dimensions and indices on the CPU: such a mixture is recorded. So is whatever makes the host
+wait for the device. An operation that makes no view is counted as one kernel.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -92,44 +90,18 @@ def claimed_gpu():
         for name, value in replaced.items():
             setattr(torch.cuda, name, value)
         torch.autograd._engine_run_backward = engine
-        with _Functions(counts), _Operations(counts), _launches(counts):
+        with (
+            _Functions(counts),
+            _Operations(counts),
+            # The LM head takes plain torch, as without Triton, whose kernels would see tensors of the CPU.
+            replaced_attribute(lm_head, "_is_fused", lambda device: False),
+            replaced_attribute(lm_head, "_arithmetic", lm_head._arithmetic.__wrapped__),  # it keeps its answers
+        ):
             yield counts
     finally:
         torch.autograd._engine_run_backward = run_engine
         for name, value in real.items():
             setattr(torch.cuda, name, value)
-
-
-@contextmanager
-def _launches(counts: Counts):
-    """Count the launches of Triton kernels, which see tensors of the CPU, as long as the context lasts.
-
-    Without the interpreter the LM head takes plain torch, as it does where there is no Triton.
-    """
-    if not os.environ.get("TRITON_INTERPRET"):
-        with (
-            replaced_attribute(lm_head, "_is_fused", lambda device: False),
-            replaced_attribute(lm_head, "_arithmetic", lm_head._arithmetic.__wrapped__),  # it keeps its answers
-        ):
-            yield
-        return
-    from liger_on_cpu import STAND_INS
-    from triton.runtime.interpreter import InterpretedFunction
-
-    run = InterpretedFunction.run
-
-    def counted(self, *args, grid, warmup, **kwargs):
-        counts.kernels[self.__name__] += 1
-        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-            if stand_in := STAND_INS.get(self.__name__):
-                return stand_in(*args, **kwargs)
-            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-    InterpretedFunction.run = counted
-    try:
-        yield
-    finally:
-        InterpretedFunction.run = run
 
 
 class _Operations(TorchDispatchMode):
@@ -267,44 +239,21 @@ def _stand_in(function, args, kwargs) -> Any:
         empty = torch.zeros((), dtype=torch.long)
         return output, output.new_zeros(output.shape[1], output.shape[0]).float(), empty, empty, output.new_empty(0)
     if function is _flash_backward:
-        return _flash_gradients(args[0], *args[1:4], *args[6:12], kwargs["scale"])
+        return tuple(map(torch.zeros_like, args[1:4]))  # no step is taken
     if function is torch.ops.aten.mm.dtype:
         return args[0].to(args[2]) @ args[1].to(args[2])
     return function(*args, **kwargs)
 
 
-def _segments(query, key, value, query_starts, key_starts, longest, longest_key, dropout, is_causal, scale):
-    """Yield each segment's places among queries and keys, and its (heads, queries, keys) weights of the softmax."""
+def _flash_forward(query, key, value, query_starts, key_starts, longest, longest_key, dropout, is_causal, scale):
+    """Return what flash attention of variable lengths does. Its causal mask ends in the bottom right corner."""
     assert is_causal and not dropout
+    outputs = []
     starts = (x.tolist() for x in (query_starts[:-1], query_starts[1:], key_starts[:-1], key_starts[1:]))
     for q0, q1, k0, k1 in zip(*starts, strict=True):
         assert q1 - q0 <= longest and k1 - k0 <= longest_key
-        keys = key[k0:k1].repeat_interleave(query.shape[1] // key.shape[1], dim=1).float()
-        scores = torch.einsum("qhd,khd->hqk", query[q0:q1].float(), keys) * scale
+        parts = (x[start:stop].transpose(0, 1) for x, start, stop in ((query, q0, q1), (key, k0, k1), (value, k0, k1)))
         seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
-        yield slice(q0, q1), slice(k0, k1), scores.masked_fill(~seen, -torch.inf).softmax(-1)
-
-
-def _flash_forward(query, key, value, *layout) -> Tensor:
-    """Return what flash attention of variable lengths does, in float32, rounded."""
-    groups, output = query.shape[1] // key.shape[1], torch.empty_like(query)
-    for queries, keys, weights in _segments(query, key, value, *layout):
-        values = value[keys].repeat_interleave(groups, dim=1).float()
-        output[queries] = torch.einsum("hqk,khd->qhd", weights, values).to(output.dtype)
-    return output
-
-
-def _flash_gradients(gradient, query, key, value, *layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by query, key and value."""
-    scale, groups = layout[-1], query.shape[1] // key.shape[1]
-    results = [torch.zeros_like(x) for x in (query, key, value)]
-    for queries, keys, weights in _segments(query, key, value, *layout):
-        k, v = (x[keys].repeat_interleave(groups, dim=1).float() for x in (key, value))
-        of_output = gradient[queries].float()
-        of_weights = torch.einsum("qhd,khd->hqk", of_output, v)
-        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
-        results[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, k).to(query.dtype)
-        for result, x, y in ((results[1], of_scores, query[queries].float()), (results[2], weights, of_output)):
-            of_heads = torch.einsum("hqk,qhd->khd", x, y)
-            result[keys] = of_heads.view(len(of_heads), -1, groups, of_heads.shape[-1]).sum(2).to(result.dtype)
-    return tuple(results)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        outputs.append(attend(*parts, attn_mask=seen, scale=scale, enable_gqa=True).transpose(0, 1))
+    return torch.cat(outputs)

@@ -5,13 +5,14 @@ python benchmarks/gpu_check.py [--minutes 10] [--parts "exactness 0.5b" ...] [--
 It compares the update's arithmetic with float64 (`gpu_arithmetic`) and the selective update with OpenRLHF's own
 (`gpu_exactness`), and times both at the full lengths of Knights and Knaves and at long responses, at the shapes of
 published models with random weights. Both sides have Liger's kernels, the reference has none. What it has found is
-written after each part. It runs where the project is installed. Without a GPU everything runs at toy size, without
-Liger.
+written after each part. It runs where the project is installed, on a GPU with its extra [gpu]. Without a GPU
+everything runs at toy size, without Liger.
 
-Exit status: 0, or 1 where a comparison fails or a part breaks.
+Exit status: 0, or 1 where a comparison fails or a part breaks, or 2 where liger-kernel is missing.
 """
 
 import argparse
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -21,8 +22,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gpu_tables import as_markdown, exactness_row, headline
+from gpu_tables import closing, exactness_table, headline
 from hardware import machine
+from update_tables import table
 
 from arlopti_openrlhf import cpu
 
@@ -69,24 +71,25 @@ def main() -> None:
     names = [name for name, *_ in PARTS]
     parser.add_argument("--parts", nargs="+", choices=names, default=names, help="which to run, in this order")
     parser.add_argument("--toy", action="store_true", help="tiny shapes, on the CPU or the GPU")
-    parser.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md; on a GPU benchmarks/gpu")
+    parser.add_argument("--out", metavar="PATH", help="write PATH.json; on a GPU benchmarks/gpu")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     toy = args.toy or cpu.uses_cpu()
+    parts = TOY_PARTS if toy else [part for name in args.parts for part in PARTS if part[0] == name]
+    if any(sizes.get("liger") for *_, sizes in parts) and importlib.util.find_spec("liger_kernel") is None:
+        without = "of the extra [gpu], is missing; only 'arithmetic' and parts 'without Liger' run without it"
+        parser.error(f"argument --parts: liger-kernel, {without}")
     record = dict(command=shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]]), machine=machine())
     print(headline(record), flush=True)
     out = args.out or (None if toy else HERE / "gpu")
 
-    def write(found: dict) -> str:
+    def write(found: dict) -> None:
         record.update(found, minutes=(time.monotonic() - end) / 60 + args.minutes)
-        text = as_markdown(record)
         if out:
             Path(f"{out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            Path(f"{out}.md").write_text(text, encoding="utf-8")
-        return text
 
-    parts = TOY_PARTS if toy else [part for name in args.parts for part in PARTS if part[0] == name]
-    print(write(check(parts, end, run_part, write)))
+    write(check(parts, end, run_part, write))
+    print(closing(record))
     raise SystemExit(1 if record["failures"] else 0)
 
 
@@ -116,10 +119,11 @@ def check(parts: list[Part], end: float, run: Run, write: Callable[[dict], objec
             for row in result["rows"]:
                 what = f"{row['name']}, {row['attention']}, {row['dtype']}"
                 found["failures"] += [f"{what}: {failure}" for failure in row["failures"]]
-                print(exactness_row(row), flush=True)
+            print(exactness_table(result["rows"]), flush=True)
         else:
             found["times"].append(result)
-            print(f"times: {result['description']}: {result['rounds']} rounds", flush=True)
+            print(f"{result['description']}, {result['rounds']} rounds", flush=True)
+            print(table(result["variants"], result["floor_gib"]), flush=True)
         found["optimizer"] = result.get("optimizer") or found["optimizer"]
         write(found)
     if not found["arithmetic"] and not found["exactness"] and not found["failures"]:

@@ -1,11 +1,10 @@
 """Kernels and waits of one micro-batch on a GPU, counted without one.
 
-python benchmarks/gpu_counts.py [--layers 24] [--liger] [--flags ...]
+python benchmarks/gpu_counts.py [--layers 24] [--flags ...]
 
 The project's own trainer updates a small model in bf16 whose tensors claim to be on a GPU (`claimed_gpu`). What a
 micro-batch takes is the difference between an update of two and one of three. DeepSpeed's own kernels are not counted:
-its engine is a stand-in. The LM head is in plain torch. With Triton installed and TRITON_INTERPRET=1 it takes Triton's
-kernels as on a GPU, and `--liger` gives the layers Liger's.
+its engine is a stand-in. The LM head is in plain torch, and the layers are without Liger's kernels.
 """
 
 import argparse
@@ -47,7 +46,6 @@ SETTINGS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--liger", action="store_true", help="with Liger's kernels; needs TRITON_INTERPRET=1")
     parser.add_argument("--by-name", action="store_true", help="list the kernels")
     parser.add_argument(
         "--flags", nargs=argparse.REMAINDER, help="of the training command, in place of the two settings"
@@ -57,7 +55,7 @@ def main() -> None:
     settings = {" ".join(args.flags): args.flags} if args.flags else SETTINGS
     print("| | kernels | waits | of which |\n|---|---|---|---|")
     for name, flags in settings.items():
-        found = of_a_micro_batch(flags, args.layers, args.liger)
+        found = of_a_micro_batch(flags, args.layers)
         total, waits = found.kernels.total(), found.waits
         print(f"| {name} | {total:,} | {waits.total()} | {', '.join(f'{n} {k}' for k, n in waits.items())} |")
         for mixture in found.mixtures:
@@ -74,13 +72,13 @@ class Found(NamedTuple):
     mixtures: Counter[str]
 
 
-def of_a_micro_batch(flags: list[str], layers: int, liger: bool = False) -> Found:
+def of_a_micro_batch(flags: list[str], layers: int) -> Found:
     """Return what one more micro-batch takes.
 
     A micro-batch holds eight responses to a prompt, and takes part in each pass. Layers are alike, so that one and two
     of them show what more take.
     """
-    made = {(n, prompts): update(flags, n, prompts, liger) for n in (1, 2) for prompts in (2, 3)}
+    made = {(n, prompts): update(flags, n, prompts) for n in (1, 2) for prompts in (2, 3)}
 
     def counted(what: str) -> Counter[str]:
         one, two = (_minus(vars(made[n, 3])[what], vars(made[n, 2])[what]) for n in (1, 2))
@@ -94,17 +92,17 @@ def _minus(a: Counter[str], b: Counter[str]) -> Counter[str]:
     return Counter({name: a[name] - b[name] for name in a})
 
 
-def update(flags: list[str], layers: int, prompts: int, liger: bool = False) -> Counts:
+def update(flags: list[str], layers: int, prompts: int) -> Counts:
     """Take one update of so many micro-batches, after one that settles what is settled once."""
     rollouts.SHAPES["counted"] = rollouts.Shape("counted", 32, 64, layers, 4, 2, vocab_size=211)
-    sizes = argparse.Namespace(shape="counted", prompts=prompts, mini_batches=1, micro_batch_size=8, packing=False)
+    sizes = argparse.Namespace(shape="counted", prompts=prompts, mini_batches=1, micro_batch_size=8)
     sizes.prompt_length = sizes.response_length = None
     args = training_flags(sizes, flags)
     samples = rollouts.rollout(sizes, scale=0.03)
     for sample in samples:
         sample.base_action_log_probs = torch.full(sample.action_mask.shape, -5.0)
         sample.rollout_log_probs = torch.full(sample.action_mask.shape, -5.3)
-    model = rollouts.make_model("counted", "sdpa", liger=liger)
+    model = rollouts.make_model("counted", "sdpa")
     costliest = max(map(cost, by_prompt(numbered(rollouts.unpadded(samples)))))
     with (
         _alone(),

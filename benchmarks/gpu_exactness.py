@@ -4,8 +4,9 @@ The reference is OpenRLHF's update in float32. What bf16 itself costs is how far
 The selective update is exact if it is no further away, up to a factor. In float32 the two agree far more closely.
 With Liger's kernels both have them, and the reference has none.
 
-Nothing jumps where rounding moves a log-prob: the groups are those of the reference's π_old, η lies where no token
-does, and no ratio is clipped. GRPO has the π_old of the policy that it updates, as in training.
+Nothing jumps where rounding moves a log-prob: no ratio is clipped, and η lies in the widest gap between tokens, which
+is wider than the rounding of float32. That of bf16 may exceed the gap, so in bf16 Lopti takes the reference's π_old.
+Otherwise π_old is that of the policy that is updated, and the selective update takes it from its first pass.
 """
 
 import argparse
@@ -20,11 +21,12 @@ import torch
 from operations import LOW_SHARE
 from rollouts import SHAPES, make_model
 from torch import Tensor
-from update_bench import Bench
+from update_bench import REFERENCE, STOCK, Bench
 
 from arlopti_openrlhf import cpu
 from arlopti_openrlhf.patching import replaced_attribute
 from arlopti_openrlhf.update import optimizer_steps
+from arlopti_openrlhf.update.old_log_probs import unknown
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ ATTENTION = (
 )
 # How far the selective update may be from the reference, as a multiple of how far OpenRLHF's bf16 update is.
 FACTOR = {"bfloat16": 1.5, "float32": 0.01}
-PLAIN = {"GRPO": "stock GRPO", "AR + Lopti": "stock AR + Lopti"}  # ours, and the same on OpenRLHF's actor
+PLAIN = {"GRPO": STOCK, "AR + Lopti": REFERENCE}  # ours, and the same on OpenRLHF's actor, in its update loop
 STAGES = ("GRPO", "low", "high")  # the gradients: one of GRPO, and one of each stage of AR + Lopti
 
 
@@ -79,7 +81,8 @@ class ExactBench(Bench):
 
     def __init__(self, args: argparse.Namespace, model: torch.nn.Module, batch: Batch | None) -> None:
         self.batch = batch
-        super().__init__(args, model, also=(PLAIN["AR + Lopti"],))
+        super().__init__(args, model, also=(REFERENCE,))
+        self.rounds_across_eta = model.dtype != torch.float32
         for trainer in self.trainers.values():
             trainer.actor_loss_fn.clip_eps_low, trainer.actor_loss_fn.clip_eps_high = 0.99, 99.0
 
@@ -122,12 +125,13 @@ class ExactBench(Bench):
                 result.gradients.append(relative_distance(gradients, reference))
             optimizer_steps.skip(actor.model, scheduler)  # AdamW's state would take twice the weights' memory
 
-        has_groups = "Lopti" in variant
+        takes_reference = self.rounds_across_eta and "Lopti" in variant
         for sample, row in zip(copy.deepcopy(self.rollout), own, strict=True):
-            sample.action_log_probs = sample.action_log_probs if has_groups else row
+            if not takes_reference:
+                sample.action_log_probs = unknown(sample.action_mask) if variant in PLAIN else row
             trainer.replay_buffer.append(sample)
         with (
-            replaced_attribute(trainer, "first_pass_gives_old_log_probs", False) if has_groups else nullcontext(),
+            replaced_attribute(trainer, "first_pass_gives_old_log_probs", False) if takes_reference else nullcontext(),
             replaced_attribute(trainer.strategy, "backward", watched_backward),
             replaced_attribute(trainer.strategy, "optimizer_step", watched_step),
         ):

@@ -18,7 +18,7 @@ cpu.enable()
 
 import gpu_arithmetic  # noqa: E402
 from gpu_exactness import compare, left_out  # noqa: E402
-from hardware import keep_freed_memory, matrix_product_rate  # noqa: E402
+from hardware import keep_freed_memory  # noqa: E402
 from measurements import floor, summary  # noqa: E402
 from rollouts import make_model  # noqa: E402
 from update_bench import VARIANTS, Bench, default_attention  # noqa: E402
@@ -31,7 +31,7 @@ def main() -> None:
     # DeepSpeed compiles its optimizer with this environment's ninja, activated or not.
     os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     optimizer = choose_optimizer() if part["kind"] != "arithmetic" else None
-    sizes = dict(mini_batches=1, packing=False, prompt_length=None, response_length=None, gradient_checkpointing=False)
+    sizes = dict(mini_batches=1, prompt_length=None, response_length=None, gradient_checkpointing=False)
     args = argparse.Namespace(**sizes | part["args"])
     try:
         if part["kind"] == "arithmetic":
@@ -72,7 +72,7 @@ def choose_optimizer() -> str:
 
 
 def measure(args: argparse.Namespace, part: dict) -> dict:
-    """Return time, memory and MFU of each variant, in as many rounds as fit before the end of the part."""
+    """Return time and memory of each variant, in as many rounds as fit before the end of the part."""
     keep_freed_memory(False)
     # On Hopper PyTorch prefers cuDNN's attention, which makes a new plan for each length.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -94,13 +94,11 @@ def measure(args: argparse.Namespace, part: dict) -> dict:
         for variant in variants:
             seconds[variant].append(step(variant, bench.step))
         round_took = time.time() - start
-    rate = matrix_product_rate()
-    found = summary(bench, seconds, memory, rate)
+    found = summary(bench, seconds, memory)
     return dict(
         description=bench.describe() + (", Liger's kernels" if args.liger else ""),
         attention=attention,
         tokens=bench.tokens,
-        matrix_flops_per_s=rate,
         floor_gib=floor_gib,
         profile=profiled(bench, found["AR + Lopti"]["seconds"]) if "AR + Lopti" in found else None,
         rounds=max(map(len, seconds.values()), default=0),

@@ -1,12 +1,10 @@
-"""The machine: its name, its rate of matrix products, its memory."""
+"""The machine: its name, its versions, its memory."""
 
 import ctypes
 import importlib.metadata
 import os
 import platform
 import socket
-import statistics
-import time
 from pathlib import Path
 
 import torch
@@ -28,21 +26,6 @@ def keep_freed_memory(keep: bool) -> None:
 def type_of_products() -> torch.dtype:
     """The type that matrix products of bf16 weights are computed in here."""
     return torch.float32 if cpu.uses_cpu() and not cpu.multiplies_bf16() else torch.bfloat16
-
-
-def matrix_product_rate() -> float:
-    """FLOP/s of this machine's matrix products, in the type that the update computes in: median of several."""
-    device, dtype = torch.cuda.current_device(), type_of_products()
-    size = 2048 if cpu.uses_cpu() else 8192
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = []
-    for _ in range(12):
-        synchronize()
-        start = time.perf_counter()
-        a @ b
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(times[2:])
 
 
 def synchronize() -> None:

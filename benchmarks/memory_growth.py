@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--chart", metavar="PATH")
     given = parser.parse_args()
     keep_freed_memory(False)
-    sizes = dict(prompts=1, mini_batches=1, micro_batch_size=1, packing=False, prompt_length=500, scale=1.0)
+    sizes = dict(prompts=1, mini_batches=1, micro_batch_size=1, prompt_length=500, scale=1.0)
     args = argparse.Namespace(shape=given.shape, response_length=given.lengths[0], **sizes)
     bench = Bench(args, make_model(args.shape, default_attention()), also=())
     record = dict(

@@ -96,14 +96,6 @@ def make_model(
     return model.bfloat16().to(dtype)
 
 
-def published_operations(shape: str, lengths: list[int], passes: int) -> float:
-    """FLOPs of the published method on real tokens: forward 2, forward and backward 6 per weight, token and pass."""
-    s = SHAPES[shape]
-    # Attention: two products of width x (half the length, on average) per token and layer.
-    attention = sum(s.num_hidden_layers * 2 * s.hidden_size * length**2 / 2 for length in lengths)
-    return (2 + 6 * passes) * ((s.layer_weights + s.head_weights) * sum(lengths) + attention)
-
-
 def unpadded(samples: list) -> list:
     """The samples of a rollout in the form in which OpenRLHF's replay buffer holds them."""
     from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, split_experience_batch

@@ -20,7 +20,8 @@ from arlopti_openrlhf import cpu
 from arlopti_openrlhf.update.old_log_probs import unknown
 
 VARIANTS = (STOCK, PACKED, "GRPO", "AR", "Lopti", "AR + Lopti", "80/20")
-UNSHARED = "GRPO, prompts repeated"  # what sharing saves is the difference; no default
+WITHOUT_STATISTICS = "AR + Lopti, no statistics"  # what they cost is the difference; no default
+REFERENCE = "stock AR + Lopti"  # in OpenRLHF's own update loop, on its actor; no default
 
 
 def training_flags(args: argparse.Namespace, more: Sequence[str] = ()) -> SimpleNamespace:
@@ -40,9 +41,8 @@ def training_flags(args: argparse.Namespace, more: Sequence[str] = ()) -> Simple
             f"--algo.advantage.estimator group_norm --algo.kl.use_loss --algo.kl.estimator k3 "
             f"--algo.kl.init_coef 0.001 --actor.eps_clip_low_high 0.2 0.24 --actor.dual_clip 10".split()
             + [*more]
-            + (["--ds.packing_samples"] if args.packing else [])
             + (["--actor.gradient_checkpointing_enable"] if getattr(args, "gradient_checkpointing", False) else [])
-            + (["--ds.attn_implementation", "sdpa"] if cpu.uses_cpu() and not args.packing else [])
+            + (["--ds.attn_implementation", "sdpa"] if cpu.uses_cpu() else [])
         )
     )
     flags.actor.eps_clip_low_high = tuple(flags.actor.eps_clip_low_high)
@@ -57,7 +57,7 @@ def default_attention() -> str:
 class Bench:
     """One DeepSpeed engine, and per variant OpenRLHF's trainer on it.
 
-    STOCK and PACKED have OpenRLHF's trainer and actor, the others the selective update's.
+    STOCK, PACKED and REFERENCE have OpenRLHF's actor and update loop, the others the selective update's.
 
     Args:
         args: the command's.
@@ -67,7 +67,6 @@ class Bench:
     Attributes:
         optimizer_seconds: of the last step of each variant, what the optimizer's steps took.
         gradient_norms: after the last step of each variant; of its last stage, where it has two.
-        levels: of gradient checkpointing in the last step of each variant of ours.
     """
 
     def __init__(self, args: argparse.Namespace, model: torch.nn.Module, also: Sequence[str] = ()) -> None:
@@ -76,6 +75,7 @@ class Bench:
         from openrlhf.utils import get_strategy
 
         from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+        from arlopti_openrlhf.reference import ReferenceTrainer
         from arlopti_openrlhf.update import trainer
 
         self.args = args
@@ -91,7 +91,7 @@ class Bench:
         strategy = get_strategy(self.flags)
         strategy.setup_distributed()
         selective = SelectiveActor(model)
-        selective.packing_samples, selective.is_vlm = args.packing, False
+        selective.packing_samples, selective.is_vlm = self.flags.ds.packing_samples, False
         configuration = dict(
             optim="adam",
             muon=vars(self.flags.actor.muon),
@@ -104,30 +104,27 @@ class Bench:
         )
         selective, optimizer, scheduler = strategy.prepare((selective, configuration))
         self.stock = Actor(selective.model)
-        self.stock.packing_samples, self.stock.is_vlm = args.packing, False
+        self.stock.packing_samples, self.stock.is_vlm = self.flags.ds.packing_samples, False
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.optimizer_seconds: dict[str, float] = {}
         self.gradient_norms: dict[str, float] = {}
-        self.levels: dict[str, str] = {}
         self.around: dict[str, Callable[[], AbstractContextManager]] = {}
         self.actors, self.trainers = {}, {}
         eta = self.take_lengths(args.scale, selective)
         for variant in (*VARIANTS, *also):
-            actor = self.stock if variant == STOCK else selective
+            actor = self.stock if variant in (STOCK, REFERENCE) else selective
             if variant == PACKED:
                 actor = baselines.packed_actor(selective.model)
                 self.around[variant] = baselines.one_pass_log_probs
-            if variant == UNSHARED:
-                actor = baselines.unshared_actor(selective)
             trainer_class = ppo_actor.ActorPPOTrainer if variant in (STOCK, PACKED) else trainer.TokenUpdateTrainer
+            trainer_class = ReferenceTrainer if variant == REFERENCE else trainer_class
             self.add_trainer(variant, trainer_class, actor, self.method_flags(variant, eta))
 
     def take_lengths(self, scale: float, actor=None) -> float:
         """Make the rollout batch, in K&K's lengths times `scale`, and return the η of `prepare_log_probs`."""
         self.args.scale = scale
         self.rollout = rollout(self.args, scale)
-        self.lengths = [len(s.sequences[0]) for s in self.rollout]
-        self.tokens = sum(self.lengths)
+        self.tokens = sum(len(s.sequences[0]) for s in self.rollout)
         return self.prepare_log_probs(actor or self.actors["GRPO"])
 
     def method_flags(self, variant: str, eta: float | None = None) -> SimpleNamespace:
@@ -135,6 +132,8 @@ class Bench:
         flags.algo.ar.alpha = 0.3 if "AR" in variant else 0.0
         flags.algo.lopti.eta = eta if "Lopti" in variant else None
         flags.algo.token_method = ["eighty_twenty"] if variant == "80/20" else []
+        if variant == WITHOUT_STATISTICS:
+            flags.logger.probability_stats = "off"
         return flags
 
     def add_trainer(self, variant: str, trainer_class: type, actor, flags: SimpleNamespace) -> None:
@@ -215,7 +214,6 @@ class Bench:
         trainer.ppo_train(self.flags.algo.kl.init_coef)
         trainer.replay_buffer.clear()
         if planner := getattr(trainer, "planner", None):
-            self.levels[variant] = planner.level
             planner.set(planner.levels[-1])  # the model is the other variants' too
 
     def fraction(self, size: float) -> list:
@@ -242,5 +240,5 @@ class Bench:
             f"{SHAPES[self.args.shape].name} shape, {samples} responses to {prompts} prompts, "
             f"{self.tokens} tokens ({prompt} of prompts), micro-batches of {self.args.micro_batch_size}, "
             f"{self.args.mini_batches} optimizer step{'s' * (self.args.mini_batches > 1)}, {lengths}"
-            f"{', packed' if self.args.packing else ''}{', gradient checkpointing' if checkpointing else ''}"
+            f"{', gradient checkpointing' if checkpointing else ''}"
         )

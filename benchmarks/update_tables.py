@@ -7,37 +7,18 @@ def table(results: dict[str, dict | None], floor_gib: float) -> str:
     `floor_gib` is what an update of next to no tokens takes. Memory without it is in brackets.
     """
     lines = [
-        "| | time | beside packed | seconds (min - max) | tokens/s | logical MFU | hardware MFU "
-        "| peak memory | beside packed | GiB |",
-        "|---" * 10 + "|",
+        "| | time | beside packed | seconds (min - max) | tokens/s | peak memory | beside packed | GiB |",
+        "|---" * 8 + "|",
     ]
     for variant, r in results.items():
         if r is None:
-            lines.append(f"| {variant} | out of memory |" + " |" * 8)
+            lines.append(f"| {variant} | out of memory |" + " |" * 6)
             continue
         lines.append(
             f"| {variant} | {_number(r['time_ratio'], 2)} | {_number(r['packed_time_ratio'], 2)} "
             f"| {r['seconds']:.2f} ({r['spread'][0]:.2f} - {r['spread'][1]:.2f}) | {r['tokens_per_s']:,.0f} "
-            f"| {r['logical_mfu']:.2f} | {_number(r['hardware_mfu'], 2)} | {_number(r['memory_ratio'], 2)} "
-            f"| {_number(r['packed_memory_ratio'], 2)} | {_number(r['memory_gib'], 1)} "
-            f"({_number(r['memory_gib'] and r['memory_gib'] - floor_gib, 1)}) |"
-        )
-    return "\n".join(lines)
-
-
-def growth_table(growth: dict[str, dict]) -> str:
-    """Return Markdown, a row for each variant: what 1,000 tokens cost, and what an update costs without any."""
-    lines = [
-        "| | marginal | seconds per 1,000 tokens | fixed seconds | tokens: seconds | farthest from the line |",
-        "|---|---|---|---|---|---|",
-    ]
-    stock = growth.get("stock GRPO")
-    for variant, r in growth.items():
-        ratio = r["seconds_per_1000_tokens"] / stock["seconds_per_1000_tokens"] if stock else None
-        points = ", ".join(f"{tokens:,}: {seconds:.1f}" for tokens, seconds in r["points"])
-        lines.append(
-            f"| {variant} | {_number(ratio, 2)} | {r['seconds_per_1000_tokens']:.2f} | {r['fixed_seconds']:.2f} "
-            f"| {points} | {r['residual']:.0%} |"
+            f"| {_number(r['memory_ratio'], 2)} | {_number(r['packed_memory_ratio'], 2)} "
+            f"| {_number(r['memory_gib'], 1)} ({_number(r['memory_gib'] and r['memory_gib'] - floor_gib, 1)}) |"
         )
     return "\n".join(lines)
 

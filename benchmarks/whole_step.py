@@ -38,8 +38,6 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="tiny", help="the quickstart's (default: tiny)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each variant (default: 2)")
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first does not count (default: 8)")
-    parser.add_argument("--warm-start", type=int, help="steps of the policy (default: the quickstart's)")
-    parser.add_argument("--variants", nargs="+", choices=[STOCK, OURS], default=[STOCK, OURS])
     folder = "folder; a policy in it is kept (default: outputs/whole_step-TASK)"
     parser.add_argument("--out", type=Path, help=folder)
     parser.add_argument("--json", type=Path)
@@ -49,13 +47,12 @@ def main() -> None:
         parser.error("argument --steps: the first step does not count, so give at least 2")
     task, out = TASKS[args.task], args.out or Path(f"outputs/whole_step-{args.task}")
     out.mkdir(parents=True, exist_ok=True)
-    warm_start = task.full.warm_start_steps if args.warm_start is None else args.warm_start
-    plan = Plan(out, task, task.full._replace(steps=args.steps, warm_start_steps=warm_start), seed=0)
+    plan = Plan(out, task, task.full._replace(steps=args.steps), seed=0)
     quickstart.make_policy(plan)
     quickstart.write_problems(plan)
-    runs: dict[str, list[dict]] = {variant: [] for variant in args.variants}
+    runs: dict[str, list[dict]] = {STOCK: [], OURS: []}
     for number in range(args.rounds):
-        for variant in args.variants:
+        for variant in runs:
             folder = out / f"{variant.replace(' ', '')}-{time.strftime('%H%M%S')}"
             folder.mkdir()
             flags = flags_of(variant, quickstart.training_flags(plan))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,15 +37,16 @@ class Break:
 
 
 def break_what_it_checks():
-    from arlopti_openrlhf.forward.selective_actor import SelectiveActor
+    from pkgutil import resolve_name
 
-    right = SelectiveActor.forward
+    owner, _, name = "arlopti_openrlhf.FUNCTION".rpartition(".")
+    right = getattr(resolve_name(owner), name)
 
-    def wrong(self, *args, **kwargs):
-        result = right(self, *args, **kwargs)
+    def wrong(*args, **kwargs):
+        result = right(*args, **kwargs)
         return (1.01 * result[0], result[1]) if isinstance(result, tuple) else 1.01 * result
 
-    SelectiveActor.forward = wrong
+    setattr(resolve_name(owner), name, wrong)
 
 
 sys.meta_path.insert(0, Break())
@@ -74,15 +76,23 @@ def test_toy_check(tmp_path):
     assert "gradient checkpointing" in long["description"] and times["profile"]["top"]
     assert list(times["variants"]) == ["stock GRPO", "packed stock GRPO", "GRPO", "AR", "Lopti", "AR + Lopti", "80/20"]
     assert times["variants"]["stock GRPO"]["time_ratio"] == 1
-    assert all(variant["memory_gib"] > 0 < variant["logical_mfu"] for variant in times["variants"].values())
-    page = (tmp_path / "gpu.md").read_text()
-    assert "2 of 2 comparisons are exact" in page and str(record["command"]) in page and "torch 2." in page
+    assert all(variant["memory_gib"] > 0 < variant["seconds"] for variant in times["variants"].values())
+    assert "torch 2." in result.stdout.splitlines()[0] and "2 of 2 comparisons are exact" in result.stdout
+    for start in ("| toy Llama-3.2 | ", "| AR + Lopti | "):
+        assert sum(line.startswith(start) for line in result.stdout.splitlines()) == 2
 
 
 @pytest.mark.long
-def test_a_wrong_selective_path_fails_with_the_name_of_the_row(tmp_path):
+@pytest.mark.parametrize(
+    ("function", "dtypes", "errors"),
+    [
+        ("forward.selective_actor.SelectiveActor.forward", ("float32", "bfloat16"), ("log_prob_mean", "gradient_low")),
+        ("update.old_log_probs.given_by", ("float32",), ("gradient_low",)),  # log π_old, from the first pass
+    ],
+)
+def test_a_wrong_selective_path_fails_with_the_name_of_the_row(tmp_path, function, dtypes, errors):
     """Log-probs a hundredth too large."""
-    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    (tmp_path / "sitecustomize.py").write_text(BROKEN.replace("FUNCTION", function))
     code = (
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.argv = ['gpu_check.py', '--toy']; "
         "import gpu_check; gpu_check.TOY_PARTS = gpu_check.TOY_PARTS[1:2]; gpu_check.main()"
@@ -91,35 +101,38 @@ def test_a_wrong_selective_path_fails_with_the_name_of_the_row(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}
     )
     assert result.returncode == 1, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "0 of 2 comparisons are exact" in result.stdout
-    for dtype in ("float32", "bfloat16"):
-        assert f"- toy Llama-3.2, sdpa, {dtype}: log_prob_mean" in result.stdout
-        assert f"- toy Llama-3.2, sdpa, {dtype}: gradient_low" in result.stdout
+    for dtype in dtypes:
+        for error in errors:
+            assert f"failed: toy Llama-3.2, sdpa, {dtype}: {error}" in result.stdout
 
 
-def variant(seconds: float, stock: float | None) -> dict:
-    ratio = stock and seconds / stock
-    times = dict(seconds=seconds, spread=[seconds, seconds], time_ratio=ratio, packed_time_ratio=None)
-    return times | dict(
-        tokens_per_s=1.0,
-        memory_gib=2.0,
-        memory_ratio=ratio,
-        packed_memory_ratio=None,
-        logical_mfu=0.5,
-        hardware_mfu=None,
-    )
+def test_out_of_memory_is_a_row(capsys):
+    """Stock alone runs out of memory at 0.5B, and ours too at 3B."""
+    ratios = dict.fromkeys(("time_ratio", "packed_time_ratio", "memory_ratio", "packed_memory_ratio"))
+    grpo = ratios | dict(seconds=3.0, spread=[3.0, 3.0], tokens_per_s=1.0, memory_gib=2.0)
+
+    def run(part: dict, seconds: float) -> dict:
+        if part["args"]["shape"] == "3b":
+            return {"out_of_memory": "all"}
+        if "stock GRPO" not in part["without"]:
+            return {"out_of_memory": "stock GRPO"}
+        return dict(description="K&K", rounds=1, floor_gib=1.0, variants={"stock GRPO": None, "GRPO": grpo})
+
+    parts = [(f"times {shape}", "times", {"shape": shape}) for shape in ("0.5b", "3b")]
+    found = gpu_check.check(parts, time.monotonic() + 60, run, lambda found: None)
+    assert found["skipped"] == ["times 3b: out of memory"] and found["failures"] == ["nothing was compared"]
+    [result], printed = found["times"], capsys.readouterr().out
+    assert result["without"] == ["stock GRPO"] and "times 0.5b: stock GRPO: out of memory" in printed
+    assert "| stock GRPO | out of memory |" in printed and "| GRPO |  |  | 3.00 (3.00 - 3.00) |" in printed
 
 
-def times(part: dict, seconds: float) -> dict:
-    """Stands for a machine on which stock runs out of memory where ours does not."""
-    if part["args"]["shape"] == "3b":
-        return {"out_of_memory": "all"}
-    if "stock GRPO" not in part["without"]:
-        return {"out_of_memory": "stock GRPO"}
-    found = {"stock GRPO": None, "GRPO": variant(3.0, None)}
-    return dict(description="K&K", rounds=1, attention="sdpa", matrix_flops_per_s=1e12, variants=found) | dict(
-        floor_gib=1.0, profile=None
-    )
+def test_liger_kernel_is_asked_for_at_once(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check.cpu, "uses_cpu", lambda: False)
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--parts", "arithmetic", "times 0.5b"])
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main()
+    assert end.value.code == 2 and "argument --parts: liger-kernel, of the extra [gpu]" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -71,29 +71,3 @@ def test_what_is_counted():
     assert counts.waits == {"copy to the GPU": 1, "_local_scalar_dense": 1}
     assert counts.kernels == {"copy": 2, "add": 2, "sum": 1, "_local_scalar_dense": 1}
     assert list(counts.mixtures) == ["add: (3,) GPU, (3,) CPU"]
-
-
-def test_the_stand_in_for_flash_attention():
-    """Two sequences of 2 and 3 queries with 4 and 3 keys, in groups of two heads, beside PyTorch's attention."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value, slope = (
-        torch.randn(n, heads, 8, generator=generator) for n, heads in ((5, 4), (7, 2), (7, 2), (5, 4))
-    )
-    starts = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
-    given = [x.clone().requires_grad_() for x in (query, key, value)]
-    with claimed_gpu.claimed_gpu() as counts:
-        for x in given:
-            counts.claim(x)
-        output = torch.ops.aten._flash_attention_forward(*given, *starts, 3, 4, 0.0, True, False, scale=0.3)[0]
-        output.backward(counts.claim(slope.clone()))
-    exact = [x.clone().requires_grad_() for x in (query, key, value)]
-    rows = []
-    for queries, keys in ((slice(0, 2), slice(0, 4)), (slice(2, 5), slice(4, 7))):
-        q, k, v = exact[0][queries], *(x[keys].repeat_interleave(2, dim=1) for x in exact[1:])
-        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-        attend = torch.nn.functional.scaled_dot_product_attention
-        rows.append(attend(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=mask, scale=0.3).transpose(0, 1))
-    torch.cat(rows).backward(slope)
-    torch.testing.assert_close(output.detach(), torch.cat(rows).detach())
-    for ours, theirs in zip(given, exact, strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
