@@ -23,8 +23,8 @@ EXCEPTIONS = {
     "A run here has one reward, and evaluates K&K greedily. The rest is [one command](#knights-and-knaves) afterwards",
     "prompts": "they drop training prompts of more than 400 tokens, counted within a second chat template. "
     "`arlopti data --max-prompt-tokens` drops long ones, too",
-    "memory": "where weights and optimizer wait, and how many samples a forward pass without gradients takes",
-    "no effect": "their code does not read it, or it does nothing beside the others. `both_linear_normal` is Eq. 4",
+    "memory": "where weights and optimizer are kept, and how many samples a forward pass without gradients takes",
+    "no effect": "their code does not read it, or the others override it. `both_linear_normal` is Eq. 4",
     "yours": "paths, names and trackers",
 }
 
