@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -97,8 +98,11 @@ class CheckpointStrategy(GuardedStrategy):
         writing = folder / f"{files.WRITING}{tag}"
 
         def require() -> None:  # before DeepSpeed makes it on every node
-            if not writing.is_dir():
-                raise OSError("--ckpt.path is no folder that all nodes share")
+            for _ in range(30):
+                if writing.is_dir():
+                    return
+                time.sleep(1)  # a network's file system may show it late
+            raise OSError("--ckpt.path is no folder that all nodes share")
 
         try:
             on_rank_0(lambda: files.begin(writing, say))

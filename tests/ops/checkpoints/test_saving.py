@@ -183,6 +183,7 @@ def test_older_checkpoints_that_cannot_be_removed_stay(tmp_path, monkeypatch, ca
     monkeypatch.setattr(checkpoints, "on_rank_0", lambda function: function())
     monkeypatch.setattr(checkpoints, "everywhere", lambda function: [function()])
     monkeypatch.setattr(checkpoints, "say", print)
+    monkeypatch.setattr(checkpoints.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(checkpoints, "_require_finite", lambda engine: None)
     monkeypatch.setattr(checkpoints.CheckpointStrategy, "_write", lambda self, model, to, states: (to / "a").touch())
     monkeypatch.setattr(files, "rotate", Mock(side_effect=OSError(5, "Input/output error")))
