@@ -97,7 +97,7 @@ class CheckpointStrategy(GuardedStrategy):
         folder, tag = Path(save_dir), tag or f"global_step{model.global_steps}"
         writing = folder / f"{files.WRITING}{tag}"
 
-        def require() -> None:  # before DeepSpeed makes it on every node
+        def require_shared() -> None:  # before DeepSpeed makes it on every node
             for _ in range(30):
                 if writing.is_dir():
                     return
@@ -106,7 +106,7 @@ class CheckpointStrategy(GuardedStrategy):
 
         try:
             on_rank_0(lambda: files.begin(writing, say))
-            everywhere(require)
+            everywhere(require_shared)
             self._write(model, writing, client_state or {})
             on_rank_0(lambda: self._write_ckpt_metric(str(writing), metric_value, metric_key))
             on_rank_0(lambda: files.publish(writing))

@@ -109,8 +109,8 @@ class Parent:
             start.kill()
             interrupts.end_children(0 if self._signals[1:] else _REST, others)
             code = self._say_last(start, is_stuck)
-            may_pass = code in _MENDABLE or (code == 2 and restart)  # the flags were not refused at first
-            if not may_pass or self._signals or restart == self._restarts:
+            may_mend = code in _MENDABLE or (code == 2 and restart)  # the flags were not refused at first
+            if not may_mend or self._signals or restart == self._restarts:
                 return code
             pause = min(_PAUSE * 2**restart, _LONGEST_PAUSE)
             restart, until = restart + 1, time.monotonic() + pause

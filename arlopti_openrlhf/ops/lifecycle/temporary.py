@@ -15,7 +15,7 @@ def make_folder() -> Path:
     A run holds a lock in its folder until its process ends. The last two folders that nobody holds stay.
     """
     place = os.environ.get("RAY_TMPDIR", "/tmp")  # sockets: short paths
-    ended = [(since, folder) for folder in Path(place).glob(f"{_PREFIX}*") if (since := _has_ended(folder))]
+    ended = [(since, folder) for folder in Path(place).glob(f"{_PREFIX}*") if (since := _ended_at(folder))]
     for _, folder in sorted(ended)[:-_KEPT]:
         shutil.rmtree(folder, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
@@ -23,7 +23,7 @@ def make_folder() -> Path:
     return folder
 
 
-def _has_ended(folder: Path) -> float | None:
+def _ended_at(folder: Path) -> float | None:
     """Return when the folder of a run that has ended was last changed."""
     try:
         found = folder.lstat()
