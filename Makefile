@@ -71,10 +71,10 @@ long: setup
 	@.venv/bin/python -m pytest -m long --durations 25
 
 quickstart: setup
-	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --seed $(SEED) $(ARGS)
+	@.venv/bin/python -m arlopti_openrlhf quickstart --seed $(SEED) $(ARGS)
 
 pretrained: setup
-	@.venv/bin/python -m arlopti_openrlhf.cli.quickstart --task sums --seed $(SEED) $(ARGS)
+	@.venv/bin/python -m arlopti_openrlhf quickstart --task sums --seed $(SEED) $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -211,7 +211,7 @@ def test_a_reward_server_that_restarts_in_mid_run(train, noisy_reward, tmp_path)
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "arlopti_openrlhf.cli.serve_rewards", "--grader", noisy_reward, "--workers", "1"]
+    command = [sys.executable, "-m", "arlopti_openrlhf", "serve", "--grader", noisy_reward, "--workers", "1"]
     graded = []
 
     def start() -> subprocess.Popen:

@@ -9,11 +9,6 @@ import pytest
 
 COMMANDS = {
     "train": "-m arlopti_openrlhf.cli.train_ppo_ray --help",
-    "evaluate": "-m arlopti_openrlhf.cli.evaluate --help",
-    "analyze": "-m arlopti_openrlhf.cli.analyze --help",
-    "data": "-m arlopti_openrlhf.cli.prepare_data --generate --people 8 --train 200000 --out {}",
-    "serve": "-m arlopti_openrlhf.cli.serve_rewards --help",
-    "quickstart": "-m arlopti_openrlhf.cli.quickstart --help",
     "arlopti": "-m arlopti_openrlhf data --generate --people 8 --train 200000 --out {}",
 }
 # Stops a command in its first statement behind `answer`, as a user might by chance.

@@ -17,7 +17,7 @@ FILES = sorted(
 # Lines of each room, at most. A limit falls, or moves with the module that moves. No room lives off another's.
 BUDGETS = {
     ".": 1414,
-    "cli": 2681,
+    "cli": 2628,
     "cpu": 565,
     "evaluation": 147,
     "forward": 1245,
@@ -29,13 +29,13 @@ BUDGETS = {
     "ops/checkpoints": 885,
     "ops/health": 478,
     "ops/lifecycle": 1028,
-    "ops/preflight": 2124,
-    "ops/rollouts": 950,
+    "ops/preflight": 2131,
+    "ops/rollouts": 965,
 }
 TEST_BUDGETS = {
-    ".": 4728,
+    ".": 4723,
     "arlopti_testing": 1052,
-    "cli": 2702,
+    "cli": 2711,
     "contract": 961,
     "cpu": 670,
     "evaluation": 156,
@@ -48,11 +48,11 @@ TEST_BUDGETS = {
     "ops/health": 410,
     "ops/lifecycle": 811,
     "ops/preflight": 2291,
-    "ops/rollouts": 1538,
+    "ops/rollouts": 1553,
     "study": 697,
     "update": 3023,
 }
-IMPORTS_BETWEEN_ROOMS = 260  # at most, and it only falls
+IMPORTS_BETWEEN_ROOMS = 254  # at most, and it only falls
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines
 
 

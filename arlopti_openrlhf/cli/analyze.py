@@ -12,11 +12,6 @@ Responses are kept: the same command samples those that are missing, and draws t
 defaults for a model of more than 20M parameters are smaller. The command prints them.
 """
 
-from arlopti_openrlhf import interrupts
-
-if __name__ == "__main__":
-    interrupts.answer()
-
 import argparse
 import time
 from pathlib import Path
@@ -174,7 +169,3 @@ def _config(folder: str) -> dict[str, str] | None:
         return None
     kept = config_file.read(found[0].read_text("utf-8"))
     return {name: str(value) for name, value in kept.items() if not name.startswith(("ckpt.", "logger."))}
-
-
-if __name__ == "__main__":
-    main()

@@ -9,11 +9,6 @@ Writes results/MODEL.responses.jsonl with every response, results/MODEL.json wit
 results/table.csv. An evaluation that was interrupted continues where it stopped.
 """
 
-from arlopti_openrlhf import interrupts
-
-if __name__ == "__main__":
-    interrupts.answer()
-
 import argparse
 import json
 import subprocess
@@ -136,7 +131,3 @@ def command_for(model: str, args: argparse.Namespace) -> list[str]:
         *(["--greedy"] if args.greedy else []),
         *([f"--reward={args.reward}"] if args.reward else []),
     ]
-
-
-if __name__ == "__main__":
-    main()

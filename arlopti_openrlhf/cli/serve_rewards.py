@@ -6,11 +6,6 @@ Each grader answers at /NAME/get_reward, and the first one at /get_reward too. T
 from ARLOPTI_REWARD_TOKEN. A run that has this variable sends it as a bearer token. With `--ops off` it sends none.
 """
 
-from arlopti_openrlhf import interrupts
-
-if __name__ == "__main__":
-    interrupts.answer()
-
 import argparse
 import ipaddress
 import os
@@ -124,7 +119,3 @@ def _grader(text: str) -> tuple[str, str]:
     if path.suffix != ".py" or not path.is_file():
         raise argparse.ArgumentTypeError(f"{text} is not {', '.join(REWARDS)} or a Python file that exists")
     return path.stem, text
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from arlopti_testing.processes import free_port
 @contextmanager
 def server(*flags, log=None, **environment):
     port = free_port()
-    command = [sys.executable, "-m", "arlopti_openrlhf.cli.serve_rewards", "--port", str(port), *map(str, flags)]
+    command = [sys.executable, "-m", "arlopti_openrlhf", "serve", "--port", str(port), *map(str, flags)]
     with open(log or os.devnull, "w") as stderr:
         process = subprocess.Popen(command, stderr=stderr, env=os.environ | environment)
     process.url = f"http://127.0.0.1:{port}"

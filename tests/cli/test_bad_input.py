@@ -153,13 +153,8 @@ def test_one_line(place, refused, command, message):
 def test_the_commands_refuse_before_they_import_what_takes_long(place, command):
     """They run as users run them, but without PyTorch."""
     (place / "torch.py").write_text("raise AssertionError('imported')")
-    module, *arguments = command.split()
-    done = subprocess.run(
-        [sys.executable, "-m", f"arlopti_openrlhf.cli.{module}", *arguments, "--out", "file"],
-        cwd=place,
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, "-m", "arlopti_openrlhf", *command.split(), "--out", "file"]
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.endswith("file is a file, not a folder\n"), done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
 

@@ -23,7 +23,7 @@ def test_a_model(make_model, tmp_path):
     (tmp_path / "base").symlink_to(make_model())
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(row) + "\n" for row in problems()))
-    command = [sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", "--model", str(tmp_path / "base"), *FLAGS]
+    command = [sys.executable, "-m", "arlopti_openrlhf", "evaluate", "--model", str(tmp_path / "base"), *FLAGS]
     command += ["--data", str(data), "--out", str(out)]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]

@@ -84,7 +84,7 @@ def test_same_bytes_in_every_process(tmp_path):
         options = ["--generate", "--people", "3", "--train", "20", "--test", "5"]
         options += ["--out", str(tmp_path / seed)]
         subprocess.run(
-            [sys.executable, "-m", "arlopti_openrlhf.cli.prepare_data", *options],
+            [sys.executable, "-m", "arlopti_openrlhf", "data", *options],
             env=os.environ | {"PYTHONHASHSEED": seed},
             check=True,
         )

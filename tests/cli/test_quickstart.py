@@ -147,7 +147,7 @@ def test_a_policy_that_is_there_is_not_made_again_and_half_of_one_is_none(tmp_pa
 @pytest.mark.long
 def test_a_pretrained_model_trains_and_what_is_done_stays(tmp_path, smollm2):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "arlopti_openrlhf.cli.quickstart", "--task=sums", "--reduced", f"--out={out}"]
+    command = [sys.executable, "-m", "arlopti_openrlhf", "quickstart", "--task=sums", "--reduced", f"--out={out}"]
     subprocess.run(command, check=True)
     first = json.loads((out / "summary.json").read_text("utf-8"))
     assert not first["resumed"] and first["before"]["math"]["n"] == first["after"]["math"]["n"] == 8

@@ -371,7 +371,7 @@ def test_a_body_is_read_in_linear_time(monkeypatch):
 def test_a_port_in_use_is_refused_before_the_graders_start():
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
-        command = [sys.executable, "-m", "arlopti_openrlhf.cli.serve_rewards", "--grader", "kk", "--port", str(port)]
+        command = [sys.executable, "-m", "arlopti_openrlhf", "serve", "--grader", "kk", "--port", str(port)]
         result = subprocess.run(command, capture_output=True, text=True)
     expected = (
         f"arlopti serve: error: argument --port: 127.0.0.1:{port} cannot be listened on: Address already in use\n"
@@ -383,7 +383,7 @@ def test_a_reward_file_that_cannot_be_imported(tmp_path):
     """Its own traceback, and then one line. Nothing has listened."""
     path = tmp_path / "reward.py"
     path.write_text("import nowhere\n\ndef reward_func(queries, prompts, labels):\n    return 1\n")
-    command = [sys.executable, "-m", "arlopti_openrlhf.cli.serve_rewards", "--grader", str(path), "--port", "0"]
+    command = [sys.executable, "-m", "arlopti_openrlhf", "serve", "--grader", str(path), "--port", "0"]
     result = subprocess.run([*command, "--grader", "kk"], capture_output=True, text=True)
     *traceback, line = result.stderr.splitlines()
     assert result.returncode == 2 and "No module named 'nowhere'" in traceback[-1]

@@ -68,7 +68,7 @@ def test_a_run_trains(kind, folder):
 
 
 def test_its_last_checkpoints_are_evaluated(folder, tmp_path):
-    evaluate = [sys.executable, "-m", "arlopti_openrlhf.cli.evaluate", "--max-new-tokens=64", "--out", tmp_path]
+    evaluate = [sys.executable, "-m", "arlopti_openrlhf", "evaluate", "--max-new-tokens=64", "--out", tmp_path]
     ways = ["--sampling", "*:n=1,t=0", "--sampling", "kk_*:n=1,t=0", "--sampling", "kk_*:n=1,t=1"]
     checkpoints = train("GRPO", folder) / "checkpoints"
     table = run(*evaluate, "--model", checkpoints, "--last", "2", "--data", folder / "kk/test.jsonl", *ways)
@@ -76,7 +76,7 @@ def test_its_last_checkpoints_are_evaluated(folder, tmp_path):
 
 
 def test_it_is_analyzed_at_the_temperature_of_training(folder, tmp_path):
-    analyze = [sys.executable, "-m", "arlopti_openrlhf.cli.analyze", "--out", tmp_path, "--temperature", "0.7"]
+    analyze = [sys.executable, "-m", "arlopti_openrlhf", "analyze", "--out", tmp_path, "--temperature", "0.7"]
     out = train("GRPO", folder)
     size = "--prompts 4 --samples 4 --max-new-tokens 64 --tokens 2000".split()
     curves = ["--runs", f"GRPO={out}/tensorboard"]

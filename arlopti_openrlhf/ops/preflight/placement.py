@@ -1,5 +1,6 @@
 """Checks how the run is divided: among clusters and GPUs, and samples among ranks and steps."""
 
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -148,6 +149,12 @@ def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
     for name in filter(is_loaded.get, is_loaded):
         by_ranks.setdefault(gpus_of(args, name), []).append(name)
     return by_ranks
+
+
+def shares_of(args: SimpleNamespace) -> int:
+    """Return into how many shares a rollout batch is divided, so that the ranks of each model get equally many."""
+    model_parallel = args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    return math.lcm(*(ranks // model_parallel for ranks in models_by_ranks(args) if ranks))
 
 
 def _check_deepspeed(args: SimpleNamespace, names: list[str], ranks: int) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Generates the samples of a step and of an evaluation, and evaluates with the measures of `cli.evaluate`."""
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ logger = init_logger(__name__)
 
 
 class SamplesGenerator(samples_generator.SamplesGenerator):
-    """Restates upstream's loop over the answers, with five changes.
+    """Restates upstream's loop over the answers, with six changes.
 
     1. A sample knows the place of its prompt, so a checkpoint knows which prompts have been trained.
     2. A request to stop ends the wait for samples, as `stopping.Interrupted`.
@@ -34,6 +35,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
        may depend, in the last bits, on which requests it computes together.
     4. An evaluation samples each data source as its specification says.
     5. A sample knows whether its `scores` are its rewards, because the reward function returned none.
+    6. A short rollout batch keeps as many prompts as all ranks can share equally. Upstream's ranks would wait for each
+       other for good, or end the run where some get no sample.
     """
 
     prompts_dataloader: Prompts
@@ -58,9 +61,21 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         logged = dict.fromkeys((name for sample in samples for name in sample.info), torch.tensor([torch.nan]))
         for sample in samples:
             sample.info = logged | sample.info
+        samples = samples[: self._shared(len(samples))]
         if pass_rate is not None:  # upstream divides samples by prompts
             pass_rate /= self.args.rollout.n_samples_per_prompt
         return samples, pass_rate, prompts.drawn_in_all - before, has_ended
+
+    def _shared(self, count: int) -> int:
+        """Return how many of the samples of a rollout batch are trained on."""
+        per_prompt, shares = self.args.rollout.n_samples_per_prompt, self.args.rollout.shares
+        shared = count - count % math.lcm(per_prompt, shares)
+        if count == self.args.rollout.batch_size * per_prompt or count == shared:
+            return count
+        logger.warning(
+            f"{count - shared} of {count} samples are left out of a short rollout batch: {shares} ranks share it"
+        )
+        return shared
 
     def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
         """Return upstream's samples with their `datasource`, ordered by source and then by problem.

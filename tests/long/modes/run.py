@@ -190,10 +190,10 @@ def _server(mode: Mode, inputs: Path, folder: Path) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    module = "arlopti_openrlhf.cli.serve_rewards"
     flags = ["--grader", str(inputs / "reward.py"), "--workers", "1", "--port", str(port)]
+    command = [sys.executable, "-m", "arlopti_openrlhf", "serve", *flags]
     with open(folder / "server.log", "w", encoding="utf-8") as log:
-        server = subprocess.Popen([sys.executable, "-m", module, *flags], cwd=ROOT, stdout=log, stderr=log)
+        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         try:
             yield f"http://127.0.0.1:{port}/get_reward"
         finally:
