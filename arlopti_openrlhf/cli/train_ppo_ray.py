@@ -27,7 +27,7 @@ from arlopti_openrlhf.ops.lifecycle import credentials
 from arlopti_openrlhf.ops.lifecycle.parent import Child, Parent
 from arlopti_openrlhf.ops.preflight import check, model_code, values
 from arlopti_openrlhf.ops.preflight.finding import Finding
-from arlopti_openrlhf.ops.preflight.placement import gpus_placed, shares_of
+from arlopti_openrlhf.ops.preflight.placement import gpus_placed, least_shared
 from arlopti_openrlhf.update.settings import Settings, needs_stock_update
 
 
@@ -106,7 +106,7 @@ def train(args: SimpleNamespace, child: Child) -> None:
     from arlopti_openrlhf import cpu  # imports PyTorch
 
     cpu.enable(driver=True)
-    args.rollout.shares = shares_of(args)
+    args.rollout.least_shared = least_shared(args)
     from arlopti_openrlhf.ops.lifecycle import child as run_of_child
     from arlopti_openrlhf.ops.lifecycle import cluster
 

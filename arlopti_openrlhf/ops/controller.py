@@ -235,7 +235,7 @@ def _refuse_without_a_step(trainer: Any) -> None:
     low, high = trainer.args.algo.dynamic_filtering_range
     raise stopping.NothingTrained(
         f"no step was trained: dynamic filtering left out every prompt, as no mean score is in ({low:g}, {high:g}) "
-        '(--algo.dynamic_filtering_range). The log\'s lines "filtered out" have the scores. The model is not saved.'
+        "(--algo.dynamic_filtering_range), or too few remain for all ranks. The log has the scores. No model is saved."
     )
 
 

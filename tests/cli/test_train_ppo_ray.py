@@ -11,7 +11,7 @@ from arlopti_testing.processes import cpu_seconds_of_children
 from arlopti_openrlhf.cli import command_line, help, train_ppo_ray
 from arlopti_openrlhf.cli.method_checks import is_selective
 from arlopti_openrlhf.ops.preflight import values
-from arlopti_openrlhf.ops.preflight.placement import gpus_placed, models_by_ranks, shares_of
+from arlopti_openrlhf.ops.preflight.placement import gpus_placed, least_shared, models_by_ranks
 
 FITTING = ["--rollout.batch_size", "16", "--rollout.n_samples_per_prompt", "8", "--train.batch_size", "64"]
 
@@ -194,17 +194,19 @@ def test_logical_gpus_are_what_the_placement_asks_for(flags, gpus):
 
 
 @pytest.mark.parametrize(
-    "flags, shares",
+    "flags, least",
     [
         ("--reward.remote_url r.py", 8),
+        ("--reward.remote_url r.py --rollout.n_samples_per_prompt 6", 24),
         ("--reward.remote_url r.py --actor.num_nodes 2 --ref.num_nodes 2 --ds.ring_attn_size 4", 4),
         ("--reward.remote_url r.py --actor.num_gpus_per_node 4 --ref.num_gpus_per_node 6", 12),
         ("--reward.remote_url r.py --actor.num_gpus_per_node 4 --ref.num_gpus_per_node 6 --algo.kl.init_coef 0", 4),
         ("--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 4 --reward.num_gpus_per_node 3", 12),
     ],
 )
-def test_a_rollout_batch_is_shared_by_the_ranks_of_each_model(flags, shares):
-    assert shares_of(nested(flags.split())) == shares
+def test_a_short_rollout_batch_is_shared_by_the_ranks_of_each_model(flags, least):
+    defaults = ["--rollout.n_samples_per_prompt", "2"]
+    assert least_shared(nested([*defaults, *flags.split()])) == least
 
 
 @pytest.mark.parametrize(

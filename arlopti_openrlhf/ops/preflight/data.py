@@ -13,6 +13,7 @@ from arlopti_openrlhf.grading import REWARDS
 from arlopti_openrlhf.ops.preflight import prompt, repeats
 from arlopti_openrlhf.ops.preflight.finding import Finding, first_of
 from arlopti_openrlhf.ops.preflight.model import load_tokenizer, local_folder
+from arlopti_openrlhf.ops.preflight.placement import least_shared
 from arlopti_openrlhf.ops.preflight.rows import EVALUATION, TRAINING, DataSet, Row, read
 from arlopti_openrlhf.ops.rollouts import prompt_text
 
@@ -289,9 +290,10 @@ def _check_count(prompts: int, args: SimpleNamespace) -> Iterator[Finding]:
         problem = f"{of_flag}{prompts} prompts x --rollout.n_samples_per_prompt {number} are no whole batch"
         yield Finding.of(args, "train.batch_size", problem, f"give {prompts * number} at most, or more data")
     elif prompts < args.rollout.batch_size:
-        problem = f"there are {of_flag}{prompts} prompts, so each rollout has that many"
+        problem = f"there are {of_flag}{prompts} prompts, so no rollout has more"
         remedy = f"give {prompts} at most, or more data"
-        yield Finding.of(args, "rollout.batch_size", problem, remedy, is_fatal=False)
+        is_fatal = prompts * number < least_shared(args)  # all would be left out
+        yield Finding.of(args, "rollout.batch_size", problem, remedy, is_fatal)
 
 
 def _check_sampling(evaluation: Sequence[DataSet], args: SimpleNamespace) -> Iterator[Finding]:

@@ -151,10 +151,11 @@ def models_by_ranks(args: SimpleNamespace) -> dict[int, list[str]]:
     return by_ranks
 
 
-def shares_of(args: SimpleNamespace) -> int:
-    """Return into how many shares a rollout batch is divided, so that the ranks of each model get equally many."""
+def least_shared(args: SimpleNamespace) -> int:
+    """Return the least number of samples, of whole prompts, that the ranks of each model can share equally."""
     model_parallel = args.ds.ring_attn_size * args.ds.tensor_parallel_size
-    return math.lcm(*(ranks // model_parallel for ranks in models_by_ranks(args) if ranks))
+    shares = (ranks // model_parallel for ranks in models_by_ranks(args) if ranks)
+    return math.lcm(args.rollout.n_samples_per_prompt, *shares)
 
 
 def _check_deepspeed(args: SimpleNamespace, names: list[str], ranks: int) -> Iterator[Finding]:

@@ -1,7 +1,6 @@
 """Generates the samples of a step and of an evaluation, and evaluates with the measures of `cli.evaluate`."""
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -61,21 +60,19 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         logged = dict.fromkeys((name for sample in samples for name in sample.info), torch.tensor([torch.nan]))
         for sample in samples:
             sample.info = logged | sample.info
-        samples = samples[: self._shared(len(samples))]
+        samples = samples[: self._trained(len(samples))]
         if pass_rate is not None:  # upstream divides samples by prompts
             pass_rate /= self.args.rollout.n_samples_per_prompt
         return samples, pass_rate, prompts.drawn_in_all - before, has_ended
 
-    def _shared(self, count: int) -> int:
-        """Return how many of the samples of a rollout batch are trained on."""
-        per_prompt, shares = self.args.rollout.n_samples_per_prompt, self.args.rollout.shares
-        shared = count - count % math.lcm(per_prompt, shares)
-        if count == self.args.rollout.batch_size * per_prompt or count == shared:
+    def _trained(self, count: int) -> int:
+        """Return how many samples of a rollout batch are trained on: of a short one those that ranks share equally."""
+        rollout = self.args.rollout
+        left_out = count % rollout.least_shared
+        if not left_out or count == rollout.batch_size * rollout.n_samples_per_prompt:
             return count
-        logger.warning(
-            f"{count - shared} of {count} samples are left out of a short rollout batch: {shares} ranks share it"
-        )
-        return shared
+        logger.warning(f"{left_out} of {count} samples are left out of a short rollout batch: ranks get equally many")
+        return count - left_out
 
     def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
         """Return upstream's samples with their `datasource`, ordered by source and then by problem.

@@ -104,6 +104,12 @@ KEY, SET = "--data.label_key label: ", "!--data.prompt_dataset "
             "give 4 at most",
         ),
         ({}, {"rollout__batch_size": 16}, "--rollout.batch_size 16: there are 3 prompts", "give 3 at most"),
+        (
+            {},
+            {"rollout__batch_size": 16, "actor__num_gpus_per_node": 16},
+            "!--rollout.batch_size 16: there are 3 prompts",
+            "so no rollout has more",
+        ),
         ({}, {"data__prompt_split": "test"}, SET, "it has no split test;"),
     ],
 )

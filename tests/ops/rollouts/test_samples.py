@@ -81,7 +81,7 @@ def arguments(*more: str) -> SimpleNamespace:
     """Return the arguments of a run over 2 episodes, with 4 prompts in each step."""
     flags = f"--actor.model_name_or_path m --rollout.batch_size 4 --rollout.n_samples_per_prompt {N} --train.seed 7"
     args = hierarchize(parse([*flags.split(), "--train.num_episodes", "2", *more]))
-    args.eval.steps, args.rollout.shares = float("inf"), 1
+    args.eval.steps, args.rollout.least_shared = float("inf"), N
     return args
 
 
@@ -195,17 +195,17 @@ def test_stopped_after_any_step(runner, count, together, filtering, deterministi
 
 
 @pytest.mark.parametrize("runner", [Trainer, Generator])
-@pytest.mark.parametrize("shares, trained", [(1, 3), (4, 2), (8, 0)])
-def test_a_short_rollout_batch_is_what_all_ranks_can_share_equally(runner, shares, trained, checkpoint_states, caplog):
+@pytest.mark.parametrize("least, trained", [(N, 3), (4, 2), (8, 0)])
+def test_a_short_rollout_batch_is_what_all_ranks_can_share_equally(runner, least, trained, checkpoint_states, caplog):
     """The last 3 of 7 prompts have 6 samples. Four ranks would get 2, 2, 1 and 1 of them, and eight too few."""
     args = arguments(DETERMINISTIC)
-    args.rollout.shares = shares
+    args.rollout.least_shared = least
     run = runner(args, 7)
     run.fit()
     assert [len(step) for step, _ in run.steps] == 2 * list(filter(None, [4 * N, trained * N]))
     assert all(count == N for step, _ in run.steps for count in Counter(step).values())  # whole prompts
     assert run.steps[-1][1]["total_consumed_prompts"] == (14 if trained else 11)
-    left_out = f"{6 - trained * N} of 6 samples are left out of a short rollout batch: {shares} ranks share it"
+    left_out = f"{6 - trained * N} of 6 samples are left out of a short rollout batch: ranks get equally many"
     assert caplog.text.count(left_out) == 2 * (trained < 3)
 
 
