@@ -175,7 +175,9 @@ class Method(NamedTuple):
 
     def _seen(self, tokens: Tokens) -> Tokens:
         needs = {"entropies": self.needs_entropies, "rollout_log_probs": self.needs_rollout_log_probs}
-        return tokens._replace(**{field: None for field, is_needed in needs.items() if not is_needed})
+        seen = tokens._replace(**{field: None for field, is_needed in needs.items() if not is_needed})
+        # Copies, into which a method may write.
+        return Tokens(*(values if values is None else values.clone() for values in seen))
 
     def _checked(self, weights: Any, tokens: Tokens) -> Tensor:
         shape, mask = tuple(tokens.mask.shape), tokens.mask.bool()
@@ -364,4 +366,5 @@ def _probed(method: Method) -> Method:
         largest = max(weights.max().item() for weights in method.weigh(part, statistic))
         if largest > _LARGEST:
             raise ValueError(f"weigh returned {largest:g} for a made-up token, and at most {_LARGEST:g} can be meant")
+    method.metrics(dict.fromkeys(method.passes, WeightSums(1.0, 1.0, 1.0, 0.0)), statistic)
     return method

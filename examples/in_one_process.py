@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: E402
 
 from arlopti_openrlhf.cli import train_ppo_ray  # noqa: E402
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor  # noqa: E402
-from arlopti_openrlhf.grading import REWARDS  # noqa: E402
+from arlopti_openrlhf.grading import REWARDS, reward_answers  # noqa: E402
 from arlopti_openrlhf.lab.scoring.inputs import encode  # noqa: E402
 from arlopti_openrlhf.ops.health import guard  # noqa: E402
 from arlopti_openrlhf.ops.rollouts.experience_maker import ExperienceMaker  # noqa: E402
@@ -142,10 +142,12 @@ class Training:
         count = len(answers[0])
         queries = self.tokenizer.batch_decode([one.sequences[0] for one in samples])
         labels = [puzzle["label"] for puzzle in puzzles for _ in range(count)]
-        graded = self.reward(queries, [text for text in texts for _ in range(count)], labels)
+        answer = self.reward(queries, [text for text in texts for _ in range(count)], labels)
+        graded = reward_answers.normalise(answer, len(samples))
+        scores = graded["scores"] or graded["rewards"]
         for i, one in enumerate(samples):
-            one.rewards, one.scores = graded["rewards"][i : i + 1], graded["scores"][i : i + 1]
-            one.info = {name: values[i : i + 1] for name, values in graded["extra_logs"].items()}
+            one.rewards, one.scores = torch.tensor([graded["rewards"][i]]), torch.tensor([scores[i]])
+            one.info = {name: torch.tensor([values[i]]) for name, values in graded["extra_logs"].items()}
             one.info |= {"reward": one.rewards, "score": one.scores}
         return samples
 

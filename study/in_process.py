@@ -127,8 +127,8 @@ class Training(in_one_process.Training):
         """Return each source's measures with their intervals, by the names of `ops.rollouts.samples`."""
         measures = {}
         for source, rows in groupby(sorted(held_out, key=_source), key=_source):
-            responses = list(self._responses(list(rows), sampling_of(source, self.args.eval.sampling), source))
-            for name, estimate in estimate_source(responses).items():
+            responses = self._responses(list(rows), sampling_of(source, self.args.eval.sampling), source)
+            for name, estimate in estimate_source({i: [row] for i, row in enumerate(responses)}).items():
                 measures[f"{source}/{name}"] = estimate.value
                 measures[f"{source}/{name}/low"], measures[f"{source}/{name}/high"] = estimate.low, estimate.high
         return measures

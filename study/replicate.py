@@ -310,7 +310,7 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
         measured[arm] = seconds
         print(plan(args.arms, args.seeds, rows, measured, x), flush=True)
 
-    _finish(rows, x)  # it may have been ended within that
+    _finish(rows, [], x)  # it may have been ended within that
     done = {(row["arm"], row["seed"]) for row in rows}
     for seed in args.seeds:
         open_arms = [arm for arm in args.arms if (arm, seed) not in done]
@@ -334,10 +334,11 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
                     print(line, file=sys.stderr, flush=True)
                     raise SystemExit(end.status if end.status > 0 else 128 - end.status) from None
                 diverged.append(folder.name)
+                _finish(rows, diverged, x)
                 continue
             rows.append(summarize(arm, seed, scalars, x, commit))
             _write_whole("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
-            _finish(rows, x)
+            _finish(rows, diverged, x)
     if rows:
         print((out / "table.md").read_text("utf-8"), end="")
     if diverged:
@@ -345,10 +346,10 @@ def _run(args: argparse.Namespace, x: Experiment, parser: argparse.ArgumentParse
         raise SystemExit(_DIVERGED)
 
 
-def _finish(rows: Sequence[dict], x: Experiment) -> None:
+def _finish(rows: Sequence[dict], diverged: Sequence[str], x: Experiment) -> None:
     """Write the report of the rows, and remove the checkpoints of their runs, which take 43 GB each at 3B."""
     if rows:
-        write_report({name: arm.title for name, arm in x.size.arms.items()}, rows, x.out)
+        write_report({name: arm.title for name, arm in x.size.arms.items()}, rows, diverged, x.out)
     for row in rows:
         shutil.rmtree(x.out / f"{row['arm']}-{row['seed']}" / "checkpoints", ignore_errors=True)
 

@@ -131,9 +131,11 @@ def _said(what: str, where: str, found: Noise | None) -> str:
     )
 
 
-def write_report(titles: Mapping[str, str], rows: Sequence[dict], out: Path) -> None:
-    """Write the tables and the picture of the rows that there are."""
+def write_report(titles: Mapping[str, str], rows: Sequence[dict], diverged: Sequence[str], out: Path) -> None:
+    """Write the tables and the picture of the rows that there are, and name the runs that have none."""
     head = "± is the 95% half-width over seeds (Student's). Differences are paired by seed.\n\n"
+    if diverged:
+        head += f"Diverged, and so missing from every mean and difference: {', '.join(diverged)}.\n\n"
     (out / "table.md").write_text(head + table(titles, rows), "utf-8")
     import matplotlib
 

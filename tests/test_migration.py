@@ -30,7 +30,7 @@ def test_our_defaults_are_those_of_the_table():
         (
             "my_trl_rewards",
             "def accuracy_reward(completions, solution, **kwargs):\n"
-            "    return [float(c[0]['content'] == s) for c, s in zip(completions, solution)]",
+            "    return [float(c[0]['content'] == s) or None for c, s in zip(completions, solution)]",
         ),
         (
             "my_verl_reward",

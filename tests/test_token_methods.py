@@ -355,6 +355,10 @@ WEIGH = "def weigh(tokens, *, x=1):\n    return "
             WEIGH + "dict.fromkeys(['a', 'b'] if tokens.mask.numel() > 9 else ['b', 'a'], tokens.mask)\n",
             "mine: weigh returned the passes b, a, and a, b before",
         ),
+        (
+            WEIGH + "tokens.mask\ndef metrics(sums, statistic): return {'mean': sums['only'].mean}\n",
+            "mine: KeyError: 'only' (mine.py, line 4)",
+        ),
     ],
 )
 def test_a_file_that_cannot_work_is_refused_in_one_line(tmp_path, body, said):
@@ -412,6 +416,20 @@ def test_a_bad_argument_is_named(sources, arguments, said):
     with pytest.raises(ValueError) as refused:
         token_method.load(sources, arguments)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("False", False), ("true", True), ("1e-3", 0.001), ("2", 2), ("high", "high")]
+)
+def test_a_constant_is_read_from_the_command_line(text, value):
+    assert methods.parse_argument(f"mine.key={text}") == ("mine", "key", value)
+
+
+def test_a_method_that_writes_into_its_tokens_changes_no_other(tmp_path):
+    body = "def weigh(tokens):\n    tokens.mask[tokens.probabilities < 0.3] = 0\n    return tokens.mask\n"
+    (own,) = token_method.load([write(tmp_path, body)], [])
+    seen = tokens([0.1, 0.5], [1.0, 1.0])
+    assert weights(own, seen) == [0, 1] and seen.mask.tolist() == [[1, 1]]
 
 
 def test_weights_that_a_later_batch_spoils_are_refused(tmp_path):

@@ -19,7 +19,7 @@ from typing import Any
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli import config_file, reward_source
-from arlopti_openrlhf.cli.arguments import integer, number
+from arlopti_openrlhf.cli.arguments import add_data_flags, integer, number, template_of
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.lab.analysis import curves
 from arlopti_openrlhf.lab.analysis.runs import compare, table
@@ -47,7 +47,7 @@ def main() -> None:
         configs = [_config(folder) for _, folders in args.runs for folder in folders]
         named = expand_models(args.model)
         check_models(parser, "--model", [model for model in named.values() if not Path(model, ADAPTER).exists()])
-        rows = read_rows(args.data, by_source=args.reward is None) if named else []
+        rows = read_rows(args.data, args.reward is None, args.input_key, args.label_key) if named else []
         reward_source.check(parser, args.reward, rows)
 
         from arlopti_openrlhf import cpu  # imports PyTorch
@@ -60,6 +60,7 @@ def main() -> None:
         named = {name: merged(model, args.out / f"{name}.merged") for name, model in named.items()}
         drawn = rollouts.draw(rows, args.prompts, args.seed)
         models.set_defaults(args, list(named.values()))
+        args.template = template_of(args)
         settings = models.FigureSettings(**{name: getattr(args, name) for name in models.FigureSettings._fields})
         for model in named.values():
             models.check_layers(model, args.layers or ())
@@ -105,6 +106,7 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("policies").add_argument
     add("--model", nargs="+", default=[], help="Hugging Face directories or names, or a directory of checkpoints")
     add("--data", nargs="+", default=[], help="files that `arlopti data` wrote")
+    add_data_flags(parser)
     reward_source.add_flag(parser)
     add("--prompts", type=integer(1), default=64, help="prompts to draw from the data (default: 64)")
     add("--samples", type=integer(2), help="responses per prompt (default: 8, or 4 on a CPU)")

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from arlopti_openrlhf.ops.preflight import values
 from arlopti_openrlhf.ops.rollouts import prompt_text
@@ -28,6 +28,23 @@ def template_argument(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+TEMPLATE: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "NAME=VALUE", "type": template_argument}
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how `evaluate` and `analyze` read and render prompts, as in `arlopti train`."""
+    for key, default in (("input_key", "prompt"), ("label_key", "label")):
+        help_ = f"as in `arlopti train` (default: {default})"
+        parser.add_argument(f"--data.{key}", dest=key, default=default, help=help_)
+    help_ = "arguments of the model's chat template, as in `arlopti train`: enable_thinking=false"
+    parser.add_argument("--data.chat_template_args", dest="chat_template_args", help=help_, **TEMPLATE)
+
+
+def template_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of the chat template that the flags of `add_data_flags` give."""
+    return prompt_text.template_arguments(args.chat_template_args)
 
 
 def _type(kind: type[Number], range_: str, description: str) -> Callable[[str], Number]:

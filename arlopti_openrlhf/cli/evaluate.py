@@ -17,13 +17,12 @@ from pathlib import Path
 
 from arlopti_openrlhf import terminal
 from arlopti_openrlhf.cli import reward_source
-from arlopti_openrlhf.cli.arguments import integer, template_argument
+from arlopti_openrlhf.cli.arguments import add_data_flags, integer, template_of
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
 from arlopti_openrlhf.lab.scoring import tables
 from arlopti_openrlhf.lab.scoring.inputs import ADAPTER, encode, expand_models, read_rows
 from arlopti_openrlhf.ops.preflight.model import local_folder
-from arlopti_openrlhf.ops.rollouts.prompt_text import template_arguments
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
 
@@ -62,7 +61,7 @@ def main() -> None:
         from arlopti_openrlhf.lab.scoring import offline
         from arlopti_openrlhf.lab.scoring.adapters import merged
 
-        template = template_arguments(args.chat_template_args)
+        template = template_of(args)
         settings = offline.ScoringSettings(args.sampling, args.greedy, args.max_new_tokens, args.seed, template)
         ((name, model),) = models.items()
         try:
@@ -90,8 +89,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--model", nargs="+", required=True, help="Hugging Face directories or names, or a directory of checkpoints")
     add("--data", nargs="+", required=True, help="files that `arlopti data` wrote, or others with these keys")
-    for key, default in (("input_key", "prompt"), ("label_key", "label")):
-        add(f"--data.{key}", dest=key, default=default, help=f"as in `arlopti train` (default: {default})")
+    add_data_flags(parser)
     add("--out", type=Path, required=True, help="folder to write")
     add(
         "--sampling",
@@ -101,15 +99,6 @@ def make_parser() -> Parser:
         metavar="PATTERN:n=N,t=T",
         help="samples per problem, and their temperature, for the sources that match. The last pattern that matches "
         'counts; given twice, it samples in both ways (default: "*:n=8,t=1")',
-    )
-    add(
-        "--data.chat_template_args",
-        dest="chat_template_args",
-        nargs="+",
-        default=[],
-        type=template_argument,
-        metavar="NAME=VALUE",
-        help="arguments of the model's chat template, as in `arlopti train`: enable_thinking=false",
     )
     reward_source.add_flag(parser)
     last = "of a directory of checkpoints, evaluate the last N, and tabulate their mean, too"

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from arlopti_openrlhf import methods
-from arlopti_openrlhf.cli.arguments import integer, number, template_argument
+from arlopti_openrlhf.cli.arguments import TEMPLATE, integer, number
 from arlopti_openrlhf.cli.method_checks import LOPTI_DEFAULTS, SELECTIVE, STOCK
 from arlopti_openrlhf.evaluation.sampling import parse_sampling
 from arlopti_openrlhf.grading import REWARDS
@@ -133,7 +133,6 @@ def _method_argument(text: str) -> str:
 _SWITCH = {"action": "store_true"}
 _METHODS = {"nargs": "+", "default": [], "metavar": "NAME|FILE.py", "type": _method}
 _METHOD_ARGUMENTS = {"nargs": "+", "default": [], "metavar": "NAME.KEY=VALUE", "type": _method_argument}
-_TEMPLATE = {"nargs": "+", "default": [], "metavar": "NAME=VALUE", "type": template_argument}
 _SAMPLING = {"action": "append", "default": [], "metavar": "PATTERN:n=N,t=T", "type": parse_sampling}
 
 # The title of their group -> our flags.
@@ -224,7 +223,7 @@ TABLES: dict[str, tuple[Flag, ...]] = {"token-level update (arXiv 2505.12929)": 
      "train.log in --ckpt.path. all: everything. auto (default): progress on a terminal, else all."),
     Flag("--reward.retry_minutes", _number("[0, inf]", 10.0),
      "How long a sample waits for a reward server that does not answer before the run stops (default: 10)."),
-    Flag("--data.chat_template_args", _TEMPLATE,
+    Flag("--data.chat_template_args", TEMPLATE,
      "Arguments of the model's chat template, with --data.apply_chat_template, as in enable_thinking=false. A value "
      "is JSON, or else text."),
     Flag("--eval.sampling", _SAMPLING,

@@ -61,8 +61,8 @@ def _doubts(method: "Method") -> Iterator[str]:
     from arlopti_openrlhf.token_method import as_one_row, made_up_tokens, responses_of
 
     tokens = made_up_tokens()
-    statistic = method.statistic(as_one_row(tokens))
-    once, again = ([w for own in responses_of(tokens) for w in method.weigh(own, statistic)] for _ in range(2))
+    statistics = [method.statistic(as_one_row(tokens)) for _ in range(2)]
+    once, again = ([w for own in responses_of(tokens) for w in method.weigh(own, s)] for s in statistics)
     if not any(weights.any() for weights in once):
         yield f"{method.name} gives all made-up tokens the weight 0, and would train nothing if it did so in a run"
     if not all(first.equal(second) for first, second in zip(once, again, strict=True)):

@@ -1,9 +1,10 @@
 """Estimate accuracy, pass@k and the other measures of an evaluation, each with a 95% interval. Pure Python."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Z_95 = 1.959964  # standard errors to each side of a mean that make a 95% interval, by the normal distribution
 
@@ -63,30 +64,34 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def estimate_source(problems: Sequence[Sequence[Response]]) -> dict[str, Estimate]:
+def estimate_source(
+    problems: Mapping[Any, Sequence[Sequence[Response]]], may_be_rates: bool = True
+) -> dict[str, Estimate]:
     """Estimate every measure of one data source.
 
     Args:
-        problems: the n responses to each problem.
+        problems: the rows of each problem, with n responses each. A problem counts once, however often it is repeated.
+        may_be_rates: false if the source is known to give other scores than those in [0, 1].
 
     Returns:
         `accuracy` (which is avg@n), `pass@k` for k = 2, 4, 8, ... and n, `well_formed` (if it is known), `truncated`,
         and `response_length` in tokens. Scores outside [0, 1], as a judge's from 1 to 5, do not say what is right:
         their mean is `score`, in the place of the first two.
     """
-    n = len(problems[0])
-    are_rates = all(0 <= r.score <= 1 for problem in problems for r in problem)
-    mean = estimate_mean([fmean(r.score for r in problem) for problem in problems], bounded=are_rates)
-    estimates = {"accuracy" if are_rates else "score": mean}
-    right = [sum(r.score == 1 for r in problem) for problem in problems]
+    rows = list(chain.from_iterable(problems.values()))
+    n = len(rows[0])
+    are_rates = may_be_rates and all(0 <= r.score <= 1 for row in rows for r in row)
+
+    def mean(measure: Callable[[Sequence[Response]], float], bounded: bool = True) -> Estimate:
+        return estimate_mean([fmean(map(measure, rows)) for rows in problems.values()], bounded)
+
+    estimates = {"accuracy" if are_rates else "score": mean(lambda row: fmean(r.score for r in row), are_rates)}
     powers = [2**i for i in range(1, n.bit_length()) if 2**i <= n]
     for k in dict.fromkeys([*powers, n]) if are_rates else ():
         if k > 1:
-            estimates[f"pass@{k}"] = estimate_mean([pass_at_k(n, c, k) for c in right])
-    form = [[r.well_formed for r in problem if r.well_formed is not None] for problem in problems]
-    if all(len(known) == len(problem) for known, problem in zip(form, problems, strict=True)):
-        estimates["well_formed"] = estimate_mean([fmean(known) for known in form])
-    estimates["truncated"] = estimate_mean([fmean(r.truncated for r in problem) for problem in problems])
-    lengths = [fmean(r.length for r in problem) for problem in problems]
-    estimates["response_length"] = estimate_mean(lengths, bounded=False)
+            estimates[f"pass@{k}"] = mean(lambda row: pass_at_k(n, sum(r.score == 1 for r in row), k))  # noqa: B023
+    if all(r.well_formed is not None for row in rows for r in row):
+        estimates["well_formed"] = mean(lambda row: fmean(bool(r.well_formed) for r in row))
+    estimates["truncated"] = mean(lambda row: fmean(r.truncated for r in row))
+    estimates["response_length"] = mean(lambda row: fmean(r.length for r in row), bounded=False)
     return estimates

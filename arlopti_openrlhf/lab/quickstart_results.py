@@ -32,10 +32,10 @@ def accuracies(records: Sequence[dict]) -> dict[str, dict[str, float]]:
 
     Each has `n` problems, `accuracy` and its `ci95` (half-width), `pass@k` and `greedy` accuracy.
     """
-    groups: dict[tuple[str, bool], list] = defaultdict(list)
+    groups: dict[tuple[str, bool], dict[str, list]] = defaultdict(dict)
     for record in records:
         for source in (record["datasource"], "all"):
-            groups[source, record["temperature"] > 0].append(responses_of(record))
+            groups[source, record["temperature"] > 0][record["prompt"]] = [responses_of(record)]
     results = {}
     for source in sorted({source for source, _ in groups}):
         sampled, greedy = (estimate_source(groups[source, is_sampled]) for is_sampled in (True, False))

@@ -51,8 +51,8 @@ def parse_argument(argument: str) -> tuple[str, str, Any]:
     name, _, key = path.rpartition(".")
     if not (name and key.isidentifier() and text):
         raise ValueError(f"{argument} is not of the form NAME.KEY=VALUE, as in stapo.tau=0.01")
-    if text in ("true", "false"):
-        return name, key, text == "true"
+    if text.lower() in ("true", "false"):
+        return name, key, text.lower() == "true"
     for kind in (int, float):
         try:
             return name, key, kind(text)

@@ -4,6 +4,7 @@ OpenRLHF computes `experience.action_log_probs` while it makes the experiences. 
 the same weights, so its forward gives them too. Until then they are NaN, which shows where they are read too early.
 """
 
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -12,15 +13,29 @@ from openrlhf.models import Actor
 from openrlhf.trainer.ppo_utils.experience import make_experience_batch
 from torch import Tensor, nn
 
+from arlopti_openrlhf import upstream
 from arlopti_openrlhf.forward.selective_actor import SelectiveActor
 from arlopti_openrlhf.forward.transfer import on_device
 from arlopti_openrlhf.update.plan import Planner
 from arlopti_openrlhf.update.sample import MicroBatch, Sample, stand_in
 
+_MAKER = "openrlhf.trainer.ppo_utils.experience_maker"
+# They read log π_old for a KL term in the reward alone. Those of a fork may read it for anything.
+_READERS = (
+    ("RemoteExperienceMaker.make_experience", "a34b51e990de9776"),
+    ("RemoteExperienceMaker.compute_advantages_and_returns", "1ca04eaeb7190ec8"),
+)
 
-def in_the_reward(args: SimpleNamespace) -> bool:
-    """Return whether the reward has a KL term, which needs π_old before the update."""
-    return args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
+
+def needed_before(args: SimpleNamespace) -> bool:
+    """Return whether the experience maker reads log π_old, before the update."""
+    is_in_the_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
+    return is_in_the_reward or not _readers_are_known()
+
+
+@functools.cache
+def _readers_are_known() -> bool:
+    return all(upstream.is_known(_MAKER, *reader) for reader in _READERS)
 
 
 def is_random(actor: Actor) -> bool:

@@ -79,6 +79,9 @@ class Settings:
         batch, rollout = args.train.batch_size, args.rollout.batch_size * args.rollout.n_samples_per_prompt
         if loaded and batch > rollout:
             raise ValueError(f"--train.batch_size {batch}: a rollout batch has {rollout} samples, so no step is taken")
+        readers = [m.name for m in loaded if m.needs_rollout_log_probs]
+        if readers and args.algo.advantage.is_correction_level == "off":
+            raise ValueError(f"token methods {', '.join(readers)} need --algo.advantage.is_correction_level token")
         others = [m.name for m in loaded if m.name not in ("ar", "lopti")]
         if others and args.actor.policy_loss_type == "gspo":
             raise ValueError(f"token methods {', '.join(others)}: GSPO has one ratio for a sequence")

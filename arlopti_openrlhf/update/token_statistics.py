@@ -101,7 +101,7 @@ class UpdateStatistics:
         values = torch.stack([columns[name].float() for name in _SUMS], dim=1)
         self.sums.index_add_(0, bin_index(probabilities, self.edges), values.double())
 
-    def metrics(self, is_rescaled: bool) -> dict[str, Any]:
+    def metrics(self, is_whole: bool, is_rescaled: bool) -> dict[str, Any]:
         """Return what each bin holds, as `tokens/<bin>/<name>`, and the histograms. A bin without tokens has no mean.
 
         `count` and `share` count token updates. `abs_advantage` is a mean before token methods. `logit_grad_norm` is
@@ -111,6 +111,7 @@ class UpdateStatistics:
         whose probability rose (Fig. 3).
 
         Args:
+            is_whole: whether no token is left out. Then `tokens/entropy` is the mean over all bins.
             is_rescaled: whether token methods rescale all tokens. Then `grad_share_unweighted` is the share without
                 them.
         """
@@ -131,6 +132,8 @@ class UpdateStatistics:
             metrics |= {f"{name}/{key}": sums[key][i] for key in ("count", "logit_grad_norm")}
             metrics |= {f"{name}/{key}": sums[a][i] / sum(sums[a]) for key, a in shares.items() if sum(sums[a])}
             metrics |= {f"{name}/{key}": sums[a][i] / sums[n][i] for key, (a, n) in means.items() if sums[n][i]}
+        if is_whole and sum(sums["computed"]):
+            metrics["tokens/entropy"] = sum(sums["entropy"]) / sum(sums["computed"])
         of_histograms = [_SUMS.index(name) for name in ("count", "logit_grad_norm")]
         return metrics | dict(zip(HISTOGRAMS, self.sums[:, of_histograms].T.tolist(), strict=True))
 

@@ -103,11 +103,14 @@ class TokenWeights:
             sums=torch.tensor(sums, dtype=torch.float64).view(-1, 4),
         )
 
-    def rescales_all(self, weights: Sequence[Weights]) -> bool:
-        """Return whether methods rescale advantages and leave out no token. Groups alone change no gradient."""
-        rescales = [not method.groups for method in self.methods for _ in method.passes]
-        zeros = sum((own.sums[rescales, 3].sum() for own in weights), torch.tensor(0.0))
-        return any(rescales) and not zeros
+    def coverage(self, samples: Sequence[Sample], ranks: Ranks) -> tuple[bool, bool]:
+        """Return whether no response token is left out of all passes, and whether all are rescaled besides.
+
+        What a token that is left out has, nobody computes. Groups alone change no gradient. A collective call.
+        """
+        pairs = [(s.weights.updated.any(dim=0), s.action_mask.bool().cpu()) for s in samples if s.weights is not None]
+        is_whole = bool(ranks.min(all(updated[mask].all() for updated, mask in pairs)))
+        return is_whole, is_whole and any(not method.groups for method in self.methods)
 
     def metrics(self, weights: Sequence[Weights], known: Known, ranks: Ranks) -> dict[str, float]:
         """Return what each method logs of its own weights (`Method.metrics`), before they are normalized.

@@ -40,6 +40,8 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         self.settings = self.settings or Settings.of(self.args)
         if self.actor.is_vlm:  # which the command knows only of models on the driver's machine
             raise ValueError("--actor.update selective: vision models need OpenRLHF's own update, stock")
+        if (place := type(self).training_step.__module__) != ppo_actor.__name__:
+            raise ValueError(f"training_step is that of {place}, which OpenRLHF's own update alone calls, stock")
         methods = self.settings.load_methods(self.args, is_selective=True)
         self.token_weights = TokenWeights(methods, self.actor_loss_fn.token_level_loss, self.settings.normalizes)
         self.ranks = Ranks(self.strategy)
@@ -52,7 +54,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         weights = self.token_weights
         # A group that proves empty would have the gradient of the experts' balancing loss.
         balances_experts_in_groups = self.aux_loss and any(method.groups for method in weights.methods)
-        is_needed_before = weights.needs_rollout_batch or old_log_probs.in_the_reward(self.args)
+        is_needed_before = weights.needs_rollout_batch or old_log_probs.needed_before(self.args)
         return not (is_needed_before or balances_experts_in_groups or old_log_probs.is_random(self.actor))
 
     @property
@@ -62,7 +64,7 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
         A forward that gives entropies gives π_old too. The experience maker has no room for entropies.
         """
         computes = self.first_pass_gives_old_log_probs or self.token_weights.needs_entropies
-        return computes and not old_log_probs.in_the_reward(self.args)
+        return computes and not old_log_probs.needed_before(self.args)
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Train on the replay buffer, as upstream.
@@ -115,15 +117,14 @@ class TokenUpdateTrainer(ppo_actor.ActorPPOTrainer):
                 num_tokens, status = self._pass(mini_batch, index, objective, is_first, is_moved, statistics)
                 metrics.add(self.token_weights.labels[index], num_tokens, status)
                 is_first = False
-        weights = [sample.weights for sample in samples if sample.weights is not None]
         of_methods = self.token_weights.metrics([sample.weights for sample in trained], known, self.ranks)
         status = metrics.summary() | of_methods
         if statistics is None:
             return status
         statistics.sums = self.ranks.sum_tensor(statistics.sums)
-        # GSPO's gradient is spread over the response. What a token that is left out would have had, nobody computes.
-        is_rescaled = self.args.actor.policy_loss_type != "gspo" and self.token_weights.rescales_all(weights)
-        return status | statistics.metrics(is_rescaled=bool(self.ranks.min(is_rescaled)))
+        is_whole, is_rescaled = self.token_weights.coverage(samples, self.ranks)
+        is_gspo = self.args.actor.policy_loss_type == "gspo"  # whose gradient is spread over the response
+        return status | statistics.metrics(is_whole, is_rescaled and not is_gspo)
 
     def _weigh(self, samples: Sequence[Sample], known: Any) -> None:
         """Give samples the weights that follow from their log π_old."""

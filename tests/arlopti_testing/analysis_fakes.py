@@ -57,10 +57,7 @@ def write_logs(make_folder) -> list[str]:
             "eval/kk_2ppl/accuracy": {2: 0.2},
             "eval/kk_3ppl/accuracy": {2: 0.1 * value},
             "train/actor_grad_norm": {1: 0.5, 2: 0.5},
-            "train/tokens/p0.00-0.25/entropy": {1: 3.0, 2: 3.0},
-            "train/tokens/p0.00-0.25/share": {1: 0.25, 2: 0.25},
-            "train/tokens/p0.75-1.00/entropy": {1: 0.2},
-            "train/tokens/p0.75-1.00/share": {1: 0.75},
+            "train/tokens/entropy": {1: 0.9, 2: 3.0},
         }
         for value in (1.0, 2.0)
     ]

@@ -121,6 +121,11 @@ def test_a_run_says_its_token_methods(flags, said):
         ("return tokens.mask * 0", "gives all made-up tokens the weight 0"),
         ("return torch.rand_like(tokens.log_probs)", "gives the same tokens other weights at each call"),
         ("global calls; calls += 1; return tokens.mask * calls", "gives the same tokens other weights at each call"),
+        (
+            "return tokens.probabilities\n\n\ndef statistic(tokens):\n    return torch.rand(())\n\n\n"
+            "def weigh(tokens, statistic):\n    return tokens.mask * statistic",
+            "gives the same tokens other weights at each call",  # and the ranks would have other ones
+        ),
     ],
 )
 def test_weights_that_look_wrong_are_a_warning(body, said, tmp_path):

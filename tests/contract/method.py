@@ -74,7 +74,7 @@ ENTRIES = (
      "update.policy_actor.PolicyActor.forward"),
     (text, "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience",
      "if (self.initial_model_group is not None) and (not args.algo.kl.use_loss): kl = compute_approx_kl(",
-     "update.old_log_probs.in_the_reward"),
+     "update.old_log_probs.needed_before"),
     (text, DEEPSPEED_ENGINE, "DeepSpeedEngine.step",
      "if self.is_gradient_accumulation_boundary(): self.gas_boundary_ctr += 1 … self.micro_steps += 1",
      "update.optimizer_steps.skip"),

@@ -54,7 +54,7 @@ def test_the_interval_holds_the_truth_95_times_of_100():
 
 def test_measures_of_a_source():
     right, wrong = Response(1.0, True, 10, False), Response(0.0, False, 30, True)
-    estimates = estimate_source([[right, wrong, wrong, wrong], [right, right, right, right]])
+    estimates = estimate_source({"p": [[right, wrong, wrong, wrong]], "q": [[right, right, right, right]]})
     values = {name: estimate.value for name, estimate in estimates.items()}
     assert values == {
         "accuracy": 5 / 8,
@@ -64,7 +64,7 @@ def test_measures_of_a_source():
         "truncated": 3 / 8,
         "response_length": (25 + 10) / 2,
     }
-    assert list(estimate_source([[right] * 6])) == [
+    assert list(estimate_source({0: [[right] * 6]})) == [
         "accuracy",
         "pass@2",
         "pass@4",
@@ -73,7 +73,15 @@ def test_measures_of_a_source():
         "truncated",
         "response_length",
     ]
-    assert list(estimate_source([[right]])) == ["accuracy", "well_formed", "truncated", "response_length"]
+    assert list(estimate_source({0: [[right]]})) == ["accuracy", "well_formed", "truncated", "response_length"]
+
+
+def test_rows_of_a_problem_are_one_problem():
+    """As in AIME's published files, which have each problem 32 times."""
+    right, wrong = Response(1.0, None, 10, False), Response(0.0, None, 10, False)
+    once = estimate_source({"p": [[right, wrong]], "q": [[wrong, wrong]]})
+    often = estimate_source({"p": [[right, wrong]] * 32, "q": [[wrong, wrong]] * 8})
+    assert once == often and once["accuracy"].value == 0.25 and once["pass@2"].value == 0.5
 
 
 @given(st.lists(st.floats(0, 1) | st.sampled_from([0.0, 1.0, 1e-200]), min_size=1))
@@ -101,7 +109,7 @@ def test_pass_at_k_is_a_probability_that_grows(n, data):
 
 @given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(RESPONSES, min_size=n, max_size=n), min_size=1)))
 def test_every_measure_of_a_source_lies_in_its_interval(problems):
-    estimates = estimate_source(problems)
+    estimates = estimate_source({i: [row] for i, row in enumerate(problems)})
     for name, estimate in estimates.items():
         assert estimate.low <= estimate.value <= estimate.high
         assert name == "response_length" or 0 <= estimate.low and estimate.high <= 1
@@ -112,6 +120,7 @@ def test_every_measure_of_a_source_lies_in_its_interval(problems):
 def test_grades_of_another_range_have_a_mean_and_say_not_what_is_right():
     """A judge's 1 to 5: (5 + 1) / 2 = 3 and (4 + 2) / 2 = 3, with a spread of 0 between problems."""
     answers = [[Response(score, None, 7, False) for score in problem] for problem in ((5.0, 1.0), (4.0, 2.0))]
-    estimates = estimate_source(answers)
+    estimates = estimate_source({i: [row] for i, row in enumerate(answers)})
     assert list(estimates) == ["score", "truncated", "response_length"] and estimates["score"][:3] == (3.0, 3.0, 3.0)
-    assert list(estimate_source([[Response(0.5, None, 7, False)]]))[0] == "accuracy"  # partial credit
+    assert list(estimate_source({0: [[Response(0.5, None, 7, False)]]}))[0] == "accuracy"  # partial credit
+    assert list(estimate_source({0: [[Response(0.5, None, 7, False)]]}, may_be_rates=False))[0] == "score"

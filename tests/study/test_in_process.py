@@ -22,7 +22,7 @@ import torch
 def reward_func(queries, prompts, labels):
     rewards = torch.tensor([float(sum(map(ord, query)) % 7) for query in queries])
     zeros = torch.zeros(len(queries))
-    return {"rewards": rewards, "scores": zeros, "extra_logs": {"well_formed": zeros, "answered": zeros}}
+    return {"rewards": rewards.tolist(), "scores": zeros, "extra_logs": {"well_formed": zeros, "answered": zeros}}
 """
 SMALL = "--rollout.batch_size 4 --train.batch_size 16 --train.micro_batch_size 8 --rollout.max_new_tokens 12"
 

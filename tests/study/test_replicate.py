@@ -126,6 +126,7 @@ def test_a_run_that_diverges_gets_no_row_and_the_others_go_on(start, tmp_path, c
         start("--arms", "ar", "both", "--seeds=1")
     assert end.value.code == 3 and [row["arm"] for row in rows(tmp_path / "out")] == ["both"]
     assert "Diverged, and so without a row: ar-0." in capsys.readouterr().out
+    assert "Diverged, and so missing from every mean and difference: ar-0." in (tmp_path / "out/table.md").read_text()
 
 
 def test_a_run_that_lost_its_last_evaluation_goes_on(start, tmp_path):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from openrlhf.trainer.ray import ppo_actor
 
 from arlopti_openrlhf import token_method
 from arlopti_openrlhf.update import old_log_probs
@@ -36,7 +37,31 @@ def test_what_makes_a_forward_pass_random(policy, expected):
 )
 def test_a_kl_in_the_reward(use_loss, init_coef, expected):
     args = SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(use_loss=use_loss, init_coef=init_coef)))
-    assert old_log_probs.in_the_reward(args) is expected
+    assert old_log_probs.needed_before(args) is expected
+
+
+def test_a_forks_experience_maker_may_read_them(monkeypatch):
+    args = SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(use_loss=True, init_coef=0.1)))
+    readers = tuple((name, "another") for name, _ in old_log_probs._READERS)
+    monkeypatch.setattr(old_log_probs, "_READERS", readers)
+    old_log_probs._readers_are_known.cache_clear()
+    assert old_log_probs.needed_before(args)
+    old_log_probs._readers_are_known.cache_clear()
+
+
+def test_a_training_step_of_a_users_own_is_refused(monkeypatch):
+    """The selective update calls none, so what it computes would be left out in silence."""
+
+    class Own(TokenUpdateTrainer):
+        settings = "those of the flags"
+
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
+    kept = {"args": None, "actor": SimpleNamespace(is_vlm=False)}
+    monkeypatch.setattr(ppo_actor.ActorPPOTrainer, "__init__", lambda self: vars(self).update(kept))
+    with pytest.raises(ValueError, match=r"training_step is that of \S*test_old_log_probs, which OpenRLHF's own"):
+        Own()
 
 
 def test_unknown_log_probs_are_nan():
@@ -62,7 +87,7 @@ def test_entropies_that_are_known_stay():
 @pytest.mark.parametrize("reason", ["", "a random forward", "a KL in the reward", "experts in groups", "a statistic"])
 def test_what_keeps_the_first_pass_from_giving_log_probs(reason, monkeypatch):
     monkeypatch.setattr(old_log_probs, "is_random", lambda actor: reason == "a random forward")
-    monkeypatch.setattr(old_log_probs, "in_the_reward", lambda args: reason == "a KL in the reward")
+    monkeypatch.setattr(old_log_probs, "needed_before", lambda args: reason == "a KL in the reward")
     methods = token_method.load(["lopti"], ["lopti.quantile=0.5"] if reason == "a statistic" else [])
     weights = TokenWeights(methods, by_token=True)
     trainer = SimpleNamespace(token_weights=weights, aux_loss=reason == "experts in groups", args=None, actor=None)

@@ -155,6 +155,7 @@ def test_ema_and_the_schedule_are_those_of_one_pass(tiny_model, zero):
     [
         ({"algo.token_method": ["steer"]}, r"read entropies or divide .* \(steer\) need the selective update"),
         ({"algo.lopti.eta": 0.5, "algo.lopti.scope": "minibatch"}, "--algo.lopti.scope minibatch needs the selective"),
+        ({"algo.token_method": ["dppo"]}, "token methods dppo need --algo.advantage.is_correction_level token"),
         ({"algo.token_method": ["a3po"], "actor.policy_loss_type": "gspo"}, "a3po: GSPO has one ratio"),
         ({"algo.lopti.eta": 0.5, "train.batch_size": 64}, "--train.batch_size 64: a rollout batch has 16 samples"),
     ],

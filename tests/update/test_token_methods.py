@@ -102,12 +102,16 @@ METHODS = {
 }
 DIVIDE_BY_KEPT = ("eighty_twenty", "stapo", "gmts")
 READ_ROLLOUT = ("dppo",)
+# Without it a run has no log-probs of the rollout. Clipped to 1, it corrects nothing.
+CORRECTION = {"level": "token", "mode": "clip", "threshold": [1.0, 1.0]}
 
 
 def given(source: str, *more: str) -> dict:
     name = Path(source).stem
     arguments = [f"{name}.{argument}" for argument in METHODS[source][0]]
-    return {"algo.token_method": [source, *more], "algo.token_method_args": arguments}
+    asked = {"algo.token_method": [source, *more], "algo.token_method_args": arguments}
+    correction = {f"algo.advantage.is_correction_{key}": value for key, value in CORRECTION.items()}
+    return asked | (correction if source in READ_ROLLOUT else {})
 
 
 def references(model: str, batch: list, source: str) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
@@ -250,15 +254,16 @@ def test_only_tokens_with_a_weight_are_computed(group):
 
 
 @pytest.mark.parametrize(
-    ("source", "is_known"),
+    ("source", "is_whole", "is_known"),
     [
-        ("eighty_twenty", False),  # what the tokens that it leaves out would have, nobody computes
-        ("positive_weight", True),
-        ("lopti", False),  # its groups have the gradient that there is without it
+        ("eighty_twenty", False, False),  # what the tokens that it leaves out would have, nobody computes
+        ("positive_weight", True, True),
+        ("lopti", True, False),  # its groups have the gradient that there is without it
     ],
 )
-def test_a_share_without_weights_is_one_of_all_tokens_or_left_out(group, source, is_known):
+def test_an_entropy_and_a_share_without_weights_are_those_of_all_tokens_or_left_out(group, source, is_whole, is_known):
     status = run(group, source).status
+    assert ("tokens/entropy" in status) == is_whole
     assert "tokens/p0.00-0.25/grad_share" in status
     assert ("tokens/p0.00-0.25/grad_share_unweighted" in status) == is_known
 

@@ -27,7 +27,7 @@ def tokens(**changes) -> TokenUpdates:
 def test_metrics_by_hand():
     statistics = UpdateStatistics()
     statistics.add(tokens(), is_moved=False)
-    found = statistics.metrics(is_rescaled=True)
+    found = statistics.metrics(is_whole=True, is_rescaled=True)
     # Norms: sqrt(0.8² + 0.36) = 1; sqrt(0.6²) = 0.6; 2 · 0.05 = 0.1. Together 1.7, without weights 2.7.
     assert found["tokens/p0.00-0.25/logit_grad_norm"] == pytest.approx(1.0)
     assert [found[f"tokens/{p}/grad_share"] for p in ("p0.00-0.25", "p0.50-0.75", "p0.75-1.00")] == pytest.approx(
@@ -40,7 +40,9 @@ def test_metrics_by_hand():
     assert found["tokens/p0.50-0.75/clip_ratio"] == 1
     assert found["tokens/p0.25-0.50/count"] == 0 and "tokens/p0.25-0.50/entropy" not in found
     assert not any(name.endswith(("/rose", "/probability_change")) for name in found)
-    assert not any("unweighted" in name for name in statistics.metrics(is_rescaled=False))
+    assert found["tokens/entropy"] == pytest.approx((0.5 + 0.6 + 0.1) / 3)
+    partly = statistics.metrics(is_whole=False, is_rescaled=False)
+    assert not any("unweighted" in name or name == "tokens/entropy" for name in partly)
     # By hundredths. 0.1, 0.5 and 0.9 lie in the middle of a fifth each.
     fifths = torch.tensor([found["tokens/probability"], found["tokens/logit_grad_norm_by_probability"]]).view(2, 5, 20)
     assert fifths.sum(dim=2)[0].tolist() == [1, 0, 1, 0, 2]
@@ -51,7 +53,7 @@ def test_change_since_the_rollout():
     statistics = UpdateStatistics()
     statistics.add(tokens(), is_moved=False)  # tells nothing of change
     statistics.add(tokens(log_probs=torch.tensor([0.05, 0.7, 0.95, 1.0]).log()), is_moved=True)
-    found = statistics.metrics(is_rescaled=False)
+    found = statistics.metrics(is_whole=True, is_rescaled=False)
     low, middle, high = "tokens/p0.00-0.25", "tokens/p0.50-0.75", "tokens/p0.75-1.00"
     assert found[f"{low}/probability_change"] == pytest.approx(-0.05)
     assert found[f"{middle}/probability_change"] == pytest.approx(0.2)
@@ -67,7 +69,7 @@ def test_ranks_add_up():
     for i, half in enumerate(halves):
         half.add(TokenUpdates(*(values[2 * i : 2 * i + 2] for values in certain)), is_moved=True)
     halves[0].sums += halves[1].sums
-    found = whole.metrics(is_rescaled=True)
-    for name, value in halves[0].metrics(is_rescaled=True).items():
+    found = whole.metrics(True, True)
+    for name, value in halves[0].metrics(True, True).items():
         assert value == pytest.approx(found[name])
     assert found["tokens/p0.75-1.00/count"] == found["tokens/probability"][99] == 2

@@ -8,7 +8,7 @@ from statistics import fmean
 
 Series = dict[int, float]  # step: value, in the order of the steps
 
-_BIN = "train/tokens/{}/{}"  # the statistics by probability that every training with this package logs
+_STATISTICS = "train/tokens/"  # by probability
 # {figure: its panels}, each with a title, a unit and a pattern for the names of the scalars.
 FIGURES = {
     "fig6": (
@@ -74,20 +74,11 @@ def read_run(folder: str | Path) -> dict[str, Series]:
 def entropy(scalars: dict[str, Series]) -> Series:
     """Return the policy's entropy in nats per token; empty where nothing that tells it is logged.
 
-    OpenRLHF logs it as `entropy_loss` where the run has an entropy bonus. Otherwise it is Σ share · entropy over the
-    bins of probability.
+    Beside statistics by probability it is `tokens/entropy`, unless the run leaves tokens out. Without them it is
+    OpenRLHF's `entropy_loss`, of a run with an entropy bonus.
     """
-    if "train/entropy_loss" in scalars:
-        return scalars["train/entropy_loss"]
-    bins = [match[1] for match in (re.fullmatch(_BIN.format("([^/]+)", "entropy"), name) for name in scalars) if match]
-    # A bin without tokens in a step has no scalars there, so divide by the shares that are logged.
-    sums: dict[int, tuple[float, float]] = {}
-    for name in bins:
-        shares = scalars.get(_BIN.format(name, "share"), {})
-        for step, value in scalars[_BIN.format(name, "entropy")].items():
-            total, weight = sums.get(step, (0.0, 0.0))
-            sums[step] = (total + shares.get(step, 0.0) * value, weight + shares.get(step, 0.0))
-    return {step: total / weight for step, (total, weight) in sorted(sums.items()) if weight}
+    has_statistics = any(name.startswith(_STATISTICS) for name in scalars)
+    return scalars.get(f"{_STATISTICS}entropy" if has_statistics else "train/entropy_loss", {})
 
 
 def _mean(series: Sequence[Series]) -> Series:

@@ -139,7 +139,7 @@ def figure_2(policy: Policy, batch: Batch, tokens: Tokens, count: int, layers: S
     expected = logit_gradient_norm(torch.ones(len(rows)), log_probs, squared_rest)
     vocabulary = policy.model.get_output_embeddings().weight.shape[0]
     lower, upper = logit_gradient_bounds(1 - rest, vocabulary)
-    at_logits = norms["logits"] * policy.temperature
+    at_logits = norms["logits"]
     inside = (at_logits >= lower * (1 - 1e-3) - 1e-6) & (at_logits <= upper * (1 + 1e-3) + 1e-6)  # float32
     panels = []
     for name, values in norms.items():
@@ -176,6 +176,8 @@ def activation_gradient_norms(
 ) -> dict[str, Tensor]:
     """Return {layer: (N,) norms} of the gradients of N tokens' log π, at the modules' outputs and at the "logits".
 
+    The logits are those of the policy, divided by its temperature, as in Eq. 15.
+
     Every token, a row and a column in `chosen` (N, 2), gets a row of its own, cut before it. Rows do not interact, so
     one backward pass gives all their gradients.
     """
@@ -196,15 +198,15 @@ def activation_gradient_norms(
         prefixes = [batch.sequences[row, :stop] for row, stop in zip(chosen[piece, 0], stops[piece], strict=True)]
         # Padded on the left, so the last position of each row predicts its token.
         attention_mask = pad_sequence([torch.ones_like(p) for p in prefixes], True, padding_side="left")
-        outputs["logits"] = policy.model(
+        logits = policy.model(
             pad_sequence(prefixes, True, padding_side="left").to(policy.device),
             attention_mask=attention_mask.to(policy.device),
             position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0).to(policy.device),
             logits_to_keep=1,
         ).logits
+        outputs["logits"] = logits[:, -1].float() / policy.temperature
         targets = batch.sequences[chosen[piece, 0], stops[piece]].to(policy.device)
-        log_probs = (outputs["logits"][:, -1].float() / policy.temperature).log_softmax(dim=-1)
-        loss = log_probs.gather(1, targets[:, None]).sum()
+        loss = outputs["logits"].log_softmax(dim=-1).gather(1, targets[:, None]).sum()
         gradients = torch.autograd.grad(loss, [outputs[name] for name in norms])
         for name, gradient in zip(norms, gradients, strict=True):
             norms[name].append(gradient.flatten(1).norm(dim=1).cpu())
@@ -264,11 +266,16 @@ def figure_3(
 
 
 def _share(right: Tensor, selected: Tensor, prompts: Tensor) -> dict[str, float] | None:
-    """Return Σ right / Σ selected and its 95% half-width, linearised and clustered by prompt. None for 0 / 0."""
+    """Return Σ right / Σ selected and its 95% half-width, linearised and clustered by prompt. None for 0 / 0.
+
+    The tokens of a single prompt say nothing of others: their half-width is None.
+    """
     total = int(selected.sum())
     if not total:
         return None
     share = ((right & selected).sum() / total).item()
     residual = ((right & selected).sum(dim=1) - share * selected.sum(dim=1)).double()
     by_prompt = torch.zeros(int(prompts.max()) + 1, dtype=torch.float64).index_add_(0, prompts, residual)
-    return {"share": share, "ci95": Z_95 * by_prompt.square().sum().sqrt().item() / total}
+    count = len(prompts[selected.any(dim=1)].unique())
+    error = (by_prompt.square().sum() * count / (count - 1)).sqrt().item() / total if count > 1 else None
+    return {"share": share, "ci95": None if error is None else Z_95 * error}

@@ -5,7 +5,7 @@ Responses are written as they come, so an analysis that was interrupted samples 
 
 import argparse
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ class FigureSettings(NamedTuple):
 
     samples: int  # per prompt
     temperature: float
+    template: Mapping[str, Any]  # arguments of the chat template
     max_new_tokens: int
     tokens: int | None  # of prompts and responses, at most; None stands for any number
     seed: int
@@ -93,8 +94,14 @@ def analyze_model(
     limit = f", at most {settings.tokens:,} tokens in all (--tokens)" if settings.tokens else ""
     print(f"{name}: {settings.samples} responses to each of {len(rows)} prompts{limit}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    with_end = reward is not None
-    asked = rollouts.Asked(settings.samples, settings.temperature, settings.max_new_tokens, settings.seed, with_end)
+    asked = rollouts.Asked(
+        settings.samples,
+        settings.temperature,
+        settings.max_new_tokens,
+        settings.seed,
+        with_end=reward is not None,
+        template=settings.template,
+    )
     sampled = rollouts.answer(folder / "responses.jsonl", model, rows, asked, settings.tokens)
     # Grade the responses, and look at them with the weights that gave them.
     graded = rollouts.grade(rows[: len(sampled)], sampled, reward)

@@ -129,7 +129,7 @@ def _figure_3(data: dict) -> Figure:
     for axis, method in zip(axes, ("AR", "Lopti"), strict=True):
         shown = {n: r for n, r in data["right_direction"].items() if n == "GRPO" or n.startswith(method)}
         for i, (name, results) in enumerate(shown.items()):
-            points = [(j, r["share"], r["ci95"]) for j, r in enumerate(results[:-1]) if r]
+            points = [(j, r["share"], r["ci95"] or 0) for j, r in enumerate(results[:-1]) if r]
             x, y, error = zip(*points, strict=True) if points else ([], [], [])
             shift = 0.06 * (i - (len(shown) - 1) / 2)
             kind, colour = ("o--", _COLOURS[-1]) if name == "GRPO" else ("o-", None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ class Batch:
 
 
 def draw(rows: Sequence[Row], count: int, seed: int) -> list[Row]:
-    """Draw `count` rows by `seed`, in their order; all where there are fewer."""
-    return [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), min(count, len(rows))))]
+    """Draw `count` rows by `seed`; all where there are fewer. The first of them are a draw of all rows, too."""
+    return random.Random(seed).sample(rows, min(count, len(rows)))
 
 
 class Asked(NamedTuple):
@@ -67,6 +67,7 @@ class Asked(NamedTuple):
     max_new_tokens: int
     seed: int
     with_end: bool  # whether the texts have the token that ends them
+    template: Mapping[str, Any] = {}  # arguments of the chat template
 
 
 def answer(path: Path, model: str, rows: Sequence[Row], asked: Asked, most_tokens: int | None = None) -> list[Sampled]:
@@ -124,7 +125,8 @@ def _sample(path: Path, model: str, prompts: list, asked: Asked, room: int | Non
             keys, texts = zip(*prompts[:size], strict=True)
             prompts = prompts[size:]
             ways = [(asked.n, asked.temperature)] * len(texts)
-            answered = offline.generate(engine, texts, ways, asked.max_new_tokens, asked.with_end)
+            longest, with_end, template = asked.max_new_tokens, asked.with_end, asked.template
+            answered = offline.generate(engine, texts, ways, longest, with_end, template)
             chunk = {}
             for key, (text, output) in zip(keys, answered, strict=True):
                 responses = [(one.text, list(one.token_ids)) for one in output.outputs]

@@ -52,7 +52,7 @@ def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[in
         For each category: `per_1000_words` over all responses; `responses`, the share of responses in which it occurs;
         `by_reward`, its frequency per 1000 words among the responses of each reward; `correlation`, Pearson's r of
         frequency and reward over responses; `low` and `high`, its 95% interval by resampling prompts. The last three
-        are None where nothing varies.
+        are None where nothing varies. One prompt has no interval.
     """
     counted = [count(text) for text in texts]
     words = numpy.array([total for _, total in counted], dtype=float)
@@ -60,7 +60,7 @@ def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[in
     # Resample prompts, not responses, because the responses to one prompt are alike. One draw serves all categories.
     groups = [numpy.flatnonzero(prompt == p) for p in numpy.unique(prompt)]
     generator = numpy.random.default_rng(0)
-    draws = [generator.integers(len(groups), size=len(groups)) for _ in range(_RESAMPLES)]
+    draws = [generator.integers(len(groups), size=len(groups)) for _ in range(_RESAMPLES if len(groups) > 1 else 0)]
     resampled = [numpy.concatenate([groups[i] for i in draw]) for draw in draws]
     results = {}
     for name in CATEGORIES:
@@ -84,4 +84,4 @@ def analyze(texts: Sequence[str], rewards: Sequence[float], prompts: Sequence[in
 
 
 def _pearson(x: numpy.ndarray, y: numpy.ndarray) -> float | None:
-    return float(numpy.corrcoef(x, y)[0, 1]) if x.std() and y.std() else None
+    return float(numpy.corrcoef(x, y)[0, 1]) if (x != x[0]).any() and (y != y[0]).any() else None

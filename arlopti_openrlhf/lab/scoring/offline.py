@@ -93,11 +93,11 @@ def evaluate(
 
 def _estimates(records: Sequence[tuple[Job, dict]], settings: ScoringSettings) -> dict[str, dict]:
     """Return the measures by source. Ways of sampling it after the first have their own, as `SOURCE@n=N,t=T`."""
-    groups: dict[tuple[str, int, float], list[list[Response]]] = defaultdict(list)
+    groups: dict[tuple[str, int, float], dict[tuple[str, str], list]] = defaultdict(lambda: defaultdict(list))
     without_scores = set()
     for job, record in records:
         source = record["datasource"]
-        groups[source, job.n, job.temperature].append(responses_of(record))
+        groups[source, job.n, job.temperature][record["prompt"], str(record["label"])].append(responses_of(record))
         without_scores |= {source} if record.get("scores_are_rewards") else set()
     result: dict[str, dict] = {}
     for source in sorted({source for source, *_ in groups}, key=natural_key):

@@ -88,6 +88,8 @@ class ResumableWandb(WandbLogger):
         os.environ.setdefault("WANDB_RESUME", "allow")
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")  # seconds; else an outage holds up the run's end
         super().__init__(args)
+        # Upstream's x-axis of evaluations, `eval/epoch`, is logged nowhere.
+        self.handle.define_metric("eval/*", step_metric="eval/global_step", step_sync=True, overwrite=True)
         nested = json.loads(json.dumps(args, default=vars))  # of upstream's namespaces wandb keeps the text
         self.handle.run.config.update(nested, allow_val_change=True)
 

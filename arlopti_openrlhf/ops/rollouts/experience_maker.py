@@ -45,6 +45,14 @@ class ExperienceMaker(upstream.RemoteExperienceMaker):
         progress.say("phase", progress.Phase("experience"))
         return super().make_experience_batch(rollout_samples)
 
+    def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
+        """Return upstream's experience, in which a response without tokens has means of 0, as in the update."""
+        for experience in (experiences := super().make_experience(samples_list)):
+            is_empty = ~experience.action_mask.bool().any(dim=-1)
+            for name in ("kl", "logprobs_diff"):
+                experience.info[name] = experience.info[name].masked_fill(is_empty, 0.0)
+        return experiences
+
     def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
         """Return upstream's result, in which equal rewards count as 0 under `group_norm`."""
         if self.args.algo.advantage.estimator != "group_norm":

@@ -43,12 +43,14 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     def __init__(self, *args, sampling: Sequence[Sampling], **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.sampling = sampling
+        self.graded: set[str] = set()  # the sources of `compute_eval_metrics` that have no accuracy
 
     def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
         """Return upstream's samples of a step, the pass rate in %, a number of prompts, and whether the episode ends.
 
         The number counts the prompts that were drawn for the first time. A resumed run draws some again. What a reward
-        logs of some samples alone is NaN for the others. Upstream ends there, or leaves it out.
+        logs of some samples alone is their mean for the others, and so the step's mean. Upstream ends there, or leaves
+        it out.
 
         Raises:
             Interrupted: a request to stop.
@@ -57,9 +59,14 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         before = prompts.drawn_in_all
         samples, pass_rate, _, has_ended = super().generate_samples(**generate_kwargs)
         prompts.untrained = list(dict.fromkeys(sample.place[-1] for sample in self._sample_buffer))
-        logged = dict.fromkeys((name for sample in samples for name in sample.info), torch.tensor([torch.nan]))
+        logged = defaultdict(list)
         for sample in samples:
-            sample.info = logged | sample.info
+            sample.info = {name: value for name, value in sample.info.items() if not value.isnan().any()}
+            for name, value in sample.info.items():
+                logged[name].append(value.float())
+        means = {name: torch.stack(values).mean(dim=0) for name, values in logged.items()}
+        for sample in samples:
+            sample.info = means | sample.info
         samples = samples[: self._trained(len(samples))]
         if pass_rate is not None:  # upstream divides samples by prompts
             pass_rate /= self.args.rollout.n_samples_per_prompt
@@ -98,7 +105,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         """Evaluate the weights that vLLM has, and return the metrics of `compute_eval_metrics`."""
         samples = self.generate_eval_samples(**generate_kwargs)
         n = generate_kwargs["n_samples_per_prompt"]
-        return compute_eval_metrics(self.eval_dataloader, samples, n, self.sampling)
+        return compute_eval_metrics(self.eval_dataloader, samples, n, self.sampling, self.graded)
 
     def _generate_vllm(
         self, dataloader_iter: Iterator[tuple[tuple, tuple]], num_prompts: int, dynamic_filtering: bool, **kwargs
@@ -217,7 +224,11 @@ _upstream_metrics = ppo_trainer.compute_eval_metrics
 
 
 def compute_eval_metrics(
-    eval_dataloader, samples_list: Sequence[Experience], n_samples_per_prompt: int, sampling: Sequence[Sampling]
+    eval_dataloader,
+    samples_list: Sequence[Experience],
+    n_samples_per_prompt: int,
+    sampling: Sequence[Sampling],
+    graded: set[str],
 ) -> dict[str, float]:
     """Return each source's measures, their mean accuracy, and upstream's metrics with scores in place of rewards.
 
@@ -229,6 +240,8 @@ def compute_eval_metrics(
         eval_dataloader, n_samples_per_prompt: upstream's arguments, which are not needed here.
         samples_list: those of `SamplesGenerator.generate_eval_samples`.
         sampling: how each source was sampled. The last that matches counts.
+        graded: gets the sources that have had a score outside [0, 1]. They have no accuracy from then on, so that its
+            mean is over the same sources in each evaluation.
     """
     logs: dict[str, float] = {}
     accuracies = []
@@ -236,12 +249,18 @@ def compute_eval_metrics(
         samples, n = list(group), sampling_of(source, sampling).n
         if all(sample.scores is not None and not sample.scores_are_rewards for sample in samples):
             samples = [replace(sample, rewards=sample.scores) for sample in samples]
-            responses = list(map(_response, samples))
-            for name, estimate in estimate_source([responses[i : i + n] for i in range(0, len(responses), n)]).items():
+            problems = defaultdict(list)
+            for i in range(0, len(samples), n):
+                problem = samples[i].prompts[0], str(samples[i].labels[0])
+                problems[problem].append([_response(sample) for sample in samples[i : i + n]])
+            measures = estimate_source(problems, source not in graded)
+            for name, estimate in measures.items():
                 logs[f"{source}/{name}"] = estimate.value
                 logs[f"{source}/{name}/low"], logs[f"{source}/{name}/high"] = estimate.low, estimate.high
-            if f"{source}/score" not in logs:
-                accuracies.append(logs[f"{source}/accuracy"])
+            if "accuracy" in measures:
+                accuracies.append(measures["accuracy"].value)
+            else:
+                graded.add(source)
         # Upstream looks a sample's source up by its prompt, which another source may have too.
         own_data = [([source], sample.prompts, sample.labels, [None]) for sample in samples]
         upstream = _upstream_metrics(own_data, samples, n)

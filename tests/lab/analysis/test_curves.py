@@ -20,7 +20,6 @@ def test_curves_have_a_band_over_seeds_and_say_what_is_missing(logs):
     line = reward["lines"]["GRPO"]
     assert line == {"seeds": 2, "steps": [1, 2], "mean": [-1.0, 1.5], "low": [-1.0, 1.0], "high": [-1.0, 2.0]}
     assert accuracy["lines"]["GRPO"]["mean"] == [pytest.approx((0.15 + 0.2) / 2)] and accuracy["missing"] == ["Lopti"]
-    # 0.25 · 3 + 0.75 · 0.2 = 0.9; at step 2 one bin has all the tokens that have an entropy.
     assert found["fig7"][1]["lines"]["GRPO"]["mean"] == [pytest.approx(0.9), pytest.approx(3.0)]
     assert [panel["missing"] for panel in found["fig8"]] == [["Lopti"], ["GRPO"], ["GRPO"]]
 
@@ -32,6 +31,18 @@ def test_curves_of_a_run_that_diverged(tmp_path, capsys):
     assert scalars["train/actor_grad_norm"] == {1: 0.5} and scalars["train/rollout/reward_mean"] == {1: -1.0}
     said = capsys.readouterr().out
     assert "train/actor_grad_norm is not finite at 2 steps, first at step 2: left out" in said
+
+
+@pytest.mark.parametrize(
+    ("logged", "expected"),
+    [
+        ({"entropy_loss": {1: 2.0}}, {1: 2.0}),
+        ({"entropy_loss": {1: 2.0}, "tokens/entropy": {1: 1.0}}, {1: 1.0}),
+        ({"entropy_loss": {1: 2.0}, "tokens/p0.00-0.25/entropy": {1: 3.0}}, {}),  # other tokens are left out
+    ],
+)
+def test_an_entropy_is_that_of_all_tokens(logged, expected):
+    assert curves.entropy({f"train/{name}": series for name, series in logged.items()}) == expected
 
 
 def test_reads_every_scalar_of_the_one_log_below(tmp_path):

@@ -1,7 +1,5 @@
 """The figures' data equal autograd and arithmetic by hand."""
 
-import math
-
 import pytest
 import torch
 from arlopti_testing.analysis_fakes import flat
@@ -14,6 +12,9 @@ def test_figure_2_is_autograds_gradient_of_single_tokens_within_the_cone(policy,
     data = figures.figure_2(policy, batch, tokens, count=40, layers=[2])
     assert [panel["layer"] for panel in data["layers"]] == ["embedding", "layer 2 of 2", "logits"]
     assert data["inside_bounds"] == 1 and data["largest_gap_to_eq_15"] < 1e-5
+    rest, (low, high) = torch.tensor(data["one_minus_probability"]), data["logit_slopes"]  # what the picture shows
+    norms = torch.tensor(data["layers"][-1]["norm"])
+    assert (norms >= low * rest * 0.999 - 1e-6).all() and (norms <= high * rest * 1.001 + 1e-6).all()
     # One of them again, alone and without padding, from its number in the list.
     row, column = (batch.action_mask & (tokens.log_probs.exp() < 0.1)).nonzero()[0].tolist()
     chosen = torch.tensor([[row, column], [row + 1, column]])
@@ -27,11 +28,12 @@ def test_figure_2_is_autograds_gradient_of_single_tokens_within_the_cone(policy,
 
 def test_share_in_the_right_direction_and_its_interval():
     # Prompt 0: 2 of 2 right, prompt 1: 1 of 3. Share 3/5; residuals 2 - 0.6·2 = 0.8 and 1 - 0.6·3 = -0.8, so that the
-    # standard error is √(0.8² + 0.8²) / 5 = 0.2263.
+    # standard error is √(2/1 · (0.8² + 0.8²)) / 5 = 0.32, for two prompts.
     right = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     selected = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     share = figures._share(right, selected, torch.tensor([0, 1]))
-    assert share == {"share": pytest.approx(0.6), "ci95": pytest.approx(1.959964 * math.sqrt(2 * 0.8**2) / 5)}
+    assert share == {"share": pytest.approx(0.6), "ci95": pytest.approx(1.959964 * 2 * 0.8 / 5)}
+    assert figures._share(right, selected & right, torch.tensor([1, 1])) == {"share": 1.0, "ci95": None}
     assert figures._share(right, selected & False, torch.tensor([0, 1])) is None
 
 

@@ -23,6 +23,10 @@ def test_batch_holds_each_response_behind_its_prompt(tiny_model, tiny_data, batc
     assert rows == rollouts.draw(read_rows([tiny_data]), 8, seed=0) != rollouts.draw(read_rows([tiny_data]), 8, seed=1)
 
 
+def test_the_first_of_a_draw_are_of_all_sources():
+    assert {*rollouts.draw(["math500"] * 500 + ["aime"] * 500, 900, seed=0)[:20]} == {"math500", "aime"}
+
+
 def test_equal_rewards_have_no_advantage():
     """Eight times 0.1 has a mean that is not 0.1 in float32."""
     rewards = torch.tensor([0.1] * 8 + [1.0, 0.0])
@@ -74,8 +78,9 @@ def test_responses_are_kept_and_others_are_sampled(tiny_model, tiny_data, tmp_pa
     again = rollouts.answer(path, tiny_model, rows_of(tiny_data, 3), asked)
     assert sampled == [3] and [list(one.responses[0]) for one in again] == [list(one.responses[0]) for one in first]
     rollouts.answer(path, tiny_model, [*rows_of(tiny_data, 3), *read_rows([tiny_data])[-2:]], asked)
-    rollouts.answer(path, tiny_model, rows_of(tiny_data, 3), asked._replace(seed=1))
-    assert sampled == [3, 2, 3]
+    for other in ({"seed": 1}, {"template": {"enable_thinking": False}}):
+        rollouts.answer(path, tiny_model, rows_of(tiny_data, 3), asked._replace(**other))
+    assert sampled == [3, 2, 3, 3]
 
 
 def test_responses_fill_the_tokens(tiny_model, tiny_data, tmp_path, monkeypatch):

@@ -45,3 +45,10 @@ def test_frequency_and_correlation():
 def test_correlation_is_none_where_nothing_varies():
     result = words.analyze(["so", "so"], [1.0, 1.0], [0, 1])["Conclusion indicator"]
     assert (result["correlation"], result["low"], result["high"]) == (None, None, None)
+    tenths = words.analyze(["so", "yes", "so"], [0.1] * 3, [0, 1, 2])["Conclusion indicator"]  # whose mean is rounded
+    assert tenths["correlation"] is None
+
+
+def test_one_prompt_has_no_interval():
+    result = words.analyze(["so yes", "well"], [3.0, -1.0], [0, 0])["Conclusion indicator"]
+    assert result["correlation"] == pytest.approx(1) and (result["low"], result["high"]) == (None, None)

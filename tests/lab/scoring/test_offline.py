@@ -43,6 +43,9 @@ def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
     assert run() == (12, first)
     assert path.read_text().splitlines(keepends=True)[:4] == lines[:4]
     assert run(settings._replace(seed=1))[0] == 16  # other settings make another evaluation
+    offline.evaluate("base", "base", problems() * 3, settings, tmp_path)  # repeated rows are no other problems
+    repeated = json.loads((tmp_path / "base.json").read_text())["sources"]["sums"]
+    assert repeated["n"] == first["sums"]["n"] and repeated["accuracy"] == first["sums"]["accuracy"]
     renamed = [row | {"datasource": "aime"} for row in problems()[:6]]  # another row of the table, if no other grader
     offline.evaluate("base", "base", renamed, settings, tmp_path)
     assert [*json.loads((tmp_path / "base.json").read_text())["sources"]] == ["aime"]

@@ -81,7 +81,9 @@ def test_wandb_goes_on_in_the_same_run_with_a_nested_config_that_holds_no_secret
     args, _ = command_line.check(flat)
     with trackers.resumable(state.identify(args)):
         tracker = trackers.ppo_trainer.WandbLogger(args)
+    tracker.log_eval(3, {"accuracy": 0.5})
     run = wandb.run
+    assert run.summary["eval/global_step"] == 3 and "eval/epoch" not in run.summary.keys()  # the x-axis is the former
     config, settings = dict(run.config), (run.id, run.name, run.settings.resume, run.settings.finish_timeout)
     tracker.close_for_good()
     assert not [child for child in psutil.Process().children() if "wandb" in child.name()]  # Ray would kill it

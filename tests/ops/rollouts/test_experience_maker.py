@@ -109,6 +109,22 @@ def test_each_rank_gets_as_many_micro_batches():
         assert [place for batch in batches for place in batch.index] == list(range(count))
 
 
+def test_a_response_without_tokens_has_no_kl(monkeypatch):
+    """Upstream's mean is 0/0. What is not finite otherwise stays so."""
+
+    def upstreams(self, samples_list):
+        masks = torch.tensor([[1, 1], [0, 0], [1, 0]])
+        return [
+            Experience(action_mask=masks, info={name: torch.tensor([0.5, torch.nan, torch.nan]) for name in names})
+        ]
+
+    names = "kl", "logprobs_diff"
+    monkeypatch.setattr(RemoteExperienceMaker, "make_experience", upstreams)
+    (experience,) = object.__new__(ExperienceMaker).make_experience([])
+    for name in names:
+        assert torch.equal(experience.info[name][:2], torch.tensor([0.5, 0.0])) and experience.info[name][2].isnan()
+
+
 def test_both_trainers_have_it():
     class Upstream(BasePPOTrainer):
         fit = None

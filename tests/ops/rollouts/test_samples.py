@@ -227,16 +227,18 @@ def test_without_the_flag_samples_are_upstreams(filtering, fake_ray):
         assert found[0] == found[1]
 
 
-def test_what_a_reward_logs_of_some_samples_alone_is_nan_for_the_others(monkeypatch, fake_ray):
+def test_what_a_reward_logs_of_some_samples_alone_is_averaged_over_these(monkeypatch, fake_ray):
     def upstreams(self, **kwargs):
-        infos = {"reward": torch.ones(1), "parse_time": torch.ones(1)}, {"reward": torch.ones(1)}
+        infos = [{"reward": torch.ones(1)} for _ in range(4)]
+        infos[0]["parse_time"], infos[1]["parse_time"] = torch.tensor([1.0]), torch.tensor([3.0])
+        infos[2]["parse_time"] = torch.tensor([torch.nan])
         return [SimpleNamespace(info=info) for info in infos], None, 2, False
 
     monkeypatch.setattr(samples_generator.SamplesGenerator, "generate_samples", upstreams)
     ours = generator(arguments(), 16)
     ours._sample_buffer = []
-    (whole, part), *_ = ours.generate_samples()
-    assert whole.info["parse_time"] == 1 and part.info["parse_time"].isnan().tolist() == [True]
+    samples, *_ = ours.generate_samples()
+    assert [sample.info["parse_time"].tolist() for sample in samples] == [[1.0], [3.0], [2.0], [2.0]]
 
 
 def test_deterministic_samples_are_by_prompt_with_seeds_of_their_own():
@@ -332,7 +334,7 @@ def test_measures_are_those_of_the_scores():
     samples += [sample("p", "a", float(i == 2), **aime) for i in range(4)]
     samples += [sample("r", "d", 1.0, reward=1.0, source="None")]
     samples[-1].scores_are_rewards = True
-    logs = compute_eval_metrics(DATA, samples, 2, sampling=SPECS)
+    logs = compute_eval_metrics(DATA, samples, 2, SPECS, graded=set())
     # kk_2ppl: q is right once of 2, p twice; aime: once of 4.
     assert logs["kk_2ppl/accuracy"] == pytest.approx((0.5 + 1) / 2)
     assert logs["kk_2ppl/pass@2"] == 1 and logs["kk_2ppl/well_formed"] == pytest.approx(0.75)
@@ -346,9 +348,12 @@ def test_measures_are_those_of_the_scores():
     # Rewards in the place of scores tell nothing of accuracy.
     assert not any(name.startswith("None/") for name in logs) and logs["eval_None_pass1"] == 1
     # Scores that are more than right or wrong have a mean, and are no accuracy.
-    graded = compute_eval_metrics(DATA, [sample("p", "a", 2.0, **kk), sample("p", "a", 0.0, **kk)], 2, sampling=SPECS)
-    assert graded["kk_2ppl/score"] == graded["eval_kk_2ppl_pass1"] == 1.0
-    assert not any("accuracy" in name or "pass@" in name for name in graded)
+    graded = set()
+    for score in (2.0, 1.0):  # once known, it is no accuracy by chance
+        judged = [sample("p", "a", score, **kk), sample("p", "a", 0.0, **kk)]
+        logs = compute_eval_metrics(DATA, judged, 2, SPECS, graded)
+        assert logs["kk_2ppl/score"] == logs["eval_kk_2ppl_pass1"] == score / 2 and graded == {"kk_2ppl"}
+        assert not any("accuracy" in name or "pass@" in name for name in logs)
 
 
 def test_samples_are_drawn_as_each_source_says(monkeypatch):
