@@ -23,7 +23,7 @@ from arlopti_openrlhf.cli.arguments import add_data_flags, integer, number, temp
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.lab.analysis import curves
 from arlopti_openrlhf.lab.analysis.runs import compare, table
-from arlopti_openrlhf.lab.scoring.inputs import ADAPTER, expand_models, read_rows
+from arlopti_openrlhf.lab.scoring.inputs import ADAPTER, expand_models, rows_of
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
 FIGURES = ("fig1", "fig2", "fig3")
@@ -47,7 +47,7 @@ def main() -> None:
         configs = [_config(folder) for _, folders in args.runs for folder in folders]
         named = expand_models(args.model)
         check_models(parser, "--model", [model for model in named.values() if not Path(model, ADAPTER).exists()])
-        rows = read_rows(args.data, args.reward is None, args.input_key, args.label_key) if named else []
+        rows = rows_of(args) if named else []
         reward_source.check(parser, args.reward, rows)
 
         from arlopti_openrlhf import cpu  # imports PyTorch

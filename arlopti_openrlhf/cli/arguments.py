@@ -40,6 +40,10 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--data.{key}", dest=key, default=default, help=help_)
     help_ = "arguments of the model's chat template, as in `arlopti train`: enable_thinking=false"
     parser.add_argument("--data.chat_template_args", dest="chat_template_args", help=help_, **TEMPLATE)
+    help_ = "a prompt that is text is a user's message, as in `arlopti train`; messages get the chat template always"
+    parser.add_argument("--data.apply_chat_template", dest="is_message", action="store_true", help=help_)
+    help_ = "what a prompt that is text is put into, at its {}, as in `arlopti train`"
+    parser.add_argument("--data.input_template", dest="input_template", help=help_)
 
 
 def template_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from arlopti_openrlhf.cli.arguments import add_data_flags, integer, template_of
 from arlopti_openrlhf.cli.bad_input import Parser, check_models, check_out, command_parser
 from arlopti_openrlhf.evaluation.sampling import Sampling, parse_sampling, unmatched
 from arlopti_openrlhf.lab.scoring import tables
-from arlopti_openrlhf.lab.scoring.inputs import ADAPTER, encode, expand_models, read_rows
+from arlopti_openrlhf.lab.scoring.inputs import ADAPTER, encode, expand_models, rows_of
 from arlopti_openrlhf.ops.preflight.model import local_folder
 from arlopti_openrlhf.ops.rollouts.reward_process import RewardError
 
@@ -42,7 +42,7 @@ def main() -> None:
     check_models(parser, "--model", [model for model in models.values() if not Path(model, ADAPTER).exists()])
     # Read all of the data first. A row that lacks something should not end an evaluation half way.
     try:
-        rows = read_rows(args.data, args.reward is None, args.input_key, args.label_key)
+        rows = rows_of(args)
     except (OSError, ValueError) as error:
         parser.error(f"argument --data: {error}")
     sources = sorted({row["datasource"] for row in rows})
@@ -117,6 +117,8 @@ def command_for(model: str, args: argparse.Namespace) -> list[str]:
         *(f"--max-new-tokens={args.max_new_tokens}", f"--seed={args.seed}"),
         *(f"--sampling={spec}" for spec in args.sampling[1:]),  # without the default
         *(["--data.chat_template_args", *args.chat_template_args] if args.chat_template_args else []),
+        *(["--data.apply_chat_template"] if args.is_message else []),
+        *([f"--data.input_template={args.input_template}"] if args.input_template else []),
         *(["--greedy"] if args.greedy else []),
         *([f"--reward={args.reward}"] if args.reward else []),
     ]

@@ -109,6 +109,8 @@ def _convert(args: argparse.Namespace) -> None:
         more = f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
         raise ValueError(f"{dropped[0]}{more}")
     preparation.write_rows(rows, args.out)
+    if args.exclude and not any(row.reason == "excluded" for row in dropped):
+        print(f"  no prompt of {', '.join(args.exclude)} occurs among them, so --exclude has dropped none")
     # List what was dropped. A list of an earlier run would be wrong now.
     listed = Path(f"{args.out}.dropped")
     if dropped:

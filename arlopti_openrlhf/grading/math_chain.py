@@ -114,7 +114,9 @@ def _near(first: tuple, second: tuple, turn: int) -> bool:
     difference = sympy.Abs(a - b)
     if turn:
         difference = min(difference % turn, -difference % turn)
-    return bool(difference <= max(slack_a, slack_b, 0 if difference.is_Rational else _NOISE * sympy.Abs(b)))
+    # A power such as 1.0^{99} would make room for any second answer.
+    slack = min(max(slack_a, slack_b), max(1, sympy.Abs(b)) / 20)
+    return bool(difference <= max(slack, 0 if difference.is_Rational else _NOISE * sympy.Abs(b)))
 
 
 def _value(side: sympy.Expr) -> sympy.Expr | None:

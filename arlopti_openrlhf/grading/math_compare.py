@@ -24,11 +24,13 @@ from arlopti_openrlhf.grading.math_equal import equal
 from arlopti_openrlhf.grading.math_text import (
     FORMULA,
     BasedNumber,
+    announced,
     based_number,
     choice,
     final_answer,
     is_ratio,
     leaves_work,
+    plain,
     repeats,
     rewritten,
     spelled,
@@ -118,6 +120,9 @@ def compare(answer: str, labels: list[str], boxed: bool, question: Sequence[str]
         if leaves_work(found, labels) and repeats(found, question):
             return False
         answer, boxed = found, True
+    elif not boxed and (said := announced(answer)) is not None:  # words, such as a name or a choice
+        if any(plain(said) == plain(label) or _names(said) & _names(label) for label in labels):
+            return True
     letter = choice(answer)[0] if boxed else ""
     if boxed and any(_names(answer) & _names(label) for label in labels):
         return True

@@ -41,14 +41,15 @@ _EMPTY = re.compile(
 )
 _EMPTY_BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{{_EMPTY.pattern}\}}")
 # What may stand between two boxes of one list.
-_BLANK = r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*"
+_BLANK = r"(?:\s|\$|~|\*|\\[ ,;:!()\[\]]|\\q?quad(?![a-z]))*+"  # possessive, so that its time is linear
 _JOINT = re.compile(
     rf"{_BLANK}"
-    r"([,;=/]?\s*(?:(?:\\text\{\s*)?(?:or|and)(?:\s*\})?|\\(?:approx|equiv|lor|vee|sim|to|cup)(?![a-z])|[≈、&])?)"
+    r"([,;=/]?\s*+(?:(?:\\text\{\s*)?(?:or|and)(?:\s*\})?|\\(?:approx|equiv|lor|vee|sim|to|cup)(?![a-z])|[≈、&])?)"
     rf"{_BLANK}"
 )
 # OpenRLHF decodes special tokens too, and math-verify finds no number right before one.
-_ANNOUNCES = re.compile(r"\banswer\b|^####", re.IGNORECASE | re.MULTILINE)
+_ANNOUNCES = re.compile(r"\banswer\b", re.IGNORECASE)
+_CLOSING = re.compile(r"^####\s*+(.+)\Z", re.MULTILINE)  # GSM8K's last line
 _END = re.compile(r"(?:<\|[^<>|]{1,30}\|>|</s>|<eos>|<end_of_turn>|\s)+\Z")
 
 
@@ -203,10 +204,12 @@ def _label(value: object) -> str:
         raise ValueError(f"a label is a JSON object: {value[:80]!r}")
     text = _without_dollars(str(value))
     box = last_box(text) or None  # it may be a whole solution
+    if box is None and (closing := _CLOSING.search(text)):
+        box = closing[1]
     text = text if box is None else _without_dollars(box)
     if not text or _EMPTY_BOX.fullmatch(text):
         raise ValueError("a label is empty")
-    if box is None and _ANNOUNCES.search(text) and (found := final_answer(text)):  # a whole solution, as GSM8K's
+    if box is None and _ANNOUNCES.search(text) and (found := final_answer(text)):  # a whole solution
         return found
     return text
 

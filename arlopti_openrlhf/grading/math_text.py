@@ -18,6 +18,7 @@ _UNICODE = str.maketrans(
     | dict.fromkeys("≃≅≊≋", r"\approx ")
     | {"∈": r"\in ", "∅": r"\emptyset ", "′": "'"}
     | dict.fromkeys("\u2009\u202f\u00a0", " ")
+    | dict.fromkeys("€£¥₹", r"\$")
 )
 _RAISED = re.compile("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ]+|[₀₁₂₃₄₅₆₇₈₉]+")
 _GAP = r"(?:\s|~|\\[ ,;:!>]|\\q?quad(?![a-zA-Z]))+"
@@ -30,6 +31,7 @@ _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\[hv]?phantom\s*\{[^{}]*\}", " "),
+        (r"\\pounds(?![a-zA-Z])", r"\\$"),
         (rf"(\\[dtc]?frac)\s*{_BARE}", r"\1{\2}"),
         (rf"(\\[dtc]?frac\s*{_BRACED})\s*{_BARE}", r"\1{\2}"),
         (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -38,9 +40,9 @@ _REWRITES = [
         (rf"\^\s*(\\[dt]?frac\s*{_BRACED}\s*{_BRACED}|\\sqrt\s*(?:{_BRACED}|\d))", r"^{\1}"),
         (r"√\s*(\d+(?:\.\d+)?|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
         (r"\\degree(?![a-zA-Z])", r"^\\circ "),
-        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+        (r"(?<![\\a-zA-Z])pi(?![^\W\d_])", r"\\pi "),
         (r"(?<=[\d)])!=", "! ="),
-        (rf"{_TEXT}\{{([^{{}}a-zA-Z\u3400-\u9fff\\]*)\}}", r" \1 "),
+        (rf"{_TEXT}\{{((?:[^{{}}\\\w]|[\d_])*)\}}", r" \1 "),
         (r"\\(?:text)?color\s*\{\w*\}|\\(?:displaystyle|textstyle|Large|large|bf|rm|checkmark)(?![a-zA-Z])", " "),
         (
             r"\\(?:approx(?:eq)?|simeq|doteq|cong|triangleq|coloneqq|propto|[lL]eftrightarrow)(?![a-zA-Z])|~=|:=|==+",
@@ -268,20 +270,30 @@ def final_answer(text: str) -> str | None:
 
     It stands in answer tags, after "answer is" or "answer:", or is the last line, or what is bold at its end.
     """
+    rest, is_announced = _last_words(text)
+    bare, _ = split_unit(rest, frozenset())
+    is_formula = _TOKENS.fullmatch(bare) or (bare.isalpha() and is_announced) or _MULTIPLIED.fullmatch(rest)
+    return rest if is_formula and re.search(r"[\w\\]", rest) else None
+
+
+def announced(text: str) -> str | None:
+    """Return what stands in a text's answer tags or after its "answer is", be it words or a formula. Else None."""
+    rest, is_announced = _last_words(text)
+    return rest if is_announced else None
+
+
+def _last_words(text: str) -> tuple[str, bool]:
+    """Return where the final answer of a text without a box stands, and whether that is in tags or announced."""
     if tagged := _TAGS.findall(text):
         text = tagged[-1]
     text = FORMULA.sub(lambda formula: formula[0].replace("\n", " "), text.strip())
     text = _WORDS_AND_BOLD.sub(r"\g<words>\n\g<bold>", text)
     text = _BOLD.sub(r"\g<inside>", text)
-    *_, announced = None, *_ANNOUNCED.finditer(text)
-    rest = text[announced.end() :] if announced else text.rpartition("\n")[2].lstrip("#")
+    *_, before = None, *_ANNOUNCED.finditer(text)
+    rest = text[before.end() :] if before else text.rpartition("\n")[2].lstrip("#")
     sentences = (rest[: end.start()] for end in _SENTENCE.finditer(rest))
     rest = next((sentence for sentence in sentences if sentence.strip() and _is_closed(sentence)), rest)
-    rest = _DELIMITERS.sub("", rest).strip()
-    bare, _ = split_unit(rest, frozenset())
-    is_word = bare.isalpha() and bool(tagged or announced)
-    is_formula = _TOKENS.fullmatch(bare) or is_word or _MULTIPLIED.fullmatch(rest)
-    return rest if is_formula and re.search(r"[\w\\]", rest) else None
+    return _DELIMITERS.sub("", rest).strip(), bool(tagged or before)
 
 
 def _is_closed(text: str) -> bool:

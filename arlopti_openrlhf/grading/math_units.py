@@ -50,6 +50,7 @@ MULTIPLIER = re.compile(
     r"hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w*teen|\w*tie|hundred|thousand|\w*illion)ths?"
     r"|tens|hundreds?|thousands?|\w*illions?|dozens?|gross|lakhs?|lacs?|crores?|myriads?|googols?|permilles?"
 )
+_OTHER_MULTIPLIER = re.compile("[十百千万萬億亿兆半双]|тыс|сот|десят|мил|пол|demi|mitad|hälft")
 _SPACE = r"(?:\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z]))*"
 _COMMAND = r"\\(?:text(?:rm|it|bf|normal|sf)?|math(?:rm|bf|sf)|mbox|operatorname)\s*"
 _POWER = r"\s*(?:\^\s*(?:(-?\d)|\{\s*(-?\d)\s*\}))?"
@@ -100,7 +101,7 @@ def words(text: str) -> frozenset[str]:
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"(?<![a-zA-Z\\])[a-zA-Z]+", text.replace(".", ""))
+    return re.findall(r"(?<!\\)(?<![^\W\d_])[^\W\d_]+", text.replace(".", ""))
 
 
 def _unit(word: str) -> str | None:
@@ -128,7 +129,7 @@ def _is_plain_unit(word: str, before: str, is_apart: bool) -> bool:
 
 def _is_unit(text: str, label_words: Set[str], singular: bool) -> bool:
     # A digit would be a second answer, but for a power.
-    if not re.fullmatch(r"(?:[a-zA-Z]+\d?|\^(?:-?\d|\{-?\d\})|[\s~./·*,()°-]|\\[ ,]|\\cdot )*", text):
+    if not re.fullmatch(r"(?:[^\W\d_]+\d?|\^(?:-?\d|\{-?\d\})|[\s~./·*,()°-]|\\[ ,]|\\cdot )*", text):
         return False
     parts = _words(text)
     if parts and all(word in _POWERS for word in parts):
@@ -142,6 +143,8 @@ def _is_known(word: str, label_words: Set[str]) -> bool:
 
 def _is_counted(word: str, singular: bool = False) -> bool:
     word = word.lower()
+    if not word.isascii():  # the nouns of other languages end in anything
+        return not _OTHER_MULTIPLIER.match(word)
     if MULTIPLIER.fullmatch(word) or word in _NO_NOUNS or (singular and word in _NO_SINGULARS):
         return False
     return word in _COUNTED or word in _POWERS or (len(word) > 2 + (not singular) and (singular or word.endswith("s")))

@@ -11,6 +11,7 @@ from arlopti_testing.engine_fakes import generate_right_sums, problems
 
 from arlopti_openrlhf.cli import evaluate
 from arlopti_openrlhf.lab.scoring import offline
+from arlopti_openrlhf.lab.scoring.inputs import rows_of
 
 FLAGS = ["--sampling", "*:n=4,t=1", "--sampling", "kk_*:n=1,t=0", "--greedy", "--max-new-tokens", "12"]
 
@@ -153,6 +154,21 @@ def test_rows_have_the_keys_of_a_training(run, tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     measured = run("--data.input_key", "question", "--data.label_key", "answer")
     assert measured.keys() == {"kk_2ppl", "default"} and measured["default"]["accuracy"]["value"] == 1
+
+
+def test_prompts_that_are_text_are_rendered_as_in_a_training(tmp_path):
+    rows = [{"prompt": "1 + 1?", "label": "2"}, {"prompt": [{"role": "user", "content": "2?"}], "label": "2"}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_model = ["--model", "m", "--out", "o", "--data", str(tmp_path / "data.jsonl")]
+    for flags, first in (
+        ([], "1 + 1?"),
+        (["--data.input_template", "Q: {}"], "Q: 1 + 1?"),
+        (["--data.apply_chat_template"], [{"role": "user", "content": "1 + 1?"}]),
+    ):
+        args = evaluate.make_parser().parse_args([*of_model, *flags])
+        assert [row["prompt"] for row in rows_of(args)] == [first, rows[1]["prompt"]]
+        again = evaluate.make_parser().parse_args(evaluate.command_for("m", args)[5:])
+        assert (again.is_message, again.input_template) == (args.is_message, args.input_template)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_a_verl_prompt_of_which_something_would_be_lost(tmp_path, capsys, prompt
 
 
 def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
-    test = published_math(tmp_path / "test.parquet", ["1"], prompts=["In the test?"])
+    test = published_math(tmp_path / "test.parquet", ["1"], prompts=[f"In the test? {MATH_INSTRUCTION}"])
     labels = ["1", "", '{"final": 1}', "2", "3", "4"]
     prompts = ["One?", "Two?", "Three?", "In the  test?", "Five? " * 400, " "]
     train = published_math(tmp_path / "train.parquet", labels, prompts=prompts)
@@ -287,6 +287,10 @@ def test_rows_that_training_could_not_use(tmp_path, capsys, tiny_model):
     for number, reason in enumerate(reasons, start=2):
         assert [line for line in dropped if f"row {number}:" in line and reason in line], (number, dropped)
     assert "dropped: excluded 1, too long 1, unreadable 3" in capsys.readouterr().out
+    main(
+        ["--from", str(train), "--out", str(out), "--exclude", str(published_math(tmp_path / "other.parquet", ["1"]))]
+    )
+    assert "other.parquet occurs among them, so --exclude has dropped none" in capsys.readouterr().out
     out.unlink()
     with pytest.raises(SystemExit):
         main([*flags, "--strict"])

@@ -119,6 +119,7 @@ def test_frames_of_a_right_answer(response):
         ("2", "The answer is 1, 2, or 3."), ("1", "The answer is 1 OR 2."), ("3", "\\boxed{1}, \\boxed{2} and \\boxed{3}"), ("5", "\\boxed{\\phantom{5}}"),
         ("3", "Thus the result is **-3**"), ("2", "Thus **Step 2**"), ("2", "So **2**3**"), ("2", "It is x**2"), ("3", "a\n* 3 b"),
         ("43", "So 42 or **43**"), ("43", "So **42**, **43**"), ("43", "Either $x$ or **43**"), ("3", "So x + **3**"),
+        ("17", "\\boxed{17 \\cdot 1.0^{99} = 42}"), ("42", "\\boxed{17 \\cdot 1.0^{99} = 42}"), ("4", "The answer is $3 \\times 1.0^{99} = 4$."),
         ("3", "$\\boxed{1} = \\boxed{2} = \\boxed{3}$"), ("3", "\\boxed{\\boxed{1}, \\boxed{3}}"),
     ],
 )  # fmt: skip

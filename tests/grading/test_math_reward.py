@@ -142,12 +142,41 @@ def test_a_response_of_16_mib_is_graded_in_time(piece):
         ("The cube root of 64 is $\\sqrt[3]{64}=4$. The difference is $8-4=\\boxed{4}$.", "4"),
         ("By symmetry, the answer is 24. We want half of it, i.e. \\boxed{12}.", "12"),
         ("Therefore, $\\boxed{14{,}916}$ is our answer.", "14916"),
+        ("Each correct answer is worth 3 points, so 5*3=<<5*3=15>>15 points.\n#### 15", "15"),
+        ("So the answer is 24 for now. Then come 3 more.\n#### 1,027", "1027"),
     ],
 )
 def test_a_label_that_is_a_whole_solution_is_its_final_answer(label, answer):
     """As data sets have them: open-r1 issue 628, GSM8K, MATH (lm-evaluation-harness issue 3643)."""
     assert grade(f"\\boxed{{{answer}}}", label).score == 1
     assert grade("\\boxed{24}", label).score == 0
+
+
+def test_what_stands_between_two_boxes_takes_linear_time():
+    start = time.monotonic()
+    for piece in ("\n", " ", "$", "\\quad", ", "):
+        assert grade(f"\\boxed{{5}}{piece * 50_000}no \\boxed{{6}}", "6").score == 1
+    assert time.monotonic() - start < math_reward.TIMEOUT
+
+
+@pytest.mark.usefixtures("patient")
+def test_words_in_tags_or_announced_are_an_answer_as_in_a_box():
+    for label in ("New York", "no solution", "3 hours 20 minutes", "San José"):
+        assert all(grade(text % label, label).score for text in ("<answer>%s</answer>", "The answer is %s."))
+    for said in ("(C) the mitochondria", "C: the mitochondria", "option C"):
+        assert grade(f"The answer is {said}.", "C").score == 1
+    for said, label in (("A or B", "A"), ("not C", "C"), ("New York or Boston", "New York"), ("C, or maybe B", "C")):
+        assert grade(f"The answer is {said}.", label).score == 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_units_of_other_languages():
+    for unit in ("元", "个", "円", "рублей", "años", "pièces", "Äpfel"):
+        assert grade(f"\\boxed{{5\\text{{ {unit}}}}}", "5").score == 1, unit
+    for answer in ("5€", "€5", "£5", "\\pounds 5", "5 ₹"):
+        assert grade(f"\\boxed{{{answer}}}", "5").score == 1, answer
+    for number in ("万", "万元", "тысяч", "миллионов"):
+        assert grade(f"\\boxed{{5\\text{{ {number}}}}}", "5").score == 0, number
 
 
 @pytest.mark.usefixtures("patient")

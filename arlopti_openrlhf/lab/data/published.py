@@ -130,6 +130,8 @@ def read_data_set(name: str, prompt_format: str) -> Iterator[Read]:
 
 def _read(origin: str, convert: Callable[[dict, str], Row], record: dict, prompt_format: str) -> Read:
     try:
+        if record.get("images"):
+            raise ValueError("its images would be lost: give the file itself to --data.prompt_dataset")
         return Read(origin, convert(record, prompt_format))
     except _BadLabel as error:
         return Read(origin, None, "unreadable", str(error), error.prompt)
@@ -158,8 +160,6 @@ def _message(message: dict) -> dict[str, str]:
 
 
 def _from_verl(record: dict, prompt_format: str) -> Row:
-    if record.get("images"):
-        raise ValueError("its images would be lost: give the file itself to --data.prompt_dataset")
     truth, prompt = _parsed(record["reward_model"])["ground_truth"], _parsed(record["prompt"])
     prompt = [_message(message) for message in prompt]
     text = prompt[0]["content"]
@@ -229,4 +229,4 @@ def prompt_key(prompt: str | list[dict[str, str]]) -> str:
     else:
         turns = [(message["role"], message["content"]) for message in prompt]
     asked = [content for role, content in turns if role != "system"] or [content for _, content in turns]
-    return "".join("".join(asked).split())
+    return "".join("".join(asked).split()).removesuffix("".join(MATH_INSTRUCTION.split()))

@@ -1,5 +1,6 @@
 """Read what is evaluated: models by name or folder, and the problems that `arlopti data` wrote."""
 
+import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,4 +151,19 @@ def read_rows(
         rows.append(row)
     if not rows:
         raise ValueError(f"{', '.join(files)}: no rows")
+    return rows
+
+
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    """Return the rows of `--data`, with their prompts as `cli.arguments.add_data_flags` has them.
+
+    Raises:
+        OSError, ValueError: as `read_rows`.
+    """
+    rows = read_rows(args.data, args.reward is None, args.input_key, args.label_key)
+    for row in rows:
+        if isinstance(prompt := row["prompt"], str) and args.is_message:
+            row["prompt"] = [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, str) and args.input_template:
+            row["prompt"] = args.input_template.format(prompt)
     return rows

@@ -82,7 +82,7 @@ def evaluate(
                 for job, (prompt, output), graded in zip(chunk, answered, grades, strict=True):
                     record = _record(rows[job.row], job, prompt, output.outputs, graded) | {"key": keys[job]}
                     done[record["key"]] = record
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         del engine  # whose end is logged too
 
     # The measures are those of all jobs, answered now or earlier.
@@ -177,7 +177,7 @@ def kept_records(path: Path) -> list[dict]:
 
 def _key(row: Row, job: Job, version: list) -> str:
     """Return a hash of all that an answer depends on."""
-    text = json.dumps([row["prompt"], row["label"], row["datasource"], *job, version])
+    text = json.dumps([row["prompt"], row["label"], row["datasource"], *job, version], default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -139,7 +139,9 @@ def _check_labels(sets: Sequence[DataSet], args: SimpleNamespace) -> Iterator[Fi
             continue
         if is_read:
             given = [(where, label) for where, label in rows if not _is_empty(label)]
-            labels += _draw(given, REWARDS[grader].labels_per_second)
+            # What raises ends a run. What cannot be read takes long to find out.
+            raising = [one for one in given if _raises(grader, one[1])]
+            labels += raising or _draw(given, REWARDS[grader].labels_per_second)
     if not labels:
         return
     bad = unreadable_labels(grader, labels)
@@ -148,6 +150,14 @@ def _check_labels(sets: Sequence[DataSet], args: SimpleNamespace) -> Iterator[Fi
         where, (_, problem, is_fatal) = first_of([each[0] for each in bad]), bad[0]
         problem = f"{where}: {grader} cannot read the label: {problem}"
         yield Finding.of(args, flag, problem, "give the key of the solutions, or mend these rows", is_fatal)
+
+
+def _raises(grader: str, label: Any) -> bool:
+    try:
+        REWARDS[grader].label_text(label)
+    except ValueError:
+        return True
+    return False
 
 
 def unreadable_labels(grader: str, labels: Sequence[tuple[str, Any]]) -> list[tuple[str, str, bool]]:

@@ -1,6 +1,7 @@
 """An offline evaluation continues where it stopped, and starts anew with other settings."""
 
 import json
+from decimal import Decimal
 
 from arlopti_testing.engine_fakes import generate_right_sums, problems
 
@@ -46,6 +47,8 @@ def test_an_interrupted_evaluation_continues(tmp_path, monkeypatch, capsys):
     offline.evaluate("base", "base", problems() * 3, settings, tmp_path)  # repeated rows are no other problems
     repeated = json.loads((tmp_path / "base.json").read_text())["sources"]["sums"]
     assert repeated["n"] == first["sums"]["n"] and repeated["accuracy"] == first["sums"]["accuracy"]
+    of_parquet = [row | {"label": Decimal(row["label"])} for row in problems()[:6]]  # decimal128
+    offline.evaluate("base", "base", of_parquet, settings, tmp_path)
     renamed = [row | {"datasource": "aime"} for row in problems()[:6]]  # another row of the table, if no other grader
     offline.evaluate("base", "base", renamed, settings, tmp_path)
     assert [*json.loads((tmp_path / "base.json").read_text())["sources"]] == ["aime"]

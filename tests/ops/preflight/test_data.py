@@ -171,6 +171,7 @@ def test_a_file_that_does_not_parse(check, lines, problem):
         (["42", " $$ "], True, "a label is empty"),
         (["42", "\\"], False, "is compared letter by letter"),
         (["\\", " $$ "], True, "a label is empty"),
+        (["42", " $$ ", *["7"] * 400], True, "a label is empty"),  # among more than are compared
     ],
 )
 def test_a_label_that_the_math_grader_cannot_read(check, labels, fatal, problem):
