@@ -24,7 +24,7 @@ BUDGETS = {
     "grading": 2716,
     "lab": 3347,
     "methods": 563,
-    "update": 1793,
+    "update": 1809,
     "ops": 485,
     "ops/checkpoints": 885,
     "ops/health": 480,
@@ -36,10 +36,10 @@ TEST_BUDGETS = {
     ".": 4741,
     "arlopti_testing": 1049,
     "cli": 2738,
-    "contract": 961,
+    "contract": 963,
     "cpu": 670,
     "evaluation": 165,
-    "forward": 1036,
+    "forward": 1048,
     "grading": 1958,
     "lab": 1335,
     "long": 2091,
@@ -50,7 +50,7 @@ TEST_BUDGETS = {
     "ops/preflight": 2298,
     "ops/rollouts": 1574,
     "study": 698,
-    "update": 3056,
+    "update": 3059,
 }
 IMPORTS_BETWEEN_ROOMS = 254  # at most, and it only falls
 LIMITS = {ast.Module: 400, ast.ClassDef: 200, ast.FunctionDef: 90, ast.AsyncFunctionDef: 90}  # lines

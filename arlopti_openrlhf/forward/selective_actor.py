@@ -133,14 +133,14 @@ class SelectiveActor(Actor):
         the same passes. Whether the numbers agree, each decides for itself: the layout is local to a rank.
 
         Args:
-            sequences: (B, T) token ids to make the probe of.
+            sequences: (B, T) token ids. The probe is as long as the longest of them.
             attention_mask: (B, T), 1 on tokens; all of them if not given.
         """
         if self.shortcuts is None:
             was_training = self.model.training
             self.model.eval()  # dropout would differ from pass to pass, and move the state of the random numbers
-            attention_mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
-            probe = self_check.probe(sequences, attention_mask)
+            length = sequences.shape[1] if attention_mask is None else int(attention_mask.sum(dim=1).max())
+            probe = self_check.probe(length, self._causal_lm.config.get_text_config().vocab_size)
             self.shortcuts = self._exact_shortcuts([tensor.to(torch.cuda.current_device()) for tensor in probe])
             self.model.train(was_training)
         return self.shortcuts

@@ -39,6 +39,7 @@ _SHARE_OF_FREE = 0.9
 # Bytes of DeepSpeed's buckets, each of 500M numbers in 16 bits: more than what it allocates in addition to gradients
 # (`test_deepspeed_takes_no_more`).
 _BUCKETS = 3_000_000_000
+_UNKNOWN = 2**62  # stands for the bytes that are free if nothing tells
 
 
 class MiniBatch(NamedTuple):
@@ -122,7 +123,8 @@ class Planner:
             return divide(samples, self.args.rollout.micro_batch_size, len)
         of_stock = self._tokens_of_stock(samples)
         keys = self.ranks.max(keys_per_token(samples))
-        fitting = self._fitting(self._bytes_of_stock(of_stock), WHOLE, keys, of_stock)
+        room = min(self._bytes_of_stock(of_stock), self._free())
+        fitting = self._fitting(room, WHOLE, keys, of_stock)
         return divide(samples, max(fitting, of_stock), cost)
 
     def _reason_not_to_share(self) -> str | None:
@@ -144,7 +146,7 @@ class Planner:
         of_stock = self._tokens_of_stock(samples)
         costliest = self.ranks.max(max(map(cost, by_prompt(samples)), default=0))
         keys = self.ranks.max(keys_per_token(samples))
-        free = self.ranks.min(_free_bytes(self.actor, self.args, self.ranks.count))
+        free = self._free()
         budgets = {level: self.budget(level, of_stock, costliest, keys, free) for level in self.levels}
         # OpenRLHF's own level is always possible. The other must hold the longest sample, or all that the user set.
         least = of_stock if self.args.train.dynamic_batch_enable else longest
@@ -161,6 +163,9 @@ class Planner:
             self.set(level)
         return budgets[level]
 
+    def _free(self) -> int:
+        return self.ranks.min(_free_bytes(self.actor, self.args, self.ranks.count))
+
     def _tokens_of_stock(self, samples: Sequence[Sample]) -> int:
         """Return how many tokens OpenRLHF's largest micro-batch has on any rank. A collective call."""
         train = self.args.train
@@ -175,20 +180,23 @@ class Planner:
 
         With dynamic batches the user sets the maximum. Otherwise the user sets a number of samples, and OpenRLHF uses
         the memory of their tokens with their logits. The selective update keeps no logits, so the same memory has room
-        for more tokens, up to those of a whole prompt, or for all activations. These may also use free memory, and so
-        may everything with `fills_memory`, which knows no other maximum. A model of a type whose layers are not known
-        gets as many tokens as in OpenRLHF.
+        for more tokens, up to those of a whole prompt. It may not be there: what is free is the limit, but OpenRLHF's
+        own level takes as many tokens as OpenRLHF in any case. Another level may use all that is free, and so may
+        everything with `fills_memory`, which knows no other maximum. If nothing tells what is free, OpenRLHF's memory
+        is taken for granted. A model of a type whose layers are not known gets as many tokens as in OpenRLHF.
 
         Args:
             level: one of `levels`.
             of_stock: tokens of OpenRLHF's largest micro-batch, with its padding.
             costliest: what the prompt with the most tokens costs with all its responses.
             keys_per_token: of the samples (`keys_per_token`).
-            free: bytes.
+            free: bytes, or `_UNKNOWN`.
         """
-        stock = self._bytes_of_stock(of_stock)
-        room = stock if level == self.levels[-1] and not self.fills_memory else max(stock, free)
+        stock, is_own = self._bytes_of_stock(of_stock), level == self.levels[-1]
+        room = free if free < _UNKNOWN and (self.fills_memory or not is_own) else min(stock, free)
         fitting = self._fitting(room, level, keys_per_token, of_stock)
+        if is_own:
+            fitting = max(fitting, min(of_stock, self._fitting(stock, level, keys_per_token, of_stock)))
         if self.fills_memory:
             return fitting
         return min(fitting, of_stock if self.args.train.dynamic_batch_enable else max(of_stock, costliest))
@@ -306,13 +314,13 @@ def divide(samples: Sequence[Sample], budget: int, price: Callable = cost, count
 
 
 def _free_bytes(actor: SelectiveActor, args: SimpleNamespace, ranks: int) -> int:
-    """Return what activations may take on this rank's GPU, or 0 without one.
+    """Return what activations may take on this rank's GPU, or `_UNKNOWN` without one.
 
-    If a critic has the same GPU and trains at the same time, nothing is known to be free.
+    If a critic has the same GPU and trains at the same time, it is not known either.
     """
     trains_critic = args.algo.advantage.estimator == "gae" and args.train.colocate_all and not args.ds.enable_sleep
     if not torch.cuda.is_available() or trains_critic:
-        return 0
+        return _UNKNOWN
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     free = _SHARE_OF_FREE * (torch.cuda.mem_get_info()[0] + unused)
     return max(0, int(free - _deepspeed_bytes(actor, args, ranks)))

@@ -72,6 +72,8 @@ ENTRIES = (
      "bindings.TABLE"),
     (text, PPO_ACTOR, "PolicyModelActor.forward", "with torch.no_grad(): action_log_probs = self.actor(",
      "update.policy_actor.PolicyActor.forward"),
+    (text, "deepspeed.utils.timer", "ThroughputTimer.start",
+     "if self.config.synchronized: get_accelerator().synchronize()", "update.policy_actor.PolicyActor"),
     (text, "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience",
      "if (self.initial_model_group is not None) and (not args.algo.kl.use_loss): kl = compute_approx_kl(",
      "update.old_log_probs.needed_before"),

@@ -106,13 +106,12 @@ def test_rounding_is_no_reason(name, dtype, tmp_path, batch, warnings):
     assert passes[-1] == passes[-2] and (3, 23) in passes[:-2]  # once, and in upstream's layout too
 
 
-def test_the_probe_has_all_features(batch):
-    """A shared beginning, a sequence that ends earlier, and one that shares nothing, whatever the batch holds."""
-    long = torch.arange(3, 603)[None]
-    for sequences, attention_mask in (batch[:2], (long, torch.ones_like(long))):
-        tokens, action_mask, attended = self_check.probe(sequences, attention_mask)
+def test_the_probe_has_all_features():
+    """A shared beginning, a sequence that ends earlier, and one that shares nothing."""
+    for longest in (23, 600):
+        tokens, action_mask, attended = self_check.probe(longest, vocabulary=1000)
         length = attended.sum(dim=1).tolist()
-        assert length[0] == length[2] == int(attention_mask.sum(dim=1).max()) > length[1]
+        assert length[0] == length[2] == longest > length[1]
         prompt = length[0] // 2
         assert torch.equal(tokens[0, :prompt], tokens[1, :prompt]) and tokens[0, 0] != tokens[2, 0]
         assert tokens[0, prompt] != tokens[1, prompt]
@@ -124,9 +123,22 @@ def test_the_probe_has_all_features(batch):
 
 @pytest.mark.parametrize("length", [2, 3, 5])
 def test_few_tokens_make_a_probe(length):
-    tokens = torch.arange(length)[None]
-    sequences, action_mask, attended = self_check.probe(tokens, torch.ones_like(tokens))
+    sequences, action_mask, attended = self_check.probe(length, vocabulary=9)
     assert sequences.shape == attended.shape == (3, length) and action_mask.shape == (3, length - 1)
+
+
+def test_an_answer_of_one_token_says_nothing_of_the_model(tmp_path, warnings):
+    """It is often the longest sample: a loop that is cut off. The model repeats its token for certain."""
+    stock, ours = actors(save(MODELS["llama, untied"], tmp_path))
+    with torch.no_grad():
+        ours.model.lm_head.weight.zero_()[7] = 1000.0
+    ours.to(torch.bfloat16)
+    ours.check(torch.full((1, 400), 7))
+    assert ours.shortcuts == Shortcuts(reason_not_to_share=None, fuses_head=True) and not warnings()
+
+
+def test_log_probs_without_a_spread_agree_where_they_are_equal():
+    assert self_check.disagreement(torch.zeros(32), torch.zeros(32), torch.bfloat16) is None
 
 
 def test_a_model_that_is_not_finite_is_not_compared():

@@ -183,7 +183,7 @@ class Operators(TorchDispatchMode):
     ("stage", "float32", "most"), [("1", False, 3), ("2", False, 3), ("2", True, 3), ("3", False, 7)]
 )
 def test_an_optimizer_step_has_few_operators_for_each_parameter(tiny_model, stage, float32, most):
-    """No check looks at each of them. ZeRO-3 divides each parameter again."""
+    """No check looks at each of them, and no timer waits for them. ZeRO-3 divides each parameter again."""
 
     def watch(probe) -> int:
         step, probe.counted = probe.strategy.optimizer_step, []
@@ -199,6 +199,7 @@ def test_an_optimizer_step_has_few_operators_for_each_parameter(tiny_model, stag
     group = Group(flags(tiny_model, "--ds.zero_stage", stage, *TRAINING[:4]), selective=True, float32=float32)
     call = group.workers[group.kind].async_run_method
     parameters = ray.get(call("call", watch))[0]
+    assert not any(ray.get(call("call", lambda probe: probe.actor.model.tput_timer.config.synchronized)))
     group.run(experiences(seed=1), LOPTI)
     for counts in ray.get(call("call", lambda probe: probe.counted)):
         assert 0 < max(counts) <= most * parameters + 60
