@@ -95,7 +95,7 @@ def budgets_of(items: list[Sample], setter: Planner) -> dict[str, int]:
     """Return the budget at each level, in OpenRLHF's own peak."""
     padded = setter.args.train.micro_batch_size * max(len(item.sequences) for item in items)
     cost, keys = plan.cost(items), plan.keys_per_token(items)
-    return {level: setter.budget(level, padded, cost, keys, free=0) for level in setter.levels}
+    return {level: setter.budget(level, padded, cost, keys, free=plan._UNKNOWN) for level in setter.levels}
 
 
 CASES = [

@@ -21,9 +21,8 @@ from typing import Any
 
 from arlopti_openrlhf.cli import flags
 from arlopti_openrlhf.cli.bad_input import Parser
-from arlopti_openrlhf.ops.checkpoints.files import saved_in, write
+from arlopti_openrlhf.ops.checkpoints.files import KEPT, flags_of, newest_of, saved_in, write
 
-KEPT = "config.yaml"  # in --ckpt.path
 _SWITCHES = {"true": True, "false": False}
 
 
@@ -55,14 +54,18 @@ def keep(flat: argparse.Namespace, folder: Path) -> None:
 
 
 def of_resumed(args: SimpleNamespace) -> dict[str, Any]:
-    """Return the flags that the run that is resumed has kept, by name, or nothing if none is resumed.
+    """Return the flags of the start that wrote the newest checkpoint of the run that is resumed, by name, or nothing.
+
+    Its file in --ckpt.path may be another by now: a user edits it, and each start writes it.
 
     Raises:
         OSError, ValueError, TypeError: its file cannot be read.
     """
     folder = Path(args.ckpt.path)
-    is_resumed = args.ckpt.load_enable and saved_in(folder)
-    return read((folder / KEPT).read_text("utf-8")) if is_resumed else {}
+    if not (args.ckpt.load_enable and saved_in(folder)):
+        return {}
+    newest = newest_of(args)
+    return read((newest and flags_of(newest)) or (folder / KEPT).read_text("utf-8"))
 
 
 def text(flat: argparse.Namespace) -> str:

@@ -58,10 +58,22 @@ def check(flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:
     """
     try:
         had = config_file.of_resumed(args)
-        return _differences(had, flat, args) if had else []
+        return [*_moved(flat, args), *(_differences(had, flat, args) if had else [])]
     except (OSError, ValueError, TypeError) as error:  # the last two for a torn file, which may have any value
         problem = f"the flags of the run that is resumed cannot be read ({error})"
         return [Finding("--ckpt.path", args.ckpt.path, problem, "compare them yourself", is_fatal=False)]
+
+
+def _moved(flat: argparse.Namespace, args: SimpleNamespace) -> Iterator[Finding]:
+    """Yield that a run's file names another folder than its own: the run would start anew there, or another go on."""
+    if not args.ckpt.load_enable or not flat.config:
+        return
+    file = Path(flat.config)
+    named = config_file.read(file.read_text("utf-8")).get("ckpt.path")
+    is_own = args.ckpt.path != named or Path(named).resolve() == file.parent.resolve()
+    if not is_own and checkpoint_files.saved_in(file.parent):
+        problem = f"--config lies beside the checkpoints of {file.parent.absolute()}"
+        yield Finding("--ckpt.path", named, problem, f"give --ckpt.path {file.parent.absolute()}, or another file")
 
 
 def _differences(had: dict[str, Any], flat: argparse.Namespace, args: SimpleNamespace) -> list[Finding]:

@@ -42,6 +42,36 @@ def test_what_a_run_can_go_on_with_needs_no_line(resumed, tmp_path):
     assert same_run.check(again, command_line.hierarchize(again)) == []
 
 
+def test_a_run_is_compared_with_what_its_checkpoint_was_written_by(tmp_path):
+    """A user edits the file and gives it, or a start that failed has written other flags there."""
+    config_file.keep(flat(FLAGS, tmp_path), tmp_path)
+    write_checkpoint(tmp_path / "_actor", __version__, 0, (tmp_path / "config.yaml").read_text())
+    text = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(
+        text.replace("batch_size: 16", "batch_size: 8").replace("node: 2", "node: 4")
+    )
+    edited = flat(f"--config {tmp_path}/config.yaml")
+    found = same_run.check(edited, command_line.hierarchize(edited))
+    assert [finding.flag for finding in found if finding.is_fatal] == [
+        "--actor.num_gpus_per_node",
+        "--train.batch_size",
+    ]
+    again = flat(FLAGS, tmp_path)
+    assert same_run.check(again, command_line.hierarchize(again)) == []
+
+
+def test_a_run_whose_folder_was_moved_does_not_start_anew_in_its_old_place(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    (old / "_actor" / "global_step2").mkdir(parents=True)
+    config_file.keep(flat(FLAGS, old), old)
+    old.rename(new)
+    for more, is_refused in (("", True), (f"--ckpt.path {new}", False), (f"--ckpt.path {tmp_path}/other", False)):
+        moved = flat(f"--config {new}/config.yaml {more}")
+        found = same_run.check(moved, command_line.hierarchize(moved))
+        assert [finding.flag for finding in found] == ["--ckpt.path"] * is_refused
+        assert not is_refused or f"give --ckpt.path {new}" in str(found[0])
+
+
 def test_an_optimizers_value_is_the_checkpoints(resumed, tmp_path):
     (finding,) = resumed("--actor.adam.lr 1e-5")
     assert finding.flag == "--actor.adam.lr" and not finding.is_fatal
@@ -97,11 +127,11 @@ def test_as_many_ranks_on_other_nodes_are_the_same_layout(resumed):
     assert finding.is_fatal and finding.flag == "--critic.num_nodes"
 
 
-def write_checkpoint(folder: Path, version: str, state: object) -> None:
+def write_checkpoint(folder: Path, version: str, state: object, flags: str | None = None) -> None:
     writing = folder / f"{checkpoint_files.WRITING}global_step2"
     checkpoint_files.begin(writing, print)
     torch.save(state, writing / "mp_rank_00_model_states.pt")
-    checkpoint_files.publish(writing)
+    checkpoint_files.publish(writing, flags)
     manifest = folder / "global_step2" / checkpoint_files.MANIFEST
     manifest.write_text(manifest.read_text().replace(__version__, version))
 

@@ -22,6 +22,7 @@ from packaging.version import Version
 from arlopti_openrlhf import __version__
 
 MANIFEST = "manifest.json"
+KEPT = "config.yaml"  # in --ckpt.path: the flags of the last start (`cli.config_file`)
 WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not whole
 _PROBE = 1 << 20  # bytes
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what JSON that is missing or torn raises
@@ -84,11 +85,15 @@ def newest_published(folders: Sequence[Path]) -> str | None:
 
 
 def is_past_universal(folder: Path) -> bool:
-    """Return whether a checkpoint was written after DeepSpeed's tool had made a universal one in `folder`."""
-    newest, universal = newest_published([folder]), folder / "latest_universal"
-    if not newest or not universal.exists():
-        return False
-    return (folder / newest / MANIFEST).stat().st_mtime_ns > universal.stat().st_mtime_ns
+    """Return whether a checkpoint was written after DeepSpeed's tool had made the last universal one in `folder`."""
+    newest, universal = newest_published([folder]), _universal(folder)
+    return bool(newest and universal) and _manifest(folder / str(newest)).get("universal") == universal
+
+
+def _universal(folder: Path) -> str | None:
+    """Return the name of the last universal checkpoint in a folder."""
+    latest = folder / "latest_universal"
+    return latest.read_text("utf-8") if latest.exists() else None
 
 
 def _serial(folders: Sequence[Path], tag: str) -> float:
@@ -113,6 +118,14 @@ def version_of(checkpoint: Path) -> Version | None:
     """Return the version of this package that wrote a checkpoint, or None if its manifest cannot be read."""
     try:
         return Version(_manifest(checkpoint)["version"])
+    except _UNREADABLE:
+        return None
+
+
+def flags_of(checkpoint: Path) -> str | None:
+    """Return the content of `KEPT` with which the run had started that wrote a checkpoint, or None."""
+    try:
+        return _manifest(checkpoint).get("flags")
     except _UNREADABLE:
         return None
 
@@ -152,10 +165,10 @@ def begin(writing: Path, say: Callable[[str], None]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
-def publish(writing: Path) -> None:
+def publish(writing: Path, flags: str | None = None) -> None:
     """Flush a checkpoint's files, write its manifest and give it its name, which no torn one gets at any interruption.
 
-    The manifest has the size of each file, which tells a torn one from a whole one.
+    The manifest has the size of each file, which tells a torn one from a whole one, and the run's flags.
     """
     described = {}
     for path in sorted(path for path in writing.rglob("*") if path.is_file()):
@@ -164,7 +177,8 @@ def publish(writing: Path) -> None:
     folder, checkpoint = writing.parent, writing.with_name(writing.name.removeprefix(WRITING))
     newest = newest_published([folder])
     serial = 1 + int(_serial([folder], newest)) if newest else 1
-    manifest = {"serial": serial, "version": __version__, "files": described}
+    manifest = {"serial": serial, "version": __version__, "universal": _universal(folder), "flags": flags}
+    manifest["files"] = described
     write(writing / MANIFEST, json.dumps(manifest, indent=1))
     if checkpoint.exists():
         remove(checkpoint)

@@ -63,6 +63,8 @@ class CheckpointStrategy(GuardedStrategy):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        kept = Path(self.args.ckpt.path, files.KEPT)  # as this start has written it: a user may edit it meanwhile
+        self.flags = kept.read_text("utf-8") if kept.exists() else None
         self.averaged: Any = None  # the model without an optimizer that this process holds: next to the policy, EMA
 
     def _ds_init_train_model(self, model, cfg: dict):
@@ -109,7 +111,7 @@ class CheckpointStrategy(GuardedStrategy):
             everywhere(require_shared)
             self._write(model, writing, client_state or {})
             on_rank_0(lambda: self._write_ckpt_metric(str(writing), metric_value, metric_key))
-            on_rank_0(lambda: files.publish(writing))
+            on_rank_0(lambda: files.publish(writing, self.flags))
         except (NotWritten, OSError) as error:
             self._clear(f"checkpoint {folder / tag}", writing, error)
             say("The run goes on, and older checkpoints stay.")
@@ -192,9 +194,11 @@ class CheckpointStrategy(GuardedStrategy):
                     del state_of[name]
         model.optimizer.clip_grad = model.gradient_clipping()  # below ZeRO-3 DeepSpeed takes the checkpoint's
         learning_rate.follow(model.lr_scheduler)
-        if tag and not is_universal:
+        if is_universal:
+            everywhere(lambda: state.begin_average(self, model.module))
+        elif tag:
             checkpoint = Path(load_dir, tag)
-            everywhere(lambda: state.restore(checkpoint, self))
+            everywhere(lambda: state.restore(checkpoint, self, model.module))
         return path, states
 
     def save_model(self, model, tokenizer, output_dir: str, **kwargs) -> None:
@@ -296,6 +300,8 @@ def _move_up(writing: Path) -> None:
     (folder / "config.json").unlink(missing_ok=True)
     for path in sorted(writing.iterdir(), key=lambda path: path.name == "config.json"):
         files.flush(path)
+        if path.is_dir():  # a tokenizer's chat templates, which no folder of an earlier model may hold up
+            shutil.rmtree(folder / path.name, ignore_errors=True)
         os.replace(path, folder / path.name)
     files.flush(folder)
     writing.rmdir()

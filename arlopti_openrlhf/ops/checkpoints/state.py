@@ -46,8 +46,11 @@ def save(checkpoint: Path, strategy: Any) -> None:
     torch.save(own, checkpoint / RANK_FILE.format(dist.get_rank()))
 
 
-def restore(checkpoint: Path, strategy: Any) -> None:
-    """Restore what `save` wrote. If there was no moving average, a line says so.
+def restore(checkpoint: Path, strategy: Any, model: nn.Module) -> None:
+    """Restore what `save` wrote. A moving average that is not there starts at the checkpoint's weights.
+
+    Args:
+        model: has them.
 
     Raises:
         ValueError: the checkpoint's moving average is that of another model.
@@ -59,7 +62,7 @@ def restore(checkpoint: Path, strategy: Any) -> None:
         if writer != dist.get_rank():
             saved["averaged"] = _load(path)["averaged"]
         if saved["averaged"] is None:
-            ranks.say(f"{checkpoint} holds no moving average (--train.enable_ema): it starts anew")
+            begin_average(strategy, model)
         elif [tensor.shape for tensor in saved["averaged"]] != [tensor.shape for tensor in own]:
             raise ValueError(f"{path}: the moving average (--train.enable_ema) is that of another model")
         else:
@@ -67,6 +70,14 @@ def restore(checkpoint: Path, strategy: Any) -> None:
                 tensor.copy_(value)
     set_random_state(saved["random"])
     strategy.time_steps.update(saved["time_steps"])
+
+
+def begin_average(strategy: Any, model: nn.Module) -> None:
+    """Let the moving average, if there is one, start at a model's weights, and not at those before its training."""
+    if strategy.averaged is not None:
+        ranks.say("the checkpoint holds no moving average (--train.enable_ema): it starts at the checkpoint's weights")
+        for tensor, weight in zip(_memory(strategy.averaged), _memory(model), strict=True):
+            tensor.copy_(weight)
 
 
 def random_state() -> dict[str, Any]:

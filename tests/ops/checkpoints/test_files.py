@@ -36,12 +36,12 @@ def test_a_published_checkpoint_is_whole_and_named_in_latest(tmp_path):
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest"]
     # One that was saved after DeepSpeed's tool had made a universal one comes first. Else each start would go back.
-    for universal, expected in ((3, False), (1, True)):
-        os.utime(checkpoint / files.MANIFEST, (2, 2))
-        (tmp_path / "latest_universal").touch()
-        os.utime(tmp_path / "latest_universal", (universal, universal))
-        assert files.is_past_universal(tmp_path) is expected
-    assert not files.is_past_universal(checkpoint)
+    assert not files.is_past_universal(tmp_path)
+    for step in (2, 3):
+        (tmp_path / "latest_universal").write_text(f"global_step{step}_universal")
+        assert not files.is_past_universal(tmp_path)
+        write(tmp_path, f"global_step{step + 1}")
+        assert files.is_past_universal(tmp_path)
 
 
 def cut(path: Path) -> None:

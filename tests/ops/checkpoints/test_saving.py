@@ -74,6 +74,17 @@ def test_a_resumed_run_is_the_same_run(stage, tiny_model, tmp_path):
     assert not all(map(torch.equal, at_checkpoint, expected))
 
 
+@pytest.mark.parametrize("stage", ["2", pytest.param("3", marks=pytest.mark.long)])
+def test_an_average_that_a_checkpoint_lacks_starts_at_its_weights(stage, tiny_model, tmp_path):
+    """Not at the model before its training, of which much would be left in the model that is saved."""
+    group = start(tiny_model, tmp_path, "--ds.zero_stage", stage)
+    group.run(experiences(1), METHODS)
+    actor(group, "save_checkpoint", tag="global_step1", client_states={"global_step": 1})
+    trained = group.parameters()
+    averaging = start(tiny_model, tmp_path, "--train.enable_ema", "--ds.zero_stage", stage)
+    assert all(map(torch.equal, averaging.parameters(averaged=True), trained))
+
+
 def test_a_run_that_is_resumed_with_fewer_steps_stays_at_the_lowest_rate(tiny_model, tmp_path):
     """Lopti takes 4 steps for each rollout batch: 8 of 16 are done, and the new plan has 4."""
     schedule = "--actor.lr_scheduler", "cosine_with_min_lr"
@@ -175,6 +186,16 @@ def test_weights_that_are_not_finite_are_not_saved(stage, tiny_model, tmp_path):
                 ray.get(ref, timeout=240)
     assert [path.name for path in (tmp_path / "_actor").iterdir() if path.is_dir()] == ["global_step1"]
     assert not (tmp_path / "final").exists()
+
+
+def test_a_model_takes_the_place_of_one_with_folders(tmp_path):
+    """A tokenizer with several chat templates has a folder of them."""
+    for text in ("old", "new"):
+        (tmp_path / "writing/templates").mkdir(parents=True)
+        for name in ("config.json", "templates/tool.jinja"):
+            (tmp_path / "writing" / name).write_text(text)
+        checkpoints._move_up(tmp_path / "writing")
+    assert {path.read_text() for path in tmp_path.rglob("*.*")} == {"new"} and not (tmp_path / "writing").exists()
 
 
 def test_older_checkpoints_that_cannot_be_removed_stay(tmp_path, monkeypatch, capsys):

@@ -84,6 +84,7 @@ def lives(pid_file: Path) -> bool:
         ("sys.exit(2)", 2, "", ""),  # it has been refused, and has said why
         ("begin(child); child.say_last(3, 'diverged')", 3, "", "diverged\n"),
         ("begin(child); child.say_last(1, 'failed')", 1, "", "failed\narlopti_openrlhf: checkpoint: step 7\n"),
+        ("begin(child); child.say_last(3, 2**20 * 'ü')", 3, "", 2**16 * "ü" + "\n"),
         ("begin(child); (folder / 'stale').touch(); child.say_last(1, 'failed')", 1, "", "failed\n"),
         (
             "begin(child); os.kill(os.getpid(), signal.SIGKILL)",
