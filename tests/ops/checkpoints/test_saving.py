@@ -209,7 +209,7 @@ def test_older_checkpoints_that_cannot_be_removed_stay(tmp_path, monkeypatch, ca
     monkeypatch.setattr(checkpoints.CheckpointStrategy, "_write", lambda self, model, to, states: (to / "a").touch())
     monkeypatch.setattr(files, "rotate", Mock(side_effect=OSError(5, "Input/output error")))
     strategy = object.__new__(checkpoints.CheckpointStrategy)
-    strategy.args = SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None))
+    strategy.args, strategy.flags = SimpleNamespace(critic=SimpleNamespace(model_name_or_path=None)), None
     strategy.save_ckpt(None, str(tmp_path / "_actor"), "global_step1")
     assert "older checkpoints stay: [Errno 5] Input/output error" in capsys.readouterr().out
     assert files.newest_published([tmp_path / "_actor"]) == "global_step1"
