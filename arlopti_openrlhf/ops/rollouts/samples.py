@@ -43,7 +43,6 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     def __init__(self, *args, sampling: Sequence[Sampling], **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.sampling = sampling
-        self.graded: set[str] = set()  # the sources of `compute_eval_metrics` that have no accuracy
 
     def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
         """Return upstream's samples of a step, the pass rate in %, a number of prompts, and whether the episode ends.
@@ -105,7 +104,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         """Evaluate the weights that vLLM has, and return the metrics of `compute_eval_metrics`."""
         samples = self.generate_eval_samples(**generate_kwargs)
         n = generate_kwargs["n_samples_per_prompt"]
-        return compute_eval_metrics(self.eval_dataloader, samples, n, self.sampling, self.graded)
+        return compute_eval_metrics(self.eval_dataloader, samples, n, self.sampling)
 
     def _generate_vllm(
         self, dataloader_iter: Iterator[tuple[tuple, tuple]], num_prompts: int, dynamic_filtering: bool, **kwargs
@@ -223,12 +222,13 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
 _upstream_metrics = ppo_trainer.compute_eval_metrics
 
 
+# The sources of this run that have had a score outside [0, 1]. They have no accuracy from then on, so that its mean is
+# over the same sources in each evaluation. Upstream's controller calls the function, so they are kept here.
+_graded: set[str] = set()
+
+
 def compute_eval_metrics(
-    eval_dataloader,
-    samples_list: Sequence[Experience],
-    n_samples_per_prompt: int,
-    sampling: Sequence[Sampling],
-    graded: set[str],
+    eval_dataloader, samples_list: Sequence[Experience], n_samples_per_prompt: int, sampling: Sequence[Sampling]
 ) -> dict[str, float]:
     """Return each source's measures, their mean accuracy, and upstream's metrics with scores in place of rewards.
 
@@ -240,8 +240,6 @@ def compute_eval_metrics(
         eval_dataloader, n_samples_per_prompt: upstream's arguments, which are not needed here.
         samples_list: those of `SamplesGenerator.generate_eval_samples`.
         sampling: how each source was sampled. The last that matches counts.
-        graded: gets the sources that have had a score outside [0, 1]. They have no accuracy from then on, so that its
-            mean is over the same sources in each evaluation.
     """
     logs: dict[str, float] = {}
     accuracies = []
@@ -253,14 +251,14 @@ def compute_eval_metrics(
             for i in range(0, len(samples), n):
                 problem = samples[i].prompts[0], str(samples[i].labels[0])
                 problems[problem].append([_response(sample) for sample in samples[i : i + n]])
-            measures = estimate_source(problems, source not in graded)
+            measures = estimate_source(problems, source not in _graded)
             for name, estimate in measures.items():
                 logs[f"{source}/{name}"] = estimate.value
                 logs[f"{source}/{name}/low"], logs[f"{source}/{name}/high"] = estimate.low, estimate.high
             if "accuracy" in measures:
                 accuracies.append(measures["accuracy"].value)
             else:
-                graded.add(source)
+                _graded.add(source)
         # Upstream looks a sample's source up by its prompt, which another source may have too.
         own_data = [([source], sample.prompts, sample.labels, [None]) for sample in samples]
         upstream = _upstream_metrics(own_data, samples, n)

@@ -19,6 +19,7 @@ from arlopti_openrlhf.cli.train_ppo_ray import parse
 from arlopti_openrlhf.evaluation.sampling import Sampling
 from arlopti_openrlhf.ops.lifecycle import stopping
 from arlopti_openrlhf.ops.rollouts import samples
+from arlopti_openrlhf.ops.rollouts import samples as samples_module
 from arlopti_openrlhf.ops.rollouts.prompts import Prompts
 from arlopti_openrlhf.ops.rollouts.samples import SamplesGenerator, compute_eval_metrics
 from arlopti_openrlhf.patching import plain_class
@@ -327,14 +328,15 @@ def sample(prompt: str, label, score: float, reward: float = -0.5, source: str =
     return experience
 
 
-def test_measures_are_those_of_the_scores():
+def test_measures_are_those_of_the_scores(monkeypatch):
+    monkeypatch.setattr(samples_module, "_graded", set())
     kk, aime = {"source": "kk_2ppl"}, {"source": "aime"}
     samples = [sample("q", ["c"], 1.0, well_formed=1.0, **kk), sample("q", ["c"], 0.0, well_formed=0.0, **kk)]
     samples += [sample("p", "a", 1.0, reward=3.0, well_formed=1.0, **kk) for _ in range(2)]
     samples += [sample("p", "a", float(i == 2), **aime) for i in range(4)]
     samples += [sample("r", "d", 1.0, reward=1.0, source="None")]
     samples[-1].scores_are_rewards = True
-    logs = compute_eval_metrics(DATA, samples, 2, SPECS, graded=set())
+    logs = compute_eval_metrics(DATA, samples, 2, sampling=SPECS)
     # kk_2ppl: q is right once of 2, p twice; aime: once of 4.
     assert logs["kk_2ppl/accuracy"] == pytest.approx((0.5 + 1) / 2)
     assert logs["kk_2ppl/pass@2"] == 1 and logs["kk_2ppl/well_formed"] == pytest.approx(0.75)
@@ -348,11 +350,10 @@ def test_measures_are_those_of_the_scores():
     # Rewards in the place of scores tell nothing of accuracy.
     assert not any(name.startswith("None/") for name in logs) and logs["eval_None_pass1"] == 1
     # Scores that are more than right or wrong have a mean, and are no accuracy.
-    graded = set()
     for score in (2.0, 1.0):  # once known, it is no accuracy by chance
         judged = [sample("p", "a", score, **kk), sample("p", "a", 0.0, **kk)]
-        logs = compute_eval_metrics(DATA, judged, 2, SPECS, graded)
-        assert logs["kk_2ppl/score"] == logs["eval_kk_2ppl_pass1"] == score / 2 and graded == {"kk_2ppl"}
+        logs = compute_eval_metrics(DATA, judged, 2, sampling=SPECS)
+        assert logs["kk_2ppl/score"] == logs["eval_kk_2ppl_pass1"] == score / 2
         assert not any("accuracy" in name or "pass@" in name for name in logs)
 
 
