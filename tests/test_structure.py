@@ -26,7 +26,7 @@ BUDGETS = {
     "methods": 563,
     "update": 1809,
     "ops": 485,
-    "ops/checkpoints": 916,
+    "ops/checkpoints": 918,
     "ops/health": 480,
     "ops/lifecycle": 1028,
     "ops/preflight": 2144,
@@ -48,7 +48,7 @@ TEST_BUDGETS = {
     "ops/health": 412,
     "ops/lifecycle": 812,
     "ops/preflight": 2298,
-    "ops/rollouts": 1575,
+    "ops/rollouts": 1582,
     "study": 698,
     "update": 3059,
 }

@@ -23,8 +23,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.01, torc
 def probe(length: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a batch that has every feature of the selective layout.
 
-    Its sequences are of random tokens, a shorter one that shares its first half, and one that shares nothing. Those of
-    a real sample may say nothing: in an answer that repeats one token until it is cut off, all are certain.
+    Its sequences are one of random tokens, a shorter one that shares its first half, and one that shares nothing. Real
+    tokens may say nothing: in an answer that repeats one of them until it is cut off, all are certain.
 
     Args:
         length: T. No longer than what the model computes next: the frequencies of a dynamic RoPE follow the longest

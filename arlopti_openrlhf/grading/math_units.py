@@ -50,7 +50,7 @@ MULTIPLIER = re.compile(
     r"hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w*teen|\w*tie|hundred|thousand|\w*illion)ths?"
     r"|tens|hundreds?|thousands?|\w*illions?|dozens?|gross|lakhs?|lacs?|crores?|myriads?|googols?|permilles?"
 )
-_OTHER_MULTIPLIER = re.compile("[十百千万萬億亿兆半双]|тыс|сот|десят|мил|пол|demi|mitad|hälft")
+_OTHER_MULTIPLIER = re.compile("[十百千万萬億亿兆半双]|тыс|сот|десят|миллион|миллиард|пол|hälft")
 _SPACE = r"(?:\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z]))*"
 _COMMAND = r"\\(?:text(?:rm|it|bf|normal|sf)?|math(?:rm|bf|sf)|mbox|operatorname)\s*"
 _POWER = r"\s*(?:\^\s*(?:(-?\d)|\{\s*(-?\d)\s*\}))?"

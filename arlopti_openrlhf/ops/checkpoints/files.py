@@ -87,7 +87,9 @@ def newest_published(folders: Sequence[Path]) -> str | None:
 def is_past_universal(folder: Path) -> bool:
     """Return whether a checkpoint was written after DeepSpeed's tool had made the last universal one in `folder`."""
     newest, universal = newest_published([folder]), _universal(folder)
-    return bool(newest and universal) and _manifest(folder / str(newest)).get("universal") == universal
+    if newest is None or universal is None:
+        return False
+    return _manifest(folder / newest).get("universal") == universal
 
 
 def _universal(folder: Path) -> str | None:

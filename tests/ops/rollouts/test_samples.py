@@ -1,6 +1,7 @@
 """No prompt is lost or comes twice, whatever step a run is stopped after."""
 
 import copy
+import inspect
 import itertools
 import pickle
 import random
@@ -326,6 +327,12 @@ def sample(prompt: str, label, score: float, reward: float = -0.5, source: str =
     )
     experience.datasource, experience.scores_are_rewards = source, False
     return experience
+
+
+def test_upstreams_controller_can_call_it():
+    """With the arguments of the function that it replaces. `sampling` is bound."""
+    theirs, ours = (inspect.signature(f).parameters for f in (samples_module._upstream_metrics, compute_eval_metrics))
+    assert [*ours] == [*theirs, "sampling"]
 
 
 def test_measures_are_those_of_the_scores(monkeypatch):
